@@ -1,0 +1,57 @@
+"""Every error that amp_patch raises on purpose.
+
+Each class is an `AmpError` and also the builtin that a caller would catch. `AmpError` itself is a `RuntimeError`, because that is what
+scripts written for Apex expect. A message says what was given, what is allowed and what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class AmpError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class PolicyError(AmpError, ValueError):
+    """An opt_level, a preset or an override is unknown or contradicts another."""
+
+
+class OpListError(AmpError, ValueError):
+    """An op list cannot be used; the message starts with `file:line:column` where there is one."""
+
+
+class ModelError(AmpError, ValueError):
+    """A model cannot be prepared as asked."""
+
+
+class OptimizerError(AmpError, ValueError):
+    """An optimizer cannot be prepared, or cannot do what was asked of it."""
+
+
+class ArgumentTypeError(AmpError, TypeError):
+    """An argument is of a type the function does not take."""
+
+
+class SessionError(AmpError):
+    """A call that the state of the session does not allow: before `initialize`, or against a session that is still in use."""
+
+
+class BannedOpError(AmpError, NotImplementedError):
+    """An op that the lists forbid on 16-bit tensors was called on one."""
+
+
+class GradientOverflowError(AmpError, FloatingPointError):
+    """Gradients stayed non-finite for so many steps in a row that the cause is not the loss scale."""
+
+
+class CheckpointError(AmpError, ValueError):
+    """A saved amp state does not fit the session it is loaded into."""
+
+
+def did_you_mean(word: object, allowed: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
+    if not isinstance(word, str):
+        return ""
+    by_folded = {name.casefold(): name for name in allowed}
+    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
