@@ -1,0 +1,164 @@
+"""`LossScaler`: multiply the loss, divide the gradients, and decide after each step what the next scale is.
+
+The state is two 0-dim tensors on the device of the loss, so that neither scaling nor unscaling waits for the device. Reading a value back
+(`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does. The scaler knows no optimizer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+GROWTH_INTERVAL = 2000
+"""Good steps before the scale doubles, and the factors: the values Apex and torch.amp.GradScaler both use."""
+
+INIT_SCALE = 2.0**16
+
+
+class OverflowCheck:
+    """Whether the gradients of one backward pass were finite.
+
+    `found_inf` is a 0-dim float32 tensor, 0.0 or 1.0, on the device of the loss; the scaler's unscaling writes it.
+    """
+
+    __slots__ = ("_is_overflow", "_unsettled", "found_inf", "scaler")
+
+    def __init__(self, scaler: "LossScaler", device: torch.device) -> None:
+        self.scaler = scaler
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._is_overflow: bool | None = None
+        self._unsettled: list[Callable[[], None]] = []
+
+    def wait_for(self, settle: Callable[[], None]) -> None:
+        """Call `settle` before the flag is read: it unscales gradients that a delayed pass left scaled."""
+        self._unsettled.append(settle)
+
+    def settle(self) -> None:
+        """Have every gradient of this pass unscaled, so that the flag is complete."""
+        while self._unsettled:
+            self._unsettled.pop()()
+
+    def is_overflow(self) -> bool:
+        """Tell whether any gradient element was inf or NaN. Waits for the device the first time."""
+        self.settle()
+        if self._is_overflow is None:
+            self._is_overflow = bool(self.found_inf.item())
+        return self._is_overflow
+
+
+class LossScaler:
+    """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
+
+    Dynamic: start at 2**16 (or the maximum, if that is lower), halve after a step with a non-finite gradient, double after 2000 good steps in
+    a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per optimizer step, however many backward passes led to it.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | Literal["dynamic"],
+        *,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        growth_interval: int = GROWTH_INTERVAL,
+    ) -> None:
+        self.is_dynamic = loss_scale == "dynamic"
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self._growth_interval = growth_interval
+        start = min(max_loss_scale, INIT_SCALE) if loss_scale == "dynamic" else float(loss_scale)
+        self._scale = torch.tensor(start, dtype=torch.float32)
+        self._good_steps = torch.zeros((), dtype=torch.int32)
+        self.is_identity = not self.is_dynamic and start == 1.0
+        self._undecided: list[OverflowCheck] = []
+
+    def scale_on(self, device: torch.device) -> Tensor:
+        """Return the scale as a 0-dim float32 tensor on `device`. It never changes in place: a later decision makes a new tensor."""
+        if self._scale.device != device:
+            self._scale = self._scale.to(device)
+            self._good_steps = self._good_steps.to(device)
+        return self._scale
+
+    def open_check(self, device: torch.device) -> OverflowCheck:
+        """Return the check of a new backward pass; the next decision takes it into account."""
+        check = OverflowCheck(self, device)
+        self._undecided.append(check)
+        return check
+
+    def decide(self) -> None:
+        """Update the scale once for all checks since the last decision; without any, do nothing. Waits for nothing."""
+        if self._undecided:
+            for check in self._undecided:
+                check.settle()
+            self._scale, self._good_steps = self._next_state()
+            self._undecided.clear()
+
+    def _next_state(self) -> tuple[Tensor, Tensor]:
+        """The state after a decision: what `decide` installs, and what readers are told while a decision is due."""
+        if not self._undecided:
+            return self._scale, self._good_steps
+        scale, good_steps = self._scale.clone(), self._good_steps.clone()
+        found_inf = self._undecided[0].found_inf.to(scale.device)
+        for check in self._undecided[1:]:
+            found_inf = torch.maximum(found_inf, check.found_inf.to(scale.device))
+        if not self.is_dynamic:
+            return scale, good_steps + 1
+        torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self._growth_interval)
+        # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for good
+        return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
+
+    def loss_scale(self) -> float:
+        """Return the scale that the next backward pass will use. Waits for the device."""
+        return float(self._next_state()[0].item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes. Waits for the device."""
+        scale, good_steps = self._next_state()
+        return {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or ValueError on anything else."""
+        scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
+            raise ValueError(f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}")
+        self._undecided.clear()
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
+        # at the interval or beyond it the equality test of the growth rule would never hold again
+        self._good_steps = torch.tensor(min(unskipped, self._growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
+        self._good_steps = self._good_steps.to(self._scale.device)
+        self.is_identity = not self.is_dynamic and scale == 1.0
+
+
+def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | None) -> None:
+    """Divide `gradients` by `scale` in place, one read and one write each, and record in `check` whether any element was inf or NaN.
+
+    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits for nothing.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = _dense_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()  # MPS has no float64
+    for (device, _), values_of_group in groups.items():
+        found_inf = torch.zeros((), dtype=torch.float32, device=device) if check is None or check.found_inf.device != device else check.found_inf
+        torch._amp_foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
+        if check is not None and found_inf is not check.found_inf:
+            check.found_inf.copy_(torch.maximum(check.found_inf, found_inf.to(check.found_inf.device)))
+
+
+def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply `gradients` by `scale` in place, so that a backward pass of a loss scaled by it may add to them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = _dense_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), values_of_group in groups.items():
+        torch._foreach_mul_(values_of_group, scale.to(device))
+
+
+def _dense_values(gradient: Tensor) -> Tensor:
+    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
