@@ -1,0 +1,223 @@
+"""What replaces a listed op: one plain function per op and rule, chosen when it is installed.
+
+Each has the same shape: if casts act in this thread, cast the arguments that need it, then call the original. An argument already in the right
+dtype costs one `dtype is` test. As in torch.autocast, a call with an explicit `out=` (and, for float32 ops, `dtype=`) runs as it was written.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import CASTABLE, LOW_DTYPES, TensorCast
+from .errors import BannedOpError
+from .switch import Switch
+from .weights import WeightLinks
+
+Op = Callable[..., Any]
+
+
+class OpCasts:
+    """Makes the replacements for one session.
+
+    Args:
+        switch: whether the casts act.
+        low: the 16-bit dtype of whitelisted ops.
+        device_type: the only device type whose tensors are cast, such as "cuda".
+        links: the cache of low-precision weights, or None to cast weights at each use.
+    """
+
+    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, links: WeightLinks | None) -> None:
+        self.switch = switch
+        self.low = low
+        self.device_type = device_type
+        plain = make_plain_cast(low, device_type)
+        self.to_low = plain if links is None else links.make_cast(plain)
+        self.to_float = make_plain_cast(torch.float32, device_type)
+        self._makers: dict[str, Callable[[Op], Op]] = {
+            "whitelist": self.whitelist,
+            "blacklist": self.blacklist,
+            "promote": self.promote,
+            "sequence_promote": self.sequence_promote,
+            "match_self": self.match_self,
+            "inplace_error": self.inplace_error,
+            "banned": self.banned,
+        }
+
+    def wrap(self, kind: str, original: Op) -> Op:
+        """Return the replacement of `original` under the rule `kind`."""
+        return self._makers[kind](original)
+
+    def whitelist(self, original: Op) -> Op:
+        """Run in the low dtype."""
+        switch, low, to_low, cast_nested = self.switch, self.low, self.to_low, _cast_nested
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                if kwargs:
+                    if kwargs.get("out") is not None:
+                        return original(*args, **kwargs)
+                    kwargs = {name: cast_nested(value, to_low) for name, value in kwargs.items()}
+                cast_args = None
+                for index, value in enumerate(args):
+                    if isinstance(value, Tensor):
+                        if value.dtype is not low:
+                            if cast_args is None:
+                                cast_args = list(args)
+                            cast_args[index] = to_low(value)
+                    elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                        if cast_args is None:
+                            cast_args = list(args)
+                        cast_args[index] = cast_nested(value, to_low)
+                if cast_args is not None:
+                    return original(*cast_args, **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def blacklist(self, original: Op) -> Op:
+        """Run in float32, unless the call names a dtype."""
+        switch, to_float, cast_nested, float32, dtype_class = self.switch, self.to_float, _cast_nested, torch.float32, torch.dtype
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                if kwargs:
+                    if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
+                        return original(*args, **kwargs)
+                    kwargs = {name: cast_nested(value, to_float) for name, value in kwargs.items()}
+                cast_args = None
+                for index, value in enumerate(args):
+                    if isinstance(value, Tensor):
+                        if value.dtype is not float32:
+                            if cast_args is None:
+                                cast_args = list(args)
+                            cast_args[index] = to_float(value)
+                    elif value.__class__ is dtype_class:
+                        return original(*args, **kwargs)
+                    elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                        if cast_args is None:
+                            cast_args = list(args)
+                        cast_args[index] = cast_nested(value, to_float)
+                if cast_args is not None:
+                    return original(*cast_args, **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def promote(self, original: Op) -> Op:
+        """Run in the widest dtype among the arguments. With a float64 or complex argument torch's own rule (or error) stands."""
+        switch, widen = self.switch, self._widen
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                dtype = None
+                for value in args:
+                    if isinstance(value, Tensor):
+                        if dtype is None:
+                            dtype = value.dtype
+                        elif value.dtype is not dtype:
+                            return original(*widen(args), **kwargs) if kwargs.get("out") is None else original(*args, **kwargs)
+                if kwargs and kwargs.get("out") is None:
+                    values = widen((*args, *kwargs.values()))
+                    return original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def sequence_promote(self, original: Op) -> Op:
+        """Run in the widest dtype among the tensors of the first argument, a sequence."""
+        switch, widen = self.switch, self._widen
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()) and kwargs.get("out") is None:
+                if args:
+                    tensors = args[0]
+                    if tensors.__class__ in (list, tuple):
+                        return original(widen(tensors), *args[1:], **kwargs)
+                elif kwargs.get("tensors").__class__ in (list, tuple):
+                    return original(**{**kwargs, "tensors": widen(kwargs["tensors"])})
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def match_self(self, original: Op) -> Op:
+        """Run in place in the dtype of the first argument; the other tensors are cast to it."""
+        switch, device_type = self.switch, self.device_type
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                target = args[0] if args else None
+                if isinstance(target, Tensor) and target.dtype in CASTABLE and target.device.type == device_type:
+                    cast = make_plain_cast(target.dtype, device_type)
+                    kwargs = {name: _cast_nested(value, cast) for name, value in kwargs.items()}
+                    return original(target, *[_cast_nested(value, cast) for value in args[1:]], **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def inplace_error(self, original: Op) -> Op:
+        """Refuse to run in place on a 16-bit tensor; cast the other arguments to float32 otherwise."""
+        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original)
+        name = getattr(original, "__name__", str(original))
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()) and args and _is_low(args[0], device_type):
+                raise BannedOpError(
+                    f"{name} runs in float32 by the op lists, and cannot do so in place on a {args[0].dtype} tensor. "
+                    f"Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
+                )
+            return in_float(*args, **kwargs)
+
+        return wrapper
+
+    def banned(self, original: Op) -> Op:
+        """Refuse to run on any 16-bit tensor."""
+        switch, device_type = self.switch, self.device_type
+        name = getattr(original, "__name__", str(original))
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                for value in (*args, *kwargs.values()):
+                    if _is_low(value, device_type):
+                        raise BannedOpError(
+                            f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may leave the range. "
+                            "For binary_cross_entropy use torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; "
+                            "or cast the inputs with .float(), or move the op to the blacklist."
+                        )
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def _widen(self, values: Any) -> Any:
+        """Return `values` with all castable tensors in their widest dtype; as they are, if one is float64 or complex or none differs."""
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())}
+        if len(dtypes) < 2 or not dtypes <= CASTABLE:
+            return values
+        return [self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value for value in values]
+
+
+def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
+    """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any other as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype in CASTABLE and tensor.device.type == device_type and not tensor.is_quantized:
+            return tensor.to(dtype)
+        return tensor
+
+    return cast
+
+
+def _is_low(value: Any, device_type: str) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES and value.device.type == device_type
+
+
+def _cast_nested(value: Any, cast: TensorCast) -> Any:
+    """Cast a tensor, or the tensors in a list or tuple (of lists or tuples); anything else is returned as it is."""
+    if isinstance(value, Tensor):
+        return cast(value)
+    if value.__class__ is list:
+        return [_cast_nested(item, cast) for item in value]
+    if value.__class__ is tuple:
+        return tuple([_cast_nested(item, cast) for item in value])
+    return value

@@ -1,0 +1,178 @@
+"""Links: the persistent 16-bit copies of float32 parameters that whitelisted ops read.
+
+A link is made once, by `p.to(low)` with gradients enabled, and its values are then refreshed in place, many links in one
+`torch._foreach_copy_`. The cast's autograd node saves nothing, so it carries gradients back to the parameter in any number of forward and
+backward passes.
+
+What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump them), so a link is used
+only while it is *live*: each use compares version, address, dtype and `requires_grad`, and these events end the life of links until they are
+refreshed: any optimizer step, the end of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
+
+A refresh in place would break a graph that still needs the old values, so it happens only where the weights changed for certain (a step, a
+bumped version: torch itself forbids the old graph then) or where no graph holds the copy any more. Otherwise the link is replaced by a new one.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import TensorCast
+
+
+@dataclass(slots=True)
+class _Link:
+    parameter: Tensor
+    copy: Tensor  # what ops get; its grad_fn leads to the parameter
+    alias: Tensor  # the same memory without the grad_fn: what a refresh writes
+    layout: tuple[torch.device, torch.Size, tuple[int, ...], bool]
+    version: int
+    idle_uses: int  # how many holders the memory has while no graph needs it
+    has_changed: bool = False  # the parameter was certainly updated since the last refresh
+
+
+def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...], bool]:
+    return parameter.device, parameter.shape, parameter.stride(), parameter.requires_grad
+
+
+def _signature(parameter: Tensor) -> tuple[int, int, bool]:
+    return parameter._version, parameter.data_ptr(), parameter.requires_grad
+
+
+def _uses(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class WeightLinks:
+    """The links of one session, for the parameters given to `own`."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        self.low = low
+        self.live: dict[int, tuple[Tensor, int, int, bool]] = {}  # id(parameter) -> copy, version, address, requires_grad
+        self._links: dict[int, _Link] = {}
+        self._owned: dict[int, Tensor] = {}
+        self._is_bypassed = False
+        self._lock = threading.RLock()
+
+    def own(self, parameters: Iterable[Tensor]) -> None:
+        """Allow links for these parameters. Only float32 ones are linked; the others take a plain cast at each use."""
+        self._owned.update((id(parameter), parameter) for parameter in parameters)
+
+    def disown(self, parameters: Iterable[Tensor]) -> None:
+        """Forget these parameters and free their copies."""
+        for parameter in parameters:
+            self._owned.pop(id(parameter), None)
+            self._drop(id(parameter))
+
+    def disown_all(self) -> None:
+        """Forget every parameter."""
+        self._owned.clear()
+        self._links.clear()
+        self.live.clear()
+
+    def make_cast(self, plain_cast: TensorCast) -> TensorCast:
+        """Return the function that casts one tensor to the low dtype: through a live link if there is one, else by `plain_cast`."""
+        live, cast_slowly = self.live, self._cast_slowly
+        is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+        def to_low(tensor: Tensor) -> Tensor:
+            if is_dynamo_compiling():
+                return plain_cast(tensor)
+            entry = live.get(id(tensor))
+            if (
+                entry is not None
+                and entry[1] == tensor._version
+                and entry[2] == tensor.data_ptr()
+                and entry[3] is tensor.requires_grad
+                and tensor.dtype is torch.float32
+            ):
+                return entry[0]
+            return cast_slowly(tensor, plain_cast)
+
+        return to_low
+
+    def _cast_slowly(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
+        key = id(tensor)
+        if key not in self._owned or self._is_bypassed or not _can_link(tensor):
+            return plain_cast(tensor)
+        with self._lock:  # two threads that refresh at once would write under each other's graphs
+            entry = self.live.get(key)
+            if entry is None or entry[1:] != _signature(tensor):
+                self.live.pop(key, None)
+                self._refresh()
+                entry = self.live.get(key)
+            return entry[0] if entry is not None else self._make(tensor, plain_cast)
+
+    def _make(self, parameter: Tensor, plain_cast: TensorCast) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            copy = plain_cast(parameter)
+            if copy is parameter:  # a tensor of another device type: not ours to cast
+                return copy
+            alias = copy.detach()
+        self._links[id(parameter)] = _Link(parameter, copy, alias, _layout(parameter), parameter._version, _uses(copy))
+        self._enliven(parameter, copy)
+        return copy
+
+    def _enliven(self, parameter: Tensor, copy: Tensor) -> None:
+        self.live[id(parameter)] = (copy, *_signature(parameter))
+
+    def _drop(self, key: int) -> None:
+        self.live.pop(key, None)
+        self._links.pop(key, None)
+
+    def _refresh(self) -> None:
+        """Bring every link that is not live up to date, in one kernel for each device; drop those that may not be written."""
+        groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        refreshed: list[_Link] = []
+        for key, link in list(self._links.items()):
+            if key in self.live:
+                continue
+            parameter = link.parameter
+            has_changed = link.has_changed or link.version != parameter._version
+            if not _can_link(parameter) or link.layout != _layout(parameter) or not (has_changed or _uses(link.copy) <= link.idle_uses):
+                self._drop(key)
+                continue
+            targets, sources = groups.setdefault(parameter.device, ([], []))
+            targets.append(link.alias)
+            sources.append(parameter)
+            refreshed.append(link)
+        with torch.inference_mode(False), torch.no_grad():
+            for targets, sources in groups.values():
+                torch._foreach_copy_(targets, sources)
+        for link in refreshed:
+            link.has_changed, link.version = False, link.parameter._version
+            self._enliven(link.parameter, link.copy)
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Cast every weight plainly inside the block, in all threads: what traces the ops must see the cast, not its stored result."""
+        before, self._is_bypassed = self._is_bypassed, True
+        self.live.clear()
+        try:
+            yield
+        finally:
+            self._is_bypassed = before
+
+    def mark_updated(self, parameters: Iterable[Tensor]) -> None:
+        """Say that an optimizer stepped over these parameters. One without a gradient may have been left alone, so its link is only doubted."""
+        for parameter in parameters:
+            if self.live.pop(id(parameter), None) is not None and parameter.grad is not None:
+                self._links[id(parameter)].has_changed = True
+
+    def doubt_all(self) -> None:
+        """Let no link be used again before it was refreshed: weights may have been edited where nothing shows it (`p.data.mul_`)."""
+        self.live.clear()
+
+
+def _can_link(tensor: Tensor) -> bool:
+    if tensor.dtype is not torch.float32 or not tensor.is_leaf or tensor.layout != torch.strided:
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._get_tracing_state() or _is_subclass(tensor))
+
+
+def _is_subclass(tensor: Any) -> bool:
+    return type(tensor) not in (Tensor, torch.nn.Parameter)
