@@ -1,0 +1,252 @@
+"""One model, as a session changes it: parameters cast in place, inputs and outputs cast by hooks, float32 state dicts.
+
+Everything is attached through torch's hook APIs, and every hook is a plain object that can be copied and pickled: a deep copy or a DataParallel
+replica runs the same casts on its own weights.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dtypes import LOW_DTYPES, cast_tree, is_castable
+from .errors import ArgumentTypeError, ModelError
+from .policy import Policy
+from .weights import WeightLinks
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+class Masters:
+    """Which float32 master belongs to which 16-bit parameter."""
+
+    def __init__(self) -> None:
+        self._masters: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, parameter: Tensor, master: Tensor) -> None:
+        """Register `master` (float32, same shape) as the master of `parameter`."""
+        self._masters[id(parameter)] = (parameter, master)
+
+    def keep_only(self, parameter_ids: set[int]) -> None:
+        """Forget the masters of all parameters but these."""
+        self._masters = {key: entry for key, entry in self._masters.items() if key in parameter_ids}
+
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of `parameter`, or None."""
+        entry = self._masters.get(id(parameter))
+        return None if entry is None else entry[1]
+
+
+# ---- hooks: copied and pickled with the module they sit on -------------------------------------------------------------------------------
+
+
+class CastInputs:
+    """Forward pre-hook: cast every castable tensor in the arguments to `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if is_castable(tensor) else tensor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple([cast_tree(value, self._cast) for value in args]), {name: cast_tree(value, self._cast) for name, value in kwargs.items()}
+
+
+class CastOutputs(CastInputs):
+    """Forward hook: cast every castable tensor in the result to `dtype`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_tree(output, self._cast)
+
+
+class _SessionHook:
+    """A hook that serves one model of one live session; a copy of it, and what is left after the session, does the part that needs none."""
+
+    def __init__(self, target: Any = None) -> None:
+        self._target = (lambda: None) if target is None else weakref.ref(target)
+
+    def __deepcopy__(self, memo: Any) -> "_SessionHook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type["_SessionHook"], tuple[()]]:
+        return type(self), ()
+
+
+class DoubtLinks(_SessionHook):
+    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used again."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        links: WeightLinks | None = self._target()
+        if links is not None:
+            links.doubt_all()
+
+
+class Float32StateDict(_SessionHook):
+    """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        masters: Masters | None = self._target()
+        own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is None or tensor.dtype not in LOW_DTYPES or prefix + name not in state_dict:
+                continue
+            master = masters.get(tensor) if masters is not None else None
+            state_dict[prefix + name] = tensor.detach().float() if master is None else master.detach()
+
+
+class LoadMasters(_SessionHook):
+    """Load-state-dict pre-hook: copy the float32 values of this module's own parameters to their masters before torch rounds them."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is None:
+            return
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            master = None if parameter is None else masters.get(parameter)
+            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
+
+
+# ---- the binding --------------------------------------------------------------------------------------------------------------------------
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """Return the models of `initialize`'s first argument (one module, or an iterable of them) as a list. Raises ArgumentTypeError."""
+    if isinstance(models, nn.Module):
+        return [models]
+    try:
+        result = list(models)
+    except TypeError:
+        raise ArgumentTypeError(f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}") from None
+    for model in result:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {type(model).__name__}")
+    return result
+
+
+def find_model_problems(model: nn.Module, policy: Policy) -> list[str]:
+    """Return everything that keeps `model` from being trained under `policy`, one sentence each."""
+    name = type(model).__name__
+    if isinstance(model, WRAPPERS):
+        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
+    problems: list[str] = []
+    lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
+    if lazy:
+        return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
+    if policy.cast_model_type not in LOW_DTYPES or policy.master_weights:
+        low = [key for key, value in (*model.named_parameters(), *model.named_buffers()) if value.dtype in LOW_DTYPES]
+        if low:
+            problems.append(
+                f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32 weights. "
+                "Leave out .half() and .bfloat16(); initialize casts the model"
+            )
+    return problems
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def device_type_of(models: Sequence[nn.Module]) -> str:
+    """Return the device type of the models' parameters, such as "cuda"; raises ModelError if they are on several."""
+    types = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
+    if len(types) > 1:
+        raise ModelError(f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize")
+    return types.pop() if types else "cpu"
+
+
+class ModelBinding:
+    """One model under one policy. `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then."""
+
+    def __init__(self, model: nn.Module, policy: Policy, masters: Masters, links: WeightLinks | None) -> None:
+        self._model = weakref.ref(model)
+        self._policy = policy
+        self._masters = masters
+        self._links = links
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None once it is gone."""
+        return self._model()
+
+    def bind(self, float32_data: dict[int, Tensor]) -> None:
+        """Cast and hook the model. Fills `float32_data` with what each parameter held before it was cast, by the parameter's id."""
+        model, policy = self.model, self._policy
+        if model is None:
+            return
+        if policy.cast_model_type is not None:
+            self._cast_parameters(model, policy.cast_model_type, float32_data)
+            self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
+            for module in model.modules():
+                self._add(module.register_state_dict_post_hook(Float32StateDict(self._masters)))
+                self._add(module.register_load_state_dict_pre_hook(LoadMasters(self._masters)))
+        output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
+        if output_dtype is not None:
+            self._add(model.register_forward_hook(CastOutputs(output_dtype)))
+        if self._links is not None:
+            self._add(model.register_forward_hook(DoubtLinks(self._links)))
+
+    def undo(self) -> None:
+        """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters. Harmless twice."""
+        self._undo.close()
+
+    def _add(self, handle: Any) -> None:
+        self._undo.callback(handle.remove)
+
+    def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
+        cast: list[Tensor] = []
+        self._undo.callback(_restore_float32, cast, self._masters)
+        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32)):
+            if tensor.dtype == dtype:
+                continue
+            float32_data[id(tensor)] = tensor.data
+            cast.append(tensor)
+            _set_dtype(tensor, dtype)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+
+def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool) -> Iterator[Tensor]:
+    """Yield each castable parameter and buffer once, those of BatchNorm layers (of any kind, affine or not) only if they are not kept."""
+    seen: set[int] = set()
+    kept = [module for module in model.modules() if keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for module in kept:
+        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in seen and is_castable(tensor):
+            seen.add(id(tensor))
+            yield tensor
+
+
+def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Cast in place, and the gradient with it; the Parameter object, and so every reference to it, stays."""
+    gradient, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+    tensor.data = tensor.data.to(dtype)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
+
+
+def _restore_float32(tensors: Sequence[Tensor], masters: Masters) -> None:
+    for tensor in tensors:
+        if tensor.dtype in LOW_DTYPES:
+            master = masters.get(tensor)
+            _set_dtype(tensor, torch.float32)
+            if master is not None:
+                tensor.data = master.data
+
+
+def describe(models: Sequence[nn.Module]) -> str:
+    """Return the class names of the models, for messages."""
+    return ", ".join(type(model).__name__ for model in models)
+
+

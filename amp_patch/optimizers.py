@@ -1,0 +1,337 @@
+"""One optimizer, as a session changes it: float32 masters in its groups, and a `step` that skips after an overflow.
+
+`step`, `zero_grad` and `add_param_group` are replaced once, when the optimizer is bound, by methods of the instance. Nothing is patched in the
+training loop: a skip is a flag that `step` reads.
+"""
+
+import contextlib
+import functools
+import logging
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .dtypes import LOW_DTYPES
+from .errors import ArgumentTypeError, GradientOverflowError, OptimizerError
+from .gradients import GradientSet, Pair
+from .models import Masters
+from .scaler import LossScaler, OverflowCheck
+from .switch import Switch
+from .weights import WeightLinks
+
+logger = logging.getLogger("amp_patch")
+
+MAX_SKIPS_IN_A_ROW = 100
+"""A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
+
+
+class OptimizerBinding:
+    """One optimizer in a session. It is also what `optimizer._amp_stash` holds.
+
+    Args:
+        optimizer: any torch.optim.Optimizer; held weakly.
+        masters: where the session keeps its masters.
+        use_masters: give every 16-bit parameter of the optimizer a float32 master.
+        switch: turned off while the optimizer steps.
+        links: the links to mark, or None.
+        scalers: the scalers of the session, to name them in messages and to know whether a step may be skipped.
+        get_names: names for parameters, for messages.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        masters: Masters,
+        use_masters: bool,
+        switch: Switch,
+        links: WeightLinks | None,
+        scalers: Sequence[LossScaler],
+        get_names: Callable[[Iterable[Tensor]], list[str]],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._masters = masters
+        self._use_masters = use_masters
+        self._switch = switch
+        self._links = links
+        self._scalers = scalers
+        self._get_names = get_names
+        self._pairs: dict[int, Pair] = {}  # by the master's id
+        self.linked: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
+        self._checks: list[OverflowCheck] = []
+        self._skips_in_a_row = 0
+        self._has_warned = False
+        self._is_bound = False
+        self._undo = contextlib.ExitStack()
+        self.steps = 0
+        self.steps_skipped = 0
+        self.gradients = GradientSet(self._plain_parameters, lambda: list(self._pairs.values()))
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, or None once it is gone."""
+        return self._optimizer()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield what the optimizer steps on: masters where there are masters."""
+        optimizer = self.optimizer
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Yield the model's parameters: those the masters stand for, not the masters."""
+        for parameter in self.parameters():
+            yield self._pairs[id(parameter)][0] if id(parameter) in self._pairs else parameter
+
+    def _plain_parameters(self) -> Iterator[Tensor]:
+        return (parameter for parameter in self.parameters() if id(parameter) not in self._pairs)
+
+    # ---- binding ------------------------------------------------------------------------------------------------------------------------
+
+    def bind(self, float32_data: dict[int, Tensor]) -> None:
+        """Put masters into the groups and replace the methods. `float32_data` holds parameters' values from before they were cast, by id."""
+        optimizer: Any = self.optimizer
+        self._is_bound = True
+        self._undo.callback(self._restore_groups)
+        for group in optimizer.param_groups:
+            self._adopt(group, float32_data)
+        if any(parameter.grad is not None for parameter, _ in self._pairs.values()):
+            self.gradients.settle()
+        for name, method in (("step", self._step), ("zero_grad", self._zero_grad), ("add_param_group", self._add_param_group)):
+            self._replace(name, method)
+        optimizer._amp_stash = self
+        optimizer.step_was_skipped = False
+        self._undo.callback(_delete_attributes, self._optimizer, ("_amp_stash", "step_was_skipped"))
+
+    def undo(self) -> None:
+        """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
+        self._is_bound = False
+        self._undo.close()
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        optimizer: Any = self.optimizer
+        original = getattr(optimizer, name)
+        had_own = name in vars(optimizer)
+
+        @functools.wraps(original)
+        def replacement(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
+        bound = types.MethodType(replacement, optimizer)
+        setattr(optimizer, name, bound)
+        self._undo.callback(_restore_method, self._optimizer, name, bound, original if had_own else None)
+
+    def _adopt(self, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
+        """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others' links."""
+        optimizer: Any = self.optimizer
+        for index, parameter in enumerate(group["params"]):
+            if not self._use_masters or parameter.dtype not in LOW_DTYPES:
+                continue
+            master = self._masters.get(parameter)  # another optimizer of the session may have made it
+            if master is None:
+                data = float32_data.get(id(parameter))
+                master = torch.nn.Parameter(parameter.detach().float() if data is None else data, requires_grad=parameter.requires_grad)
+            self._pairs[id(master)] = (parameter, master)
+            self._masters.add(parameter, master)
+            group["params"][index] = master
+            if parameter in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(parameter)
+        if self._links is not None:
+            self.linked.extend(group["params"])
+            self._links.own(group["params"])
+
+    def _restore_groups(self) -> None:
+        optimizer: Any = self.optimizer
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                for index, master in enumerate(group["params"]):
+                    if id(master) in self._pairs:
+                        parameter, _ = self._pairs[id(master)]
+                        group["params"][index] = parameter
+                        if master in optimizer.state:
+                            optimizer.state[parameter] = optimizer.state.pop(master)
+        self._pairs.clear()
+
+    # ---- what a pass of scale_loss tells --------------------------------------------------------------------------------------------------
+
+    def add_check(self, check: OverflowCheck) -> None:
+        """Let the next step be skipped if `check` finds an overflow."""
+        if check not in self._checks:
+            self._checks.append(check)
+
+    # ---- the replaced methods -----------------------------------------------------------------------------------------------------------
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_bound:
+            return original(*args, **kwargs)
+        optimizer: Any = self.optimizer
+        args, kwargs = self._prepare_closure(args, kwargs)
+        self.gradients.settle()
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check.scaler.decide()
+        overflowed = [check for check in checks if check.scaler.is_dynamic and check.is_overflow()]
+        optimizer.step_was_skipped = bool(overflowed)
+        if overflowed:
+            optimizer._opt_called = True  # what LR schedulers look at: a skipped step is no reason to warn about their order
+            self._skip(overflowed)
+            return None
+        self._warn_of_static_overflow(checks)
+        with self._switch.region(False):
+            result = original(*args, **kwargs)
+        self.steps += 1
+        self._skips_in_a_row = 0
+        self._copy_masters_to_model()
+        self.gradients.drop()
+        return result
+
+    def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = kwargs.get("closure", args[0] if args else None)
+        if closure is None or not callable(closure):
+            return args, kwargs
+        if any(scaler.is_dynamic for scaler in self._scalers):
+            raise OptimizerError(
+                "step(closure) does not work with a dynamic loss scale, because a step that is skipped must not have been evaluated by the optimizer. "
+                "Call step() without a closure, or give initialize a static loss_scale, or use a bfloat16 level (O4, O5)."
+            )
+
+        def evaluate() -> Any:
+            with self._switch.region(True):
+                loss = closure()
+            self.gradients.settle()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (evaluate, *args[1:]), kwargs
+
+    def _skip(self, overflowed: Sequence[OverflowCheck]) -> None:
+        self.steps_skipped += 1
+        self._skips_in_a_row += 1
+        culprits = self._get_names(self.gradients.find_nonfinite()) if self._skips_in_a_row == MAX_SKIPS_IN_A_ROW else []
+        self.gradients.drop()
+        for scaler in dict.fromkeys(check.scaler for check in overflowed):
+            index, scale = list(self._scalers).index(scaler), scaler.loss_scale()
+            logger.info("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", index, scale)
+            floor = scaler.min_loss_scale or 1.0
+            if scale <= floor and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any more. "
+                    "Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see the op lists).",
+                    stacklevel=4,
+                )
+        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise GradientOverflowError(
+                f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters with non-finite gradients: "
+                f"{', '.join(culprits) or 'none by now'}. Look for NaN in the data or the weights, or an op that needs float32."
+            )
+
+    def _warn_of_static_overflow(self, checks: Sequence[OverflowCheck]) -> None:
+        if self._has_warned or not any(check.is_overflow() for check in checks):
+            return
+        self._has_warned = True
+        names = ", ".join(self._get_names(self.gradients.find_nonfinite())[:5])
+        warnings.warn(
+            f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never skips. "
+            'Use a smaller loss_scale, or loss_scale="dynamic".',
+            stacklevel=4,
+        )
+
+    def _copy_masters_to_model(self) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for parameter, master in self._pairs.values():
+            targets, sources = groups.setdefault((parameter.device, parameter.dtype), ([], []))
+            targets.append(parameter)
+            sources.append(master)
+        with torch.no_grad():
+            for targets, sources in groups.values():
+                torch._foreach_copy_(targets, sources)
+
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_bound:
+            self.gradients.forget_scale()
+            self._checks.clear()
+            for parameter, _ in self._pairs.values():
+                parameter.grad = None
+        return original(*args, **kwargs)
+
+    def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any]) -> Any:
+        if not self._is_bound:
+            return original(group)
+        if isinstance(group, dict) and self._pairs:
+            given = group.get("params")
+            given = [given] if isinstance(given, Tensor) else given
+            known = {id(parameter) for parameter, _ in self._pairs.values()}
+            if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
+                raise ValueError("some parameters appear in more than one parameter group")
+        result = original(group)
+        optimizer: Any = self.optimizer
+        self._adopt(optimizer.param_groups[-1], {})
+        return result
+
+
+def _delete_attributes(reference: Callable[[], Any], names: Iterable[str]) -> None:
+    for name in names:
+        vars(reference()).pop(name, None) if reference() is not None else None
+
+
+def _restore_method(reference: Callable[[], Any], name: str, ours: Any, previous: Any) -> None:
+    """Take our method off the instance, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight through."""
+    optimizer = reference()
+    if optimizer is None or vars(optimizer).get(name) is not ours:
+        return
+    if previous is None:
+        delattr(optimizer, name)
+    else:
+        setattr(optimizer, name, previous)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------------------------------
+
+
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer, following `.optim` through wrappers such as LARC. Raises ArgumentTypeError if there is none."""
+    inner = optimizer
+    while not isinstance(inner, Optimizer):
+        if not hasattr(inner, "optim"):
+            raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
+        inner = inner.optim
+    return inner
+
+
+def as_optimizers(optimizers: Any) -> list[Optimizer]:
+    """Return the torch optimizers in `initialize`'s or `scale_loss`'s argument (None, one, or an iterable) as a list. Raises ArgumentTypeError."""
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Optimizer) or hasattr(optimizers, "optim"):
+        return [unwrap_optimizer(optimizers)]
+    try:
+        items = list(optimizers)
+    except TypeError:
+        raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizers).__name__}") from None
+    return [unwrap_optimizer(item) for item in items]
+
+
+def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool, use_masters: bool) -> list[str]:
+    """Return everything that keeps these optimizers from being bound, one sentence each."""
+    problems = []
+    for index, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        if any(optimizer is other for other in optimizers[:index]):
+            problems.append(f"the same {name} was passed twice")
+        elif hasattr(optimizer, "_amp_stash"):
+            problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
+        if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
+            problems.append(
+                "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master weights: "
+                "use O0, O1 with a static loss_scale, or O4"
+            )
+    return problems
