@@ -1,0 +1,359 @@
+"""The public functions: Apex's names and signatures first, then what this package adds."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import current as _current
+from .dtypes import dtype_name
+from .errors import ArgumentTypeError, CheckpointError, ModelError
+from .models import as_models, device_type_of
+from .optimizers import as_optimizers
+from .policy import Policy, make_policy
+from .reporting import say, set_verbosity
+from .session import Session, Stats
+
+__all__ = [
+    "Stats",
+    "disable_casts",
+    "float_function",
+    "get_original",
+    "half_function",
+    "initialize",
+    "is_patched",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "refresh",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale_loss",
+    "session",
+    "state_dict",
+    "stats",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | str | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | str | None = None,
+    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    presets: str | os.PathLike[str] | None = None,
+    replace: bool = False,
+) -> Any:
+    """Prepare models and optimizers for mixed precision at an optimization level.
+
+    Call it after the models are on their device and the optimizers exist, and before any parallel wrapper.
+
+    Args:
+        models: a torch.nn.Module or a sequence of them, float32 (any precision at O3). Changed in place.
+        optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
+        enabled: False makes this and every other function of the package do nothing.
+        opt_level: a level of the presets: "O0" to "O5", or one of your own.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale, patch_torch_functions_type: override one
+            property of the level; `lists/presets.yaml` says what each means. `loss_scale` is a positive number or "dynamic".
+        cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as they come.
+        num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
+        verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch".
+        min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
+        lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.
+        presets: path of a presets file to use instead of the shipped one; default: the variable AMP_PATCH_PRESETS.
+        replace: close a session that is still in use instead of raising.
+
+    Returns:
+        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
+
+    Raises:
+        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed.
+        SessionError: models under another policy are still alive.
+    """
+    returned = models if optimizers is None else (models, optimizers)
+    set_verbosity(verbosity)
+    if not enabled:
+        _current.disable()
+        return returned
+    models, returned = _hold(models, returned, 0 if optimizers is not None else None)
+    optimizers, returned = _hold(optimizers, returned, 1 if optimizers is not None else None)
+    model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
+    if not model_list:
+        raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "lists": lists,
+    }
+    device_type = device_type_of(model_list)
+    policy = make_policy(opt_level, overrides, device_type=device_type, presets=presets)
+    opened = _current.initialize(policy, model_list, optimizer_list, num_losses=num_losses, replace=replace)
+    _announce(policy, opened)
+    return returned
+
+
+def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
+    """Turn a one-shot iterable into a list, also in what is returned, since reading it twice would find it empty."""
+    if not isinstance(objects, Iterator):
+        return objects, returned
+    held = list(objects)
+    if position is None:
+        return held, held
+    return held, tuple(held if index == position else item for index, item in enumerate(returned))
+
+
+def _announce(policy: Policy, opened: Session) -> None:
+    say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
+    for line in policy.describe():
+        say("%s", line)
+    if policy.is_cpu_variant:
+        say("On the CPU, %s uses %s: float16 is slow there. Name the dtype to have it all the same.", policy.opt_level, dtype_name(policy.low_dtype))
+    if opened.oplists is not None:
+        absent = [entry.op for entry in opened.oplists.missing]
+        if absent:
+            say("Listed ops that this torch does not have: %s", ", ".join(absent))
+        say("%d names patched, low dtype %s", len(opened.patcher), dtype_name(policy.low_dtype))
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Context manager that gives the loss times the loss scale; when it exits, gradients are divided by it again.
+
+    After the exit `.grad` (of the masters, where there are masters) holds true sums: clip, log or accumulate them as they are. If one is inf or
+    NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped once, and the scale halves.
+
+    Args:
+        loss: a floating tensor on the models' device, usually 0-dim.
+        optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
+        loss_id: which loss scaler to use.
+        model: ignored, as in Apex.
+        delay_unscale: leave the gradients scaled. Use it for all but the last backward pass of an accumulation window.
+        delay_overflow_check: ignored; a check costs nothing here until the step reads it.
+
+    Yields:
+        `loss.float()` times the scale; the loss itself, if it is float32 and the scale is 1.
+
+    Waits for the device: never; `step()` reads one flag under a dynamic scale.
+
+    Raises:
+        SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that `initialize` has not seen.
+        ArgumentTypeError: the loss is no tensor. IndexError: no such `loss_id`.
+    """
+    if _current.state.is_disabled:
+        yield loss
+        return
+    current = _current.require()
+    optimizer_list = as_optimizers(optimizers)
+    if not optimizer_list:
+        raise ArgumentTypeError("scale_loss needs the optimizers whose parameters the loss reaches")
+    with current.scale_loss(loss, optimizer_list, loss_id, delay_unscale) as scaled_loss:
+        yield scaled_loss
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Yield what the optimizer steps on: float32 masters where there are masters, the model's parameters elsewhere. Clip the gradients of these."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when disabled.
+
+    Plain Python, so torch.load reads it with weights_only=True. Waits for the device.
+    """
+    result = {} if destination is None else destination
+    if not _current.state.is_disabled:
+        for index, scaler in enumerate(_current.require().scalers):
+            result[f"loss_scaler{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` (or Apex's) returned. Raises CheckpointError, before anything is loaded, if it does not fit the scalers."""
+    if _current.state.is_disabled:
+        return
+    scalers = _current.require().scalers
+    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
+    if sorted(state_dict) != sorted(expected):
+        raise CheckpointError(
+            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has {len(scalers)} loss scalers "
+            f"({', '.join(expected)}): pass the same num_losses to initialize"
+        )
+    before = [scaler.state_dict() for scaler in scalers]
+    try:
+        for name, scaler in zip(expected, scalers, strict=True):
+            scaler.load_state_dict(state_dict[name])
+    except (KeyError, TypeError, ValueError) as error:
+        for scaler, saved in zip(scalers, before, strict=True):
+            scaler.load_state_dict(saved)
+        raise CheckpointError(f"the saved amp state cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Context manager and decorator: run the body as plain torch, in this thread. Does nothing at levels that patch nothing."""
+    opened = _current.state.session
+    if opened is None:
+        yield
+        return
+    with opened.switch.region(False):
+        yield
+
+
+def half_function(function: Function) -> Function:
+    """Decorate a function to run in the low dtype, like a whitelisted op, whenever a session patches functions."""
+    return _decorate(function, "whitelist")  # type: ignore[no-any-return]
+
+
+def float_function(function: Function) -> Function:
+    """Decorate a function to run in float32, like a blacklisted op, whenever a session patches functions."""
+    return _decorate(function, "blacklist")  # type: ignore[no-any-return]
+
+
+def promote_function(function: Function) -> Function:
+    """Decorate a function to run in the widest dtype of its arguments whenever a session patches functions."""
+    return _decorate(function, "promote")  # type: ignore[no-any-return]
+
+
+def _decorate(function: Any, kind: str) -> Any:
+    if isinstance(function, staticmethod):
+        return staticmethod(_decorate(function.__func__, kind))
+    if isinstance(function, classmethod):
+        return classmethod(_decorate(function.__func__, kind))
+    casts: Any = None
+    cast_function = function
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal casts, cast_function
+        opened = _current.state.session
+        if opened is None or opened.casts is None:
+            return function(*args, **kwargs)
+        if casts is not opened.casts:
+            casts, cast_function = opened.casts, opened.casts.wrap(kind, function)
+        return cast_function(*args, **kwargs)
+
+    return wrapper
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say. Raises ValueError if there is no such name."""
+    _register(module, name, "whitelist")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say. Raises ValueError if there is no such name."""
+    _register(module, name, "blacklist")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have `module.name` run in its widest input dtype, from the next `initialize` on. Raises ValueError if there is no such name."""
+    _register(module, name, "promote")
+
+
+def _register(module: Any, name: str, kind: str) -> None:
+    owner = getattr(module, "__name__", module)
+    if not hasattr(module, name):
+        raise ValueError(f"{owner} has no function {name!r} to register")
+    if not callable(getattr(module, name)):
+        raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered")
+    registered = _current.state.registered
+    registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
+    registered.append((module, name, kind))
+
+
+@contextlib.contextmanager
+def session(
+    opt_level: str = "O1",
+    *,
+    device: torch.device | str | None = None,
+    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    presets: str | os.PathLike[str] | None = None,
+    patch_torch_functions_type: torch.dtype | str | None = None,
+    verbosity: int = 0,
+) -> Iterator[None]:
+    """Context manager: the casts of a level for code without a model to initialize.
+
+    Args:
+        opt_level: a level that patches functions, such as "O1" or "O4".
+        device: whose tensors are cast; default: the accelerator if there is one, else the CPU.
+        lists, presets, patch_torch_functions_type, verbosity: as for `initialize`.
+
+    Raises SessionError if a session is in force already.
+    """
+    set_verbosity(verbosity)
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
+    device_type = torch.device(device).type
+    overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type}
+    policy = make_policy(opt_level, overrides, device_type=device_type, presets=presets)
+    with _current.without_model(policy, device_type):
+        yield
+
+
+def reset() -> None:
+    """Undo everything that `initialize` did: torch's functions, the models (float32 again, with the trained weights) and the optimizers."""
+    _current.reset()
+
+
+def refresh() -> None:
+    """Have cached low-precision weights made anew before their next use. Needed only after edits torch cannot see, such as `p.data.mul_(2)`."""
+    if _current.state.session is not None:
+        _current.state.session.refresh()
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    """Tell whether `owner.name`, such as `(torch, "matmul")`, is patched now."""
+    opened = _current.state.session
+    return opened is not None and opened.patcher.is_patched(owner, name)
+
+
+def get_original(owner: Any, name: str) -> Any:
+    """Return `owner.name` as it is without patches."""
+    opened = _current.state.session
+    original = None if opened is None else opened.patcher.get_original(owner, name)
+    return getattr(owner, name) if original is None else original
+
+
+def stats() -> Stats:
+    """Return the level, counts and loss scales of the session in force; zeros and None without one. Waits for the device."""
+    opened = _current.state.session
+    if opened is None:
+        return Stats(None, None, 0, 0, 0, 0, 0, ())
+    return opened.stats()

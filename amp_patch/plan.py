@@ -1,0 +1,82 @@
+"""Which names a session patches, and with what: every listed spelling, the user's registrations, and names that other modules imported."""
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from .casts import OpCasts
+from .oplists import OpLists
+from .patching import Patch, Patcher
+from .switch import Switch
+from .weights import WeightLinks
+
+Registration = tuple[Any, str, str]
+"""Owner, name and kind of a function that the user registered."""
+
+
+def plan_patches(
+    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None
+) -> Iterator[Patch]:
+    """Yield a patch for every listed spelling, for the user's registrations in their place, for activation checkpointing and for tracing."""
+    overridden = {(id(owner), name) for owner, name, _ in registered}
+    for spelling in oplists.spellings:
+        if (id(spelling.owner), spelling.name) not in overridden:
+            yield Patch(spelling.owner, spelling.name, _wrapping(casts, spelling.kind))
+    for owner, name, kind in registered:
+        yield Patch(owner, name, _wrapping(casts, kind))
+    yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
+    if links is not None:
+        yield Patch(torch.jit, "trace", lambda original: _bypassing_links(original, links))
+
+
+def _wrapping(casts: OpCasts, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda original: casts.wrap(kind, original)
+
+
+def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+    """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
+
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        was_on = switch.is_on_here()
+
+        def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            if switch.is_on_here() is was_on:
+                return function(*inner_args, **inner_kwargs)
+            with switch.region(was_on):
+                return function(*inner_args, **inner_kwargs)
+
+        return original(replayed, *args, **kwargs)
+
+    return checkpoint
+
+
+def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:
+    """A trace must record the casts of the weights; a link would be recorded as a constant."""
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with links.bypassed():
+            return original(*args, **kwargs)
+
+    return trace
+
+
+def plan_by_name_patches(patcher: Patcher) -> list[Patch]:
+    """Find modules outside torch that bound a patched module-level function by name, and patch those names too."""
+    by_original: dict[int, Callable[..., Any]] = patcher.replacements()
+    found: list[Patch] = []
+    for module_name, module in list(sys.modules.items()):
+        if type(module) is not types.ModuleType or module_name.partition(".")[0] in ("torch", "amp_patch"):
+            continue
+        for name, value in list(vars(module).items()):
+            replacement = by_original.get(id(value))
+            if replacement is not None:
+                found.append(Patch(module, name, _always(replacement)))
+    return found
+
+
+def _always(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda _: replacement

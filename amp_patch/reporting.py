@@ -1,0 +1,45 @@
+"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers look for Apex's messages."""
+
+import logging
+import sys
+from typing import Any, TextIO
+
+import torch
+
+logger = logging.getLogger("amp_patch")
+
+
+class _StdoutHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever sys.stdout is at the moment of writing."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        pass
+
+
+_handler = _StdoutHandler()
+
+
+def set_verbosity(verbosity: int) -> None:
+    """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0)."""
+    if verbosity > 0:
+        logger.addHandler(_handler)
+        logger.setLevel(logging.INFO)
+    else:
+        logger.removeHandler(_handler)
+
+
+def say(message: str, *args: object) -> None:
+    """Log one informational line, in a distributed run on rank 0 only."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        return
+    logger.info(message, *args)

@@ -1,0 +1,315 @@
+"""`Session`: one policy in force, and everything that was changed for it.
+
+Opening a session binds models and optimizers and installs patches on one ExitStack; whatever goes wrong on the way, and `close` at the end,
+undoes it all in reverse.
+"""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import compiling
+from .casts import OpCasts
+from .errors import ArgumentTypeError, OptimizerError, SessionError
+from .gradients import GradientSet
+from .models import Masters, ModelBinding
+from .oplists import OpLists, load_oplists
+from .optimizers import OptimizerBinding
+from .patching import Patch, Patcher
+from .plan import Registration, plan_by_name_patches, plan_patches
+from .policy import Policy
+from .scaler import LossScaler
+from .switch import Switch
+from .weights import WeightLinks
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a session is and has done.
+
+    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers; `loss_scales` holds
+    the scale of each scaler, in order.
+    """
+
+    opt_level: str | None
+    low_dtype: torch.dtype | None
+    names_patched: int
+    parameters_low: int
+    parameters_float32: int
+    steps: int
+    steps_skipped: int
+    loss_scales: tuple[float, ...]
+
+
+class Session:
+    """One policy, the models and optimizers it was applied to, the scalers, and the patches."""
+
+    def __init__(
+        self, policy: Policy, device_type: str, num_losses: int, *, registered: Sequence[Registration] = (), has_models: bool = True
+    ) -> None:
+        self.policy = policy
+        self.device_type = device_type
+        self.has_models = has_models  # without models it lasts until it is closed, not until they are gone
+        self.process_id = os.getpid()
+        self._registered = tuple(registered)
+        self.scalers: list[LossScaler] = []
+        self.switch = Switch()
+        self.patcher = Patcher()
+        self.oplists: OpLists | None = None
+        self.casts: OpCasts | None = None
+        self._links: WeightLinks | None = None
+        self._masters = Masters()
+        self._models: list[ModelBinding] = []
+        self._optimizers: list[OptimizerBinding] = []
+        self._undo = contextlib.ExitStack()
+        self._outside = GradientSet(self._parameters_outside, lambda: ())
+        if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
+            self.oplists = load_oplists(policy.lists)
+            self._links = WeightLinks(policy.patch_torch_functions_type)
+            self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
+        self.add_scalers(num_losses)
+
+    # ---- opening and closing --------------------------------------------------------------------------------------------------------------
+
+    def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Apply the policy. Raises before anything is changed where it can tell, and leaves nothing half-changed where it cannot."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget)
+            self._bind(models, optimizers)
+            if self.casts is not None:
+                self._install_patches(undo)
+            if self._masters_in_use():
+                self._patch_zero_grad(undo)
+            self._undo = undo.pop_all()
+
+    def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Bring more models and optimizers under the policy."""
+        self._prune()
+        known_models, known_optimizers = list(self._models), list(self._optimizers)
+        try:
+            self._bind([model for model in models if not any(model is binding.model for binding in self._models)], optimizers)
+        except BaseException:
+            self._release([b for b in self._models if b not in known_models], [b for b in self._optimizers if b not in known_optimizers])
+            raise
+
+    def close(self) -> None:
+        """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice."""
+        self._undo.close()
+
+    def _bind(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        float32_data: dict[int, Tensor] = {}
+        for model in models:
+            binding = ModelBinding(model, self.policy, self._masters, self._links)
+            self._models.append(binding)
+            binding.bind(float32_data)
+        for optimizer in optimizers:
+            stepper = OptimizerBinding(
+                optimizer,
+                masters=self._masters,
+                use_masters=bool(self.policy.master_weights),
+                switch=self.switch,
+                links=self._links,
+                scalers=self.scalers,
+                get_names=self.names_of,
+            )
+            self._optimizers.append(stepper)
+            stepper.bind(float32_data)
+            weakref.finalize(optimizer, _forget_optimizer, weakref.ref(self), stepper).atexit = False
+
+    def _forget(self) -> None:
+        self._release(self._models, self._optimizers)
+        self._masters = Masters()
+        if self._links is not None:
+            self._links.disown_all()
+
+    def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
+        models, optimizers = list(models), list(optimizers)
+        for stepper in reversed(optimizers):
+            stepper.undo()
+        for binding in reversed(models):
+            binding.undo()
+        self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
+        self._models = [binding for binding in self._models if binding not in models]
+
+    def _install_patches(self, undo: contextlib.ExitStack) -> None:
+        assert self.casts is not None and self.oplists is not None
+        patches = list(plan_patches(self.oplists, self._registered, self.casts, self._links))
+        compiling.prime()
+        undo.callback(compiling.forget_compiled_code)
+        undo.enter_context(compiling.cache_key(f"amp_patch:{self.oplists.digest}:{self.casts.low}"))
+        undo.callback(self.patcher.undo)
+        undo.callback(self.switch.turn_off)
+        self.patcher.install(patches)
+        self.patcher.install(plan_by_name_patches(self.patcher))
+        if self._links is not None:
+            hook = register_optimizer_step_post_hook(_StepHook(self._links))
+            undo.callback(hook.remove)
+        compiling.forget_compiled_code()
+        self.switch.turn_on()
+
+    def _masters_in_use(self) -> bool:
+        return bool(self.policy.master_weights)
+
+    def _patch_zero_grad(self, undo: contextlib.ExitStack) -> None:
+        """`model.zero_grad()` must clear the masters' gradients too, or an abandoned sum would be stepped on later."""
+        undo.callback(self.patcher.undo)
+        self.patcher.install([Patch(nn.Module, "zero_grad", self._make_zero_grad)])
+
+    def _make_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        masters = self._masters
+
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            original(module, set_to_none)
+            for parameter in module.parameters():
+                master = masters.get(parameter)
+                if master is not None:
+                    master.grad = None
+
+        return zero_grad
+
+    # ---- what it holds --------------------------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """Return the bound models that are still alive."""
+        return [model for binding in self._models if (model := binding.model) is not None]
+
+    def bindings(self) -> list[OptimizerBinding]:
+        """Return the bindings of the optimizers that are still alive."""
+        return [binding for binding in self._optimizers if binding.optimizer is not None]
+
+    def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
+        """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
+        for binding in self._optimizers:
+            if binding.optimizer is optimizer:
+                return binding
+        raise OptimizerError(f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there before scale_loss")
+
+    def add_scalers(self, num_losses: int) -> None:
+        """Have at least `num_losses` scalers."""
+        policy = self.policy
+        while len(self.scalers) < num_losses:
+            scaler = LossScaler(
+                policy.loss_scale if policy.loss_scale != "dynamic" else "dynamic",  # type: ignore[arg-type]
+                min_loss_scale=policy.min_loss_scale,
+                max_loss_scale=policy.max_loss_scale,
+            )
+            self.scalers.append(scaler)
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the qualified names of parameters (or masters) in the bound models; `parameter of shape (...)` for any other."""
+        names: dict[int, str] = {}
+        for model in self.models():
+            for name, parameter in model.named_parameters():
+                names[id(parameter)] = name
+                master = self._masters.get(parameter)
+                if master is not None:
+                    names[id(master)] = name
+        return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
+
+    def _parameters_outside(self) -> list[Tensor]:
+        """Trainable parameters of the bound models that no bound optimizer steps on: their gradients are unscaled too."""
+        owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
+        found = {id(parameter): parameter for model in self.models() for parameter in model.parameters()}
+        return [parameter for key, parameter in found.items() if key not in owned and self._masters.get(parameter) is None]
+
+    def refresh(self) -> None:
+        """Have every link refreshed before its next use."""
+        if self._links is not None:
+            self._links.doubt_all()
+
+    def forget_optimizer(self, binding: OptimizerBinding) -> None:
+        """Drop what was kept for an optimizer that is gone."""
+        if binding in self._optimizers:
+            self._optimizers.remove(binding)
+        if self._links is not None:
+            still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
+            self._links.disown(parameter for parameter in binding.linked if id(parameter) not in still_owned)
+
+    def _prune(self) -> None:
+        """Let go of the parameters and masters of models and optimizers that are gone."""
+        self._models = [binding for binding in self._models if binding.model is not None]
+        held = {id(parameter) for model in self.models() for parameter in model.parameters()}
+        held.update(id(parameter) for binding in self.bindings() for parameter in binding.model_parameters())
+        self._masters.keep_only(held)
+
+    def stats(self) -> Stats:
+        """Return what `amp.stats()` returns. Waits for the device."""
+        low = full = 0
+        for parameter in {id(p): p for model in self.models() for p in model.parameters()}.values():
+            low += parameter.numel() if parameter.dtype in (torch.float16, torch.bfloat16) else 0
+            full += parameter.numel() if parameter.dtype is torch.float32 else 0
+        return Stats(
+            opt_level=self.policy.opt_level,
+            low_dtype=self.policy.low_dtype,
+            names_patched=len(self.patcher),
+            parameters_low=low,
+            parameters_float32=full,
+            steps=sum(binding.steps for binding in self._optimizers),
+            steps_skipped=sum(binding.steps_skipped for binding in self._optimizers),
+            loss_scales=tuple(scaler.loss_scale() for scaler in self.scalers),
+        )
+
+    # ---- scaling --------------------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[Tensor]:
+        """See `amp_patch.scale_loss`."""
+        if not isinstance(loss, Tensor):
+            raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}")
+        if loss.device.type != self.device_type:
+            raise SessionError(
+                f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was called: "
+                "move the model to its device first, then call initialize"
+            )
+        bindings = [self.binding_of(optimizer) for optimizer in optimizers]
+        try:
+            scaler = self.scalers[loss_id]
+        except IndexError:
+            raise IndexError(f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize") from None
+        everything = [*(binding.gradients for binding in self.bindings()), self._outside]
+        scale = None if scaler.is_identity else scaler.scale_on(loss.device)
+        for gradients in everything:
+            gradients.prepare(scale)
+        try:
+            yield loss.float() if scale is None else loss.float() * scale
+        except BaseException:
+            for gradients in everything:
+                gradients.settle()
+            raise
+        finally:
+            if not delay_unscale:
+                self.refresh()
+        check = None if scale is None else scaler.open_check(loss.device)
+        passed = [binding.gradients for binding in bindings]
+        for binding in bindings:
+            if check is not None and delay_unscale:
+                binding.add_check(binding.gradients.delay(check))
+            elif check is not None:
+                binding.add_check(check)
+        for gradients in everything:
+            if gradients not in passed:
+                gradients.settle()
+            elif not delay_unscale:
+                gradients.unscale(check)
+
+
+class _StepHook:
+    def __init__(self, links: WeightLinks) -> None:
+        self._links = links
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._links.mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _forget_optimizer(reference: "weakref.ref[Session]", binding: OptimizerBinding) -> None:
+    session = reference()
+    if session is not None:
+        session.forget_optimizer(binding)
