@@ -1,0 +1,61 @@
+"""Fixtures of every test: after each one, torch must be exactly as it was."""
+
+import sys
+import types
+
+import hypothesis
+import pytest
+import torch
+import torch._dynamo  # replaces torch.manual_seed when it is first imported, which is not ours to undo
+import torch.utils.checkpoint
+
+import amp_patch
+
+hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repository")
+torch.set_num_threads(2)
+
+NAMESPACES = (
+    torch,
+    torch.nn.functional,
+    torch.Tensor,
+    torch._VF,
+    torch.special,
+    torch.linalg,
+    torch.fft,
+    torch.sparse,
+    torch.nn.Module,
+    torch.utils.checkpoint,
+    torch.jit,
+)
+
+
+def snapshot() -> dict[tuple[str, str], object]:
+    """Every name that the namespaces hold, with its object; names served dynamically are absent until somebody leaves one behind."""
+    return {(owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)}
+
+
+ORIGINALS = snapshot()
+
+
+def find_changes() -> list[str]:
+    now = snapshot()
+    changed = [f"{owner}.{name} replaced" for (owner, name), value in ORIGINALS.items() if now.get((owner, name)) is not value]
+    ours = [f"{owner}.{name} left behind" for (owner, name), value in now.items() if (owner, name) not in ORIGINALS and is_ours(value)]
+    return changed + ours
+
+
+def is_ours(value: object) -> bool:
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(amp_patch.__path__[0])
+
+
+@pytest.fixture(autouse=True)
+def torch_is_left_as_found():
+    """Undo after each test, then check identity of every name in the namespaces."""
+    yield
+    amp_patch.reset()
+    sys.modules["amp_patch.current"].state.registered.clear()
+    assert find_changes() == []
+
+
+requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

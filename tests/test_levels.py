@@ -1,0 +1,139 @@
+"""Each level trains exactly as a hand-written loop does."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model, train_plainly, train_with_casts, train_with_masters
+
+import amp_patch as amp
+
+OPTIMIZERS = {
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
+}
+
+
+def train(model, optimizer, batches, **options):
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
+    losses = []
+    for images, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_weights(left, right):
+    for (name, a), (_, b) in zip(left.named_parameters(), right.named_parameters(), strict=True):
+        assert torch.equal(a.float(), b.float()), name
+
+
+@pytest.fixture(params=OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def make_optimizer(request):
+    return request.param
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
+    batches = make_batches(50)
+    ours, theirs = make_model(), make_model()
+    losses = train(ours, make_optimizer(ours.parameters()), batches, opt_level=level)
+    assert losses == train_with_casts(theirs, make_optimizer(theirs.parameters()), batches, torch.bfloat16)
+    assert_same_weights(ours, theirs)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_hand():
+    batches = make_batches(6, size=2)
+    ours, theirs = make_model(width=2), make_model(width=2)
+    losses = train(
+        ours,
+        torch.optim.SGD(ours.parameters(), lr=0.05),
+        batches,
+        opt_level="O1",
+        patch_torch_functions_type=torch.float16,
+        max_loss_scale=1024.0,
+        loss_scale="dynamic",
+    )
+    assert amp.stats().loss_scales == (1024.0,)
+    assert losses == train_with_casts(theirs, torch.optim.SGD(theirs.parameters(), lr=0.05), batches, torch.float16, scale=1024.0)
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_master_weights_equal_masters_written_by_hand(level, make_optimizer):
+    batches = make_batches(50)
+    ours, theirs = make_model(), make_model()
+    optimizer = make_optimizer(ours.parameters())
+    losses = train(ours, optimizer, batches, opt_level=level)
+    expected, masters = train_with_masters(theirs, make_optimizer, batches, torch.bfloat16)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
+        assert master.dtype is torch.float32
+        torch.testing.assert_close(master, reference, rtol=0, atol=1e-6)
+    assert_same_weights(ours, theirs)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_hand():
+    batches = make_batches(6, size=2)
+    ours, theirs = make_model(width=2), make_model(width=2)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
+    losses = train(ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0)
+    expected, masters = train_with_masters(
+        theirs, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), batches, torch.float16, scale=128.0
+    )
+    assert losses == expected
+    for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
+        torch.testing.assert_close(master, reference, rtol=0, atol=1e-6)
+
+
+def test_o0_is_plain_float32(make_optimizer):
+    batches = make_batches(20)
+    ours, theirs = make_model(), make_model()
+    assert train(ours, make_optimizer(ours.parameters()), batches, opt_level="O0") == train_plainly(
+        theirs, make_optimizer(theirs.parameters()), batches
+    )
+    assert_same_weights(ours, theirs)
+
+
+def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
+    batches = make_batches(20)
+    ours, theirs = make_model(), make_model()
+    losses = train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3")
+    assert losses == train_plainly(theirs.bfloat16(), make_optimizer(theirs.parameters()), batches, torch.bfloat16)
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
+    batches = make_batches(10)
+    with_scale_loss, without = make_model(), make_model()
+    losses = train(with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level)
+    weights = copy.deepcopy(with_scale_loss.state_dict())
+    amp.reset()
+    model, optimizer = amp.initialize(without, torch.optim.SGD(without.parameters(), lr=0.05), opt_level=level, verbosity=0)
+    for (images, targets), expected in zip(batches, losses, strict=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == expected
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_loop_over_levels_needs_nothing_but_new_models(level):
+    batches = make_batches(5)
+    alone = train(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level)
+    amp.reset()
+    for other in ("O1", "O5", level):
+        model = make_model()
+        losses = train(model, torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=other)
+    assert losses == alone
