@@ -179,7 +179,11 @@ class ModelBinding:
         return self._model()
 
     def bind(self, float32_data: dict[int, Tensor]) -> None:
-        """Cast and hook the model. Fills `float32_data` with what each parameter held before it was cast, by the parameter's id."""
+        """Cast and hook the model.
+
+        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. While it is there, undoing restores exactly that;
+        the caller clears it once nothing can fail any more.
+        """
         model, policy = self.model, self._policy
         if model is None:
             return
@@ -204,7 +208,7 @@ class ModelBinding:
 
     def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
         cast: list[Tensor] = []
-        self._undo.callback(_restore_float32, cast, self._masters)
+        self._undo.callback(_restore_float32, cast, float32_data, self._masters)
         for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32)):
             if tensor.dtype == dtype:
                 continue
@@ -236,12 +240,14 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor.grad = gradient.to(dtype)
 
 
-def _restore_float32(tensors: Sequence[Tensor], masters: Masters) -> None:
+def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor], masters: Masters) -> None:
     for tensor in tensors:
+        master = masters.get(tensor)
         if tensor.dtype in LOW_DTYPES:
-            master = masters.get(tensor)
             _set_dtype(tensor, torch.float32)
-            if master is not None:
+            if id(tensor) in float32_data:
+                tensor.data = float32_data[id(tensor)]
+            elif master is not None:
                 tensor.data = master.data
 
 

@@ -124,9 +124,9 @@ class OptimizerBinding:
         def replacement(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
-        bound = types.MethodType(replacement, optimizer)
-        setattr(optimizer, name, bound)
-        self._undo.callback(_restore_method, self._optimizer, name, bound, original if had_own else None)
+        vars(replacement)["_amp_stash"] = self  # how undo knows it again, without holding what holds the optimizer
+        setattr(optimizer, name, types.MethodType(replacement, optimizer))
+        self._undo.callback(_restore_method, self, name, had_own)
 
     def _adopt(self, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
         """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others' links."""
@@ -198,7 +198,7 @@ class OptimizerBinding:
             return args, kwargs
         if any(scaler.is_dynamic for scaler in self._scalers):
             raise OptimizerError(
-                "step(closure) does not work with a dynamic loss scale, because a step that is skipped must not have been evaluated by the optimizer. "
+                "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the optimizer calls the closure. "
                 "Call step() without a closure, or give initialize a static loss_scale, or use a bfloat16 level (O4, O5)."
             )
 
@@ -283,15 +283,16 @@ def _delete_attributes(reference: Callable[[], Any], names: Iterable[str]) -> No
         vars(reference()).pop(name, None) if reference() is not None else None
 
 
-def _restore_method(reference: Callable[[], Any], name: str, ours: Any, previous: Any) -> None:
+def _restore_method(binding: OptimizerBinding, name: str, had_own: bool) -> None:
     """Take our method off the instance, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight through."""
-    optimizer = reference()
-    if optimizer is None or vars(optimizer).get(name) is not ours:
+    optimizer = binding.optimizer
+    current = None if optimizer is None else vars(optimizer).get(name)
+    if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return
-    if previous is None:
-        delattr(optimizer, name)
+    if had_own:
+        setattr(optimizer, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
     else:
-        setattr(optimizer, name, previous)
+        delattr(optimizer, name)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------------------------------

@@ -81,21 +81,25 @@ class Session:
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Apply the policy. Raises before anything is changed where it can tell, and leaves nothing half-changed where it cannot."""
+        float32_data: dict[int, Tensor] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            self._bind(models, optimizers)
+            self._bind(models, optimizers, float32_data)
             if self.casts is not None:
                 self._install_patches(undo)
             if self._masters_in_use():
                 self._patch_zero_grad(undo)
             self._undo = undo.pop_all()
+        float32_data.clear()
 
     def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Bring more models and optimizers under the policy."""
         self._prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
+        float32_data: dict[int, Tensor] = {}
         try:
-            self._bind([model for model in models if not any(model is binding.model for binding in self._models)], optimizers)
+            self._bind([model for model in models if not any(model is binding.model for binding in self._models)], optimizers, float32_data)
+            float32_data.clear()
         except BaseException:
             self._release([b for b in self._models if b not in known_models], [b for b in self._optimizers if b not in known_optimizers])
             raise
@@ -104,8 +108,8 @@ class Session:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice."""
         self._undo.close()
 
-    def _bind(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        float32_data: dict[int, Tensor] = {}
+    def _bind(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]) -> None:
+        """Bind all. `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is cleared."""
         for model in models:
             binding = ModelBinding(model, self.policy, self._masters, self._links)
             self._models.append(binding)
