@@ -144,7 +144,9 @@ class Presets:
         if base is not None:
             properties, on_cpu = self._base(level, base, seen)
         cpu = entries.pop("cpu", None)
-        properties = {**properties, **_parse(self.path, node, entries)}
+        own = _parse(self.path, node, entries)
+        properties = {**properties, **own}
+        on_cpu = _without_overridden(on_cpu, own)
         if cpu is not None:
             on_cpu = {**on_cpu, **_parse(self.path, cpu, dict(_mapping(self.path, cpu)))}
         return properties, on_cpu
@@ -210,7 +212,8 @@ def make_policy(opt_level: object, overrides: Mapping[str, Any], *, device_type:
         raise _unknown_level(opt_level, table.names())
     properties, on_cpu = table.properties(opt_level)
     given = {name: value for name, value in overrides.items() if value is not None}
-    if device_type == "cpu" and not any(name in given and given[name] is not False for name in _DTYPE_OVERRIDES):
+    if device_type == "cpu":
+        on_cpu = _without_overridden(on_cpu, {name: value for name, value in given.items() if value is not False})
         is_cpu_variant = any(properties.get(name) != on_cpu[name] for name in _DTYPE_OVERRIDES if name in on_cpu)
         properties = {**properties, **on_cpu, "is_cpu_variant": is_cpu_variant}
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
@@ -221,6 +224,13 @@ def make_policy(opt_level: object, overrides: Mapping[str, Any], *, device_type:
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
     return policy
+
+
+def _without_overridden(on_cpu: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a preset's CPU properties still stands beside explicit ones: nothing, if those name a dtype."""
+    if any(given.get(name) is not None for name in _DTYPE_OVERRIDES):
+        return {}
+    return {name: value for name, value in on_cpu.items() if name not in given}
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
