@@ -1,0 +1,259 @@
+"""The model cast: what is cast, what is kept, what goes in and comes out, and state dicts."""
+
+import collections
+import copy
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+
+import amp_patch as amp
+
+LOW = torch.bfloat16
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 1)
+        self.bn = nn.BatchNorm1d(4)
+        self.plain_bn = nn.BatchNorm1d(4, affine=False)
+        self.sync_bn = nn.SyncBatchNorm(4)
+        self.norm = nn.LayerNorm(4)
+        self.tied = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.tied.weight
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("index", torch.arange(4))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.head(self.tied(x))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parameters_and_buffers_are_cast_in_place_and_batchnorm_is_kept(level):
+    model = Everything()
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == before
+    dtypes = {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+    kept = {name for name in dtypes if name.startswith(("bn.", "plain_bn.", "sync_bn.")) and not name.endswith("num_batches_tracked")}
+    assert {"plain_bn.running_mean", "plain_bn.running_var", "sync_bn.weight"} <= kept
+    assert {dtypes[name] for name in kept} == {torch.float32}
+    untouched = {"wide": torch.float64, "index": torch.int64, "phase": torch.complex64}
+    untouched |= {name: torch.int64 for name in dtypes if name.endswith("num_batches_tracked")}
+    assert {name: dtypes[name] for name in untouched} == untouched
+    assert {dtypes[name] for name in set(dtypes) - kept - set(untouched)} == {LOW}
+    assert model.head.weight is model.tied.weight
+
+
+def test_o3_casts_batchnorm_too_and_keep_batchnorm_fp32_overrides():
+    for options, expected in (({}, LOW), ({"keep_batchnorm_fp32": True}, torch.float32), ({"keep_batchnorm_fp32": "True"}, torch.float32)):
+        model = Everything()
+        amp.initialize(model, opt_level="O3", verbosity=0, **options)
+        assert {model.bn.weight.dtype, model.plain_bn.running_mean.dtype, model.sync_bn.running_var.dtype} == {expected}
+        amp.reset()
+
+
+def test_existing_gradients_and_views_of_the_optimizer_survive_the_cast():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = model.weight.grad.clone()
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    assert model.weight.grad.dtype is LOW and torch.equal(model.weight.grad.float(), expected)
+    amp.reset()
+    assert model.weight.grad.dtype is torch.float32
+
+
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    index: int
+
+
+class Output(collections.OrderedDict):
+    @property
+    def logits(self):
+        return self["logits"]
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and notes what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *args, **kwargs):
+        self.seen = args, kwargs
+        return args[0] if len(args) == 1 else args
+
+
+def echo(value, level="O2"):
+    model = Echo()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    result = model(value)
+    return model.seen[0][0], result
+
+
+@pytest.mark.parametrize(
+    ("value", "get"),
+    [
+        (torch.ones(2), lambda v: v),
+        ([torch.ones(2), 3], lambda v: v[0]),
+        ((torch.ones(2), None), lambda v: v[0]),
+        (Point(torch.ones(2), "a"), lambda v: v.x),
+        (Sample(torch.ones(2), 1), lambda v: v.image),
+        (Output(logits=torch.ones(2)), lambda v: v.logits),
+        (collections.defaultdict(list, a=torch.ones(2)), lambda v: v["a"]),
+        ({"a": [{"b": torch.ones(2)}]}, lambda v: v["a"][0]["b"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_come_through_as_what_they_were(value, get):
+    inside, outside = echo(value)
+    assert type(inside) is type(value) is type(outside)
+    assert get(inside).dtype is LOW and get(outside).dtype is torch.float32 and get(value).dtype is torch.float32
+
+
+def test_what_holds_no_float_comes_through_as_the_same_object():
+    for value in (torch.arange(3), torch.ones(2, dtype=torch.float64), "text", nn.Linear(1, 1), {"a": 1}, range(3), object()):
+        inside, outside = echo(value)
+        amp.reset()
+        assert inside is value and outside is value
+
+
+def test_a_module_passed_as_an_argument_is_not_cast():
+    module = nn.Linear(1, 1)
+    echo(module)
+    assert module.weight.dtype is torch.float32
+
+
+def test_generators_and_keywords_are_cast():
+    model = Echo()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model((torch.ones(1) for _ in range(2)), mask=torch.ones(1), flag=True)
+    (generator,), keywords = model.seen
+    assert [t.dtype for t in generator] == [LOW, LOW]
+    assert keywords["mask"].dtype is LOW and keywords["flag"] is True
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_cast_model_outputs(level):
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level=level, cast_model_outputs="float16", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype is torch.float16
+
+
+def test_o0_takes_low_inputs():
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    assert model(torch.ones(1, 2).half()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_recurrent_networks_train(level):
+    torch.manual_seed(0)
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        model = kind(3, 4, num_layers=2, batch_first=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        inputs, targets = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+        losses = []
+        for _ in range(5):
+            output, _ = model(inputs)
+            assert output.dtype is (LOW if level in ("O1", "O4") else torch.float32)
+            loss = F.mse_loss(output, targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True)
+        amp.reset()
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, batches):
+    for images, targets in batches:
+        optimizer.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_state_dicts_are_float32_and_those_of_submodules_too(level):
+    model = make_model()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for state in (model.state_dict(), model.conv1.state_dict(), nn.Sequential(model).state_dict()):
+        assert {value.dtype for value in state.values()} <= {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_state_dict_holds_the_masters(level):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, make_batches(3))
+    saved = model.state_dict()
+    for (name, parameter), master in zip(model.named_parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(saved[name], master)
+        assert torch.equal(parameter, master.to(parameter.dtype))
+    assert not torch.equal(saved["fc.weight"], saved["fc.weight"].bfloat16().float())  # the masters know more than the model
+
+
+def test_loading_refreshes_the_masters_without_rounding():
+    model, other = make_model(0), make_model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer, make_batches(2))
+    model.load_state_dict(other.state_dict())
+    for master, expected in zip(amp.master_params(optimizer), other.parameters(), strict=True):
+        assert torch.equal(master, expected)
+    assert torch.equal(model.fc.weight, other.fc.weight.bfloat16())
+    model.conv1.load_state_dict(make_model(2).conv1.state_dict())
+    assert torch.equal(next(amp.master_params(optimizer)), make_model(2).conv1.weight)
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_resuming_from_three_checkpoints_is_bitwise(level, make_optimizer, tmp_path):
+    batches = make_batches(12)
+
+    def start():
+        model = make_model(5)
+        return amp.initialize(model, make_optimizer(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
+
+    model, optimizer = start()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 1995}})
+    train(model, optimizer, batches[:6])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, tmp_path / "checkpoint.pt")
+    train(model, optimizer, batches[6:])
+    expected = copy.deepcopy(model.state_dict()), amp.state_dict()
+    amp.reset()
+    model, optimizer = start()
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(checkpoint["amp"])
+    train(model, optimizer, batches[6:])
+    assert all(torch.equal(value, expected[0][name]) for name, value in model.state_dict().items())
+    assert amp.state_dict() == expected[1]
+    assert expected[1]["loss_scaler0"]["loss_scale"] == 512.0

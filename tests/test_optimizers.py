@@ -1,0 +1,314 @@
+"""Optimizers in a session: masters, the replaced methods, schedulers, closures, groups."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+
+import amp_patch as amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
+
+
+def initialize(level, make_optimizer=sgd, **options):
+    model = make_model()
+    return amp.initialize(model, make_optimizer(model), opt_level=level, verbosity=0, **options)
+
+
+def backward(model, optimizer, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return loss.item()
+
+
+def train(model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(backward(model, optimizer, batch))
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_are_there_from_the_start_and_exact(level):
+    model = make_model()
+    optimizer = sgd(model)
+    originals = [p.detach().clone() for p in model.parameters()]
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for master, original, parameter in zip(amp.master_params(optimizer), originals, model.parameters(), strict=True):
+        assert master.dtype is torch.float32 and torch.equal(master, original)
+        assert torch.equal(parameter, original.to(parameter.dtype))
+        assert master.requires_grad and master.is_leaf
+
+
+def test_optimizer_state_from_before_is_kept_and_stays_float32():
+    batches = make_batches(4)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-8)
+    F.cross_entropy(model(batches[0][0]), batches[0][1] * 0).backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(1e-9)
+    optimizer.step()
+    second_moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    assert 0 < min(float(m.max()) for m in second_moments) < 1e-20
+    amp.initialize(model, optimizer, opt_level="O2", cast_model_type=torch.float16, verbosity=0)
+    for master, expected in zip(amp.master_params(optimizer), second_moments, strict=True):
+        assert torch.equal(optimizer.state[master]["exp_avg_sq"], expected)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for master, expected in zip(amp.master_params(optimizer), second_moments, strict=True):
+        assert optimizer.state[master]["exp_avg_sq"].dtype is torch.float32
+        assert torch.equal(optimizer.state[master]["exp_avg_sq"], expected)
+
+
+def test_model_parameters_stay_what_the_module_and_its_holders_hold():
+    model, optimizer = initialize("O2")
+    train(model, optimizer, make_batches(2))
+    assert all(p.dtype in (torch.bfloat16, torch.float32) for p in model.parameters())
+    assert model.fc.weight.dtype is torch.bfloat16 and model.bn1.weight.dtype is torch.float32
+    assert any(group_p is model.bn1.weight for group_p in optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("of", ["optimizer", "model"])
+def test_every_way_to_zero_gradients_gives_the_same_training(level, set_to_none, of):
+    batches = make_batches(5)
+    model, optimizer = initialize(level)
+    expected = train(model, optimizer, batches)
+    amp.reset()
+    model, optimizer = initialize(level)
+    backward(model, optimizer, batches[4])  # abandoned: zeroing must clear masters as well
+    losses = []
+    model.load_state_dict(make_model().state_dict())  # BatchNorm statistics have moved
+    for batch in batches:
+        (optimizer if of == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+        losses.append(backward(model, optimizer, batch))
+        optimizer.step()
+    assert losses == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("after_steps", [0, 2])
+def test_add_param_group(level, after_steps):
+    batches = make_batches(6)
+    results = []
+    for grow in (False, True):
+        model = make_model()
+        with torch.no_grad():  # weights that 16 bits hold exactly: a late master starts from the model's rounded weights
+            for p in model.parameters():
+                p.copy_(p.bfloat16())
+        first = [p for name, p in model.named_parameters() if not name.startswith("fc")]
+        last = list(model.fc.parameters())
+        optimizer = torch.optim.SGD([{"params": first}] if grow else [{"params": first}, {"params": last, "lr": 0.0}], lr=0.05, momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(model, optimizer, batches[:after_steps])
+        if grow:
+            optimizer.add_param_group({"params": last, "lr": 0.01})
+        else:
+            optimizer.param_groups[1]["lr"] = 0.01
+            for p in optimizer.param_groups[1]["params"]:
+                optimizer.state.pop(p, None)
+        optimizer.zero_grad()
+        model.zero_grad()
+        train(model, optimizer, batches[after_steps:])
+        assert len(optimizer.param_groups) == 2
+        results.append(copy.deepcopy(model.state_dict()))
+        amp.reset()
+    assert all(torch.equal(results[1][name], value) for name, value in results[0].items())
+
+
+def test_a_parameter_is_not_added_twice():
+    model, optimizer = initialize("O2")
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.fc.weight]})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_may_be_built_before_or_after(level, when):
+    batches = make_batches(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make_model()
+        optimizer = sgd(model)
+        if when == "before":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        if when == "after":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        with amp.scale_loss(F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        if not optimizer.step_was_skipped:
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        scheduler.step()  # and a scheduler that is stepped all the same does not warn
+        for batch in batches:
+            train(model, optimizer, [batch])
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05 * 0.5**5
+    amp.reset()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_closures_work_when_no_step_can_be_skipped(level):
+    batch = make_batches(1)[0]
+    results = []
+    for with_closure in (False, True):
+        model, optimizer = initialize(level)
+
+        def evaluate(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return loss
+
+        for _ in range(3):
+            if with_closure:
+                assert optimizer.step(evaluate) is not None
+            else:
+                evaluate()
+                optimizer.step()
+        results.append(copy.deepcopy(model.state_dict()))
+        amp.reset()
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_a_closure_with_a_step_that_may_be_skipped_is_refused():
+    _model, optimizer = initialize("O1", loss_scale="dynamic")
+    with pytest.raises(amp.OptimizerError, match=r"step\(closure\) does not work with a dynamic loss scale"):
+        optimizer.step(lambda: 1 / 0)
+
+
+def test_lbfgs_trains_where_it_can():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[1.0], [2.0]])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    first = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < first / 10
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_the_master_params(level):
+    batch = make_batches(1)[0]
+    model, optimizer = initialize(level, loss_scale=64.0)
+    backward(model, optimizer, batch)
+    norms = [torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1) for _ in range(2)]
+    assert norms[0] > 0.2 and norms[1].item() == pytest.approx(0.1, rel=2e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_freezing_and_unfreezing(level):
+    batches = make_batches(6)
+    model, optimizer = initialize(level)
+    train(model, optimizer, batches[:2])
+    model.fc.weight.requires_grad_(False)
+    frozen = model.state_dict()["fc.weight"].clone()
+    optimizer.zero_grad()
+    model.zero_grad()
+    optimizer.param_groups[0]["momentum"] = 0
+    train(model, optimizer, batches[2:4])
+    assert torch.equal(model.state_dict()["fc.weight"], frozen)
+    model.fc.weight.requires_grad_(True)
+    train(model, optimizer, batches[4:])
+    assert not torch.equal(model.state_dict()["fc.weight"], frozen)
+
+
+def test_sparse_gradients():
+    for level, options in (("O1", {}), ("O2", {}), ("O0", {"loss_scale": 8.0})):
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        amp.initialize(table, optimizer, opt_level=level, verbosity=0, **options)
+        before = table.state_dict()["weight"].clone()
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with amp.scale_loss(table(torch.tensor([1, 1, 4])).float().pow(2).sum(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        changed = (table.state_dict()["weight"] != before).any(1)
+        assert changed.tolist() == [False, True, False, False, True, False]
+        amp.reset()
+
+
+def test_a_wrapper_that_holds_an_optimizer_is_followed_to_it():
+    class Wrapper:
+        def __init__(self, optim):
+            self.optim = optim
+            self.param_groups = optim.param_groups
+
+    model = make_model()
+    wrapper = Wrapper(sgd(model))
+    assert amp.initialize(model, wrapper, opt_level="O2", verbosity=0) == (model, wrapper)
+    backward(model, wrapper, make_batches(1)[0])
+    assert all(p.grad is not None for p in amp.master_params(wrapper))
+    wrapper.optim.step()
+
+
+def test_a_subclass_with_a_step_of_its_own_is_skipped_too():
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+            self.calls = 0
+
+        def step(self):
+            self.calls += 1
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(p.grad, alpha=-0.1)
+
+    model, optimizer = initialize("O1", lambda model: Mine(model.parameters()), loss_scale="dynamic")
+    batch = make_batches(1)[0]
+    losses = train(model, optimizer, [batch] * 5)
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
+    with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped and optimizer.calls == 5
+
+
+def test_optimizers_can_be_copied_and_pickled():
+    model, optimizer = initialize("O2")
+    train(model, optimizer, make_batches(2))
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not hasattr(twin, "_amp_stash") and "step" not in vars(twin)
+        assert all(
+            torch.equal(a, b) for a, b in zip(twin.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
+        )
+    assert hasattr(optimizer, "_amp_stash")
+
+
+def test_two_optimizers_share_the_master_of_a_parameter():
+    model = make_model()
+    first, second = sgd(model), torch.optim.SGD(model.fc.parameters(), lr=0.01)
+    amp.initialize(model, [first, second], opt_level="O2", verbosity=0)
+    shared = second.param_groups[0]["params"][0]
+    assert any(p is shared for p in first.param_groups[0]["params"])
+    backward(model, [first, second], make_batches(1)[0])
+    before = shared.detach().clone()
+    second.step()
+    assert not torch.equal(shared, before) and torch.equal(model.fc.weight, shared.bfloat16())

@@ -1,0 +1,438 @@
+"""`scale_loss`, skips, accumulation and the scalers' state, against float32 or hand-written references."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_patch as amp
+
+DYNAMIC = {"O1": {"loss_scale": "dynamic"}, "O2": {"loss_scale": "dynamic"}, "O3": {"loss_scale": "dynamic"}, "O5": {"loss_scale": "dynamic"}}
+
+
+def make(seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def make_data(seed=0, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def compute_loss(model, seed=0, factor=1.0):
+    inputs, targets = make_data(seed)
+    return F.cross_entropy(model(inputs), targets) * factor
+
+
+def backward(model, optimizers, seed=0, factor=1.0, **options):
+    with amp.scale_loss(compute_loss(model, seed, factor), optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def gradients(optimizer):
+    return [parameter.grad.clone() for parameter in amp.master_params(optimizer)]
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.state_dict().values()]
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture(params=DYNAMIC, ids=str)
+def level(request):
+    return request.param
+
+
+def test_the_loss_comes_multiplied_by_the_scale():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    loss = compute_loss(model)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == loss.item() * 4 and scaled_loss.dtype is torch.float32
+        scaled_loss.backward()
+
+
+def test_at_scale_one_the_loss_itself_comes():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    loss = compute_loss(model)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    with amp.scale_loss(loss.bfloat16(), optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+
+
+def test_gradients_do_not_depend_on_the_scale(level):
+    """Powers of two scale exactly, in bfloat16 too, as long as nothing leaves the range."""
+    found = []
+    for scale in (1.0, 2.0**10, "dynamic"):
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+        backward(model, optimizer)
+        found.append(gradients(optimizer))
+        amp.reset()
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("delay_unscale", [False, True], ids=["plain", "delayed"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_accumulation_gives_the_sum_of_the_passes(level, delay_unscale):
+    singles = []
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=256.0, verbosity=0)
+    model.eval()
+    for seed in range(3):
+        backward(model, optimizer, seed)
+        singles.append(gradients(optimizer))
+        optimizer.zero_grad()
+    for seed in range(3):
+        backward(model, optimizer, seed, delay_unscale=delay_unscale and seed < 2)
+    for total, *parts in zip(gradients(optimizer), *singles, strict=True):
+        if level == "O2" and delay_unscale:  # delayed passes add up in bfloat16
+            torch.testing.assert_close(total, sum(parts[1:], parts[0]), rtol=2e-2, atol=1e-3)
+        else:
+            torch.testing.assert_close(total, sum(parts[1:], parts[0]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", [(False, True, False), (True, False, True), (True, True, True)], ids=str)
+def test_any_mixture_of_delayed_and_plain_passes_gives_the_same_step(order):
+    results = []
+    for delays in ((False, False, False), order):
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=256.0, verbosity=0)
+        for seed, delay in enumerate(delays):
+            backward(model, optimizer, seed, delay_unscale=delay)
+        optimizer.step()
+        results.append(weights(model))
+        amp.reset()
+    assert_equal(*results)
+
+
+def test_losses_with_scalers_of_their_own_add_up():
+    results = []
+    for ids in ((0, 0), (0, 1), (1, 0)):
+        for delay in (False, True):
+            model, optimizer = make()
+            amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+            amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0 ** (4 + 3 * i), "unskipped": 0} for i in range(2)})
+            for seed, loss_id in enumerate(ids):
+                backward(model, optimizer, seed, loss_id=loss_id, delay_unscale=delay)
+            optimizer.step()
+            results.append(weights(model))
+            amp.reset()
+    for other in results[1:]:
+        assert_equal(results[0], other)
+
+
+# ---- overflow --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")], ids=str)
+def test_an_overflow_skips_one_step_and_halves_the_scale(level, factor, capsys):
+    model, optimizer = make(momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic")
+    model.eval()
+    before = weights(model)
+    capsys.readouterr()
+    backward(model, optimizer, factor=factor)
+    assert optimizer.step_was_skipped is False
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert_equal(weights(model), before)
+    assert not optimizer.state
+    assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0")
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+    assert any(not torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+    stats = amp.stats()
+    assert (stats.steps, stats.steps_skipped, stats.loss_scales) == (1, 1, (32768.0,))
+
+
+def test_a_run_with_a_skip_equals_the_run_that_never_saw_the_batch(level):
+    results = []
+    for with_overflow in (False, True):
+        model, optimizer = make(momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        model.eval()
+        for seed in range(4):
+            if with_overflow and seed in (0, 2):
+                optimizer.zero_grad()
+                backward(model, optimizer, seed, factor=float("inf"))
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(model, optimizer, seed)
+            optimizer.step()
+        results.append(weights(model))
+        amp.reset()
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("bad_pass", [0, 1, 2])
+@pytest.mark.parametrize("delay_unscale", [False, True], ids=["plain", "delayed"])
+def test_an_overflow_in_any_micro_batch_skips_the_step_once(level, bad_pass, delay_unscale):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    model.eval()
+    before = weights(model)
+    for seed in range(3):
+        backward(model, optimizer, seed, factor=float("inf") if seed == bad_pass else 1.0, delay_unscale=delay_unscale and seed < 2)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert_equal(weights(model), before)
+    assert amp.stats().loss_scales == (32768.0,)
+
+
+def test_one_non_finite_element_is_enough_and_huge_ones_are_not():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    for value, skipped in ((3e38 / 65536, False), (float("inf"), True)):
+        optimizer.zero_grad()
+        with amp.scale_loss(compute_loss(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model[0].weight.grad.fill_(3e38)  # their sum is inf, no element is
+            model[0].weight.grad[3, 2] = value * 65536
+        optimizer.step()
+        assert optimizer.step_was_skipped is skipped
+
+
+def test_all_optimizers_of_the_loss_are_skipped_and_no_other():
+    first, first_optimizer = make(0)
+    second, second_optimizer = make(1)
+    third, third_optimizer = make(2)
+    everything = [first_optimizer, second_optimizer, third_optimizer]
+    amp.initialize([first, second, third], everything, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+    with amp.scale_loss(compute_loss(first) + compute_loss(second, factor=float("inf")), (first_optimizer, second_optimizer)) as scaled_loss:
+        scaled_loss.backward()
+    backward(third, third_optimizer, loss_id=1)
+    for optimizer in everything:
+        optimizer.step()
+    assert [optimizer.step_was_skipped for optimizer in everything] == [True, True, False]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}, "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 1}}
+
+
+def test_with_one_scaler_an_overflow_does_not_skip_the_optimizer_of_another_loss():
+    first, first_optimizer = make(0)
+    second, second_optimizer = make(1)
+    amp.initialize([first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    backward(first, first_optimizer, factor=float("inf"))
+    backward(second, second_optimizer)
+    first_optimizer.step()
+    second_optimizer.step()
+    assert (first_optimizer.step_was_skipped, second_optimizer.step_was_skipped) == (True, False)
+
+
+def test_a_delayed_overflow_is_seen_by_every_optimizer_of_the_loss():
+    first, first_optimizer = make(0)
+    second, second_optimizer = make(1)
+    amp.initialize([first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    loss = compute_loss(first) + compute_loss(second, factor=float("inf"))
+    with amp.scale_loss(loss, [first_optimizer, second_optimizer], delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    first_optimizer.step()
+    second_optimizer.step()
+    assert (first_optimizer.step_was_skipped, second_optimizer.step_was_skipped) == (True, True)
+
+
+def test_gradients_of_optimizers_and_parameters_that_were_not_passed_are_unscaled_too():
+    generator, generator_optimizer = make(0)
+    discriminator = nn.Linear(3, 1)
+    free = nn.Linear(1, 1)
+    discriminator_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    models = [generator, discriminator, free]
+    amp.initialize(models, [generator_optimizer, discriminator_optimizer], opt_level="O0", loss_scale="dynamic", verbosity=0)
+    inputs, _ = make_data()
+    with amp.scale_loss(free(discriminator(generator(inputs))).sum(), generator_optimizer) as scaled_loss:
+        scaled_loss.backward()
+    found = [p.grad.clone() for model in models for p in model.parameters()]
+    for model in models:
+        model.zero_grad()
+    free(discriminator(generator(inputs))).sum().backward()
+    assert_equal(found, [p.grad for model in models for p in model.parameters()])
+
+
+def test_growth_after_2000_good_steps_up_to_the_maximum():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", max_loss_scale=2.0**16 + 1, verbosity=0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 1998}})
+    expected = [(2.0**15, 1999), (2.0**16, 0), (2.0**16, 1)]
+    for scale, unskipped in expected:
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
+
+
+def test_the_scale_stays_above_its_minimum_and_says_that_it_fell():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", min_loss_scale=2.0**14, verbosity=0)
+    with pytest.warns(UserWarning, match="loss scale has fallen to 16384") as caught:
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(model, optimizer, factor=float("nan"))
+            optimizer.step()
+    assert amp.stats().loss_scales == (2.0**14,)
+    assert len(caught) == 1
+
+
+def test_a_hundred_skips_in_a_row_are_an_error_that_names_the_parameters(level):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    model.eval()
+    with torch.no_grad():
+        model[2].bias[0] = float("nan")
+    if level in ("O2", "O5"):
+        list(amp.master_params(optimizer))[-1].data[0] = float("nan")
+    with contextlib.suppress(UserWarning), pytest.raises(amp.GradientOverflowError, match=r"100 steps in a row.*0\.weight.*2\.bias"):
+        for _ in range(101):
+            optimizer.zero_grad()
+            backward(model, optimizer)
+            optimizer.step()
+    assert amp.stats().steps_skipped == 100
+
+
+def test_a_static_scale_warns_once_and_never_skips():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    with pytest.warns(UserWarning, match=r"non-finite gradients under a static loss scale \(0\.weight") as caught:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, factor=float("inf"))
+            optimizer.step()
+            assert optimizer.step_was_skipped is False
+    assert len(caught) == 1
+    assert amp.stats().loss_scales == (128.0,)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_exception_in_the_body_leaves_the_next_iteration_correct(level, error, when):
+    results = []
+    for with_error in (False, True):
+        model, optimizer = make(momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        model.eval()
+        for seed in range(3):
+            if with_error and seed == 1:
+                optimizer.zero_grad()
+                with pytest.raises(error), amp.scale_loss(compute_loss(model, 7), optimizer) as scaled_loss:
+                    if when == "after":
+                        scaled_loss.backward()
+                    raise error
+            optimizer.zero_grad()
+            backward(model, optimizer, seed)
+            optimizer.step()
+        results.append(weights(model))
+        amp.reset()
+    assert_equal(*results)
+
+
+def test_gradients_from_before_a_failed_body_are_kept(level):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    model.eval()
+    backward(model, optimizer)
+    before = gradients(optimizer)
+    with pytest.raises(ValueError), amp.scale_loss(compute_loss(model), optimizer):
+        raise ValueError
+    assert_equal(gradients(optimizer), before)
+
+
+def test_an_exception_in_step_leaves_the_next_iteration_correct(level, monkeypatch):
+    model, optimizer = make()
+    results = []
+    for with_error in (False, True):
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        model.eval()
+        backward(model, optimizer)
+        if with_error:
+            handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            handle.remove()
+            optimizer.zero_grad()
+            backward(model, optimizer)
+        optimizer.step()
+        results.append(weights(model))
+        amp.reset()
+    assert_equal(*results)
+
+
+def test_no_gradients_at_all_is_a_step_that_does_nothing(level):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    with amp.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+
+
+def test_bad_calls_say_what_is_wrong():
+    model, optimizer = make()
+    with pytest.raises(amp.SessionError, match="initialize has not been called"), amp.scale_loss(torch.ones(()), optimizer):
+        pass
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with pytest.raises(amp.OptimizerError, match="not passed to initialize"), amp.scale_loss(torch.ones(()), make()[1]):
+        pass
+    with pytest.raises(amp.ArgumentTypeError, match="not float"), amp.scale_loss(1.0, optimizer):
+        pass
+    with pytest.raises(amp.ArgumentTypeError, match="needs the optimizers"), amp.scale_loss(torch.ones(()), None):
+        pass
+    with pytest.raises(IndexError, match="loss_id 1 is out of range for 1 loss scalers"), amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
+        pass
+    with pytest.raises(amp.SessionError, match="the loss is on meta"), amp.scale_loss(torch.ones((), device="meta"), optimizer):
+        pass
+    assert list(model.parameters())[0].grad is None
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_state_survives_a_round_trip_through_a_file(tmp_path):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+    saved = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 77}, "loss_scaler1": {"loss_scale": 0.5, "unskipped": 1999}}
+    amp.load_state_dict(saved)
+    torch.save(amp.state_dict(), tmp_path / "amp.pt")
+    amp.reset()
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+    amp.load_state_dict(torch.load(tmp_path / "amp.pt", weights_only=True))
+    assert amp.state_dict() == saved
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}},
+        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler2": {"loss_scale": 2.0, "unskipped": 0}},
+        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": {"loss_scale": float("nan"), "unskipped": 0}},
+        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": {"unskipped": 0}},
+        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": None},
+    ],
+    ids=["empty", "too-few", "other-names", "nan", "no-scale", "no-mapping"],
+)
+def test_a_state_that_does_not_fit_loads_nothing(bad):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+    before = amp.state_dict()
+    with pytest.raises(amp.CheckpointError):
+        amp.load_state_dict(bad)
+    assert amp.state_dict() == before
