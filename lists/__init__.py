@@ -1,0 +1,1 @@
+"""The presets and the op lists of amp_patch: data only."""
