@@ -1,0 +1,38 @@
+# make demo   train at every level and print the table
+# make test   everything that must hold: lint, types, tests
+# make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
+#
+# Each makes .venv on the first run and installs into it again only when a requirement changed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: demo test bench install
+
+demo: $(STAMP)
+	$(PY) -m amp_patch demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy --strict amp_patch
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/step.py $(BENCH_ARGS)
+
+install: $(STAMP)
+
+$(STAMP): requirements-dev.txt setup.py pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --requirement requirements-dev.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(PY):
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
