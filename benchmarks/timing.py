@@ -1,0 +1,104 @@
+"""What the benchmarks share: interleaved repeats, medians, a table, a JSON report.
+
+Two things timed one after the other differ by whatever the machine did meanwhile. So candidates take turns, each round in another
+order, and a ratio is the median of the ratios within the rounds, not the ratio of two medians.
+"""
+
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One value for each round, in the order of the rounds; the unit is the caller's."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a fraction of the median: the noise to weigh a difference against."""
+        if len(self.values) < 2 or not self.median:
+            return 0.0
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return (high - low) / 2 / abs(self.median)
+
+    def ratio(self, other: "Samples") -> float:
+        """The median over the rounds of this value over the other's."""
+        return statistics.median(mine / theirs for mine, theirs in zip(self.values, other.values, strict=True))
+
+    def difference(self, other: "Samples") -> float:
+        """The median over the rounds of this value less the other's."""
+        return statistics.median(mine - theirs for mine, theirs in zip(self.values, other.values, strict=True))
+
+
+def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0) -> dict[str, Samples]:
+    """Call every candidate once a round, in a shuffled order; each returns its own measurement, and sets up and tears down by itself."""
+    shuffler = random.Random(seed)
+    values: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name in shuffler.sample(list(candidates), len(candidates)):
+            values[name].append(candidates[name]())
+    return {name: Samples(tuple(taken)) for name, taken in values.items()}
+
+
+def seconds_per_call(function: Callable[[], object], calls: int) -> float:
+    """The mean wall time of `calls` calls, the cost of the loop itself taken off; on the CPU, where nothing needs synchronising."""
+    repetitions = range(calls)
+    started = time.perf_counter()
+    for _ in repetitions:
+        pass
+    loop = time.perf_counter() - started
+    started = time.perf_counter()
+    for _ in repetitions:
+        function()
+    return (time.perf_counter() - started - loop) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of an accelerator; the CPU has none waiting."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Aligned text: the first `left` columns to the left, the others to the right."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    text = [
+        "  ".join(cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """What a reader needs to place the numbers: versions, the processor or accelerator, threads."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()}, {_cpu_capability()})",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_capability() -> str:
+    """The vector instructions that torch's kernels use here, such as AVX512."""
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def write_json(path: Path | None, payload: Mapping[str, object]) -> None:
+    """Write the report, or nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
