@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import current as _current
-from .dtypes import dtype_name
+from .dtypes import cast_tree, dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .models import as_models, device_type_of
 from .optimizers import as_optimizers
@@ -34,10 +34,12 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "reset",
+    "scale",
     "scale_loss",
     "session",
     "state_dict",
     "stats",
+    "unscale",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -184,6 +186,26 @@ def scale_loss(
         raise ArgumentTypeError("scale_loss needs the optimizers whose parameters the loss reaches")
     with current.scale_loss(loss, optimizer_list, loss_id, delay_unscale) as scaled_loss:
         yield scaled_loss
+
+
+def scale(tensors: Any, loss_id: int = 0) -> Any:
+    """Return a tensor, or any container of tensors, multiplied by a loss scale: for `torch.autograd.grad` outside `scale_loss`.
+
+    The product is float32 and differentiable. For a gradient penalty, scale the loss, take gradients with `create_graph=True`, `unscale` them,
+    and add the penalty to the loss that goes through `scale_loss`: an overflow on the way makes that loss overflow, so the scale recovers.
+    """
+    if _current.state.is_disabled:
+        return tensors
+    scaler = _current.require().scaler(loss_id)
+    return tensors if scaler.is_identity else cast_tree(tensors, lambda tensor: tensor.float() * scaler.scale_on(tensor.device))
+
+
+def unscale(gradients: Any, loss_id: int = 0) -> Any:
+    """Return gradients (a tensor, or any container of tensors; None stays None) divided by a loss scale. Differentiable; the dtype is kept."""
+    if _current.state.is_disabled:
+        return gradients
+    scaler = _current.require().scaler(loss_id)
+    return gradients if scaler.is_identity else cast_tree(gradients, lambda gradient: gradient / scaler.scale_on(gradient.device))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -108,7 +108,8 @@ class OptimizerBinding:
             self._replace(name, method)
         optimizer._amp_stash = self
         optimizer.step_was_skipped = False
-        self._undo.callback(_delete_attributes, self._optimizer, ("_amp_stash", "step_was_skipped"))
+        optimizer._lazy_init_maybe_master_weights = _masters_exist
+        self._undo.callback(_delete_attributes, self._optimizer, ("_amp_stash", "step_was_skipped", "_lazy_init_maybe_master_weights"))
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
@@ -276,6 +277,10 @@ class OptimizerBinding:
         optimizer: Any = self.optimizer
         self._adopt(optimizer.param_groups[-1], {})
         return result
+
+
+def _masters_exist() -> None:
+    """What scripts call to have Apex make its masters before they restore saved ones. Here they exist from the start."""
 
 
 def _delete_attributes(reference: Callable[[], Any], names: Iterable[str]) -> None:

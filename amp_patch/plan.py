@@ -2,6 +2,7 @@
 
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 from .casts import OpCasts
+from .models import Masters
 from .oplists import OpLists
 from .patching import Patch, Patcher
 from .switch import Switch
@@ -62,6 +64,43 @@ def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callab
             return original(*args, **kwargs)
 
     return trace
+
+
+def plan_master_patches(masters: Masters) -> Iterator[Patch]:
+    """Yield what master weights need of torch: `model.zero_grad()` reaches them, and clipping past them is pointed out."""
+    yield Patch(torch.nn.Module, "zero_grad", lambda original: _zeroing_masters(original, masters))
+    has_warned: list[str] = []
+    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            yield Patch(owner, name, lambda original: _warning_of_masters(original, masters, has_warned))
+
+
+def _zeroing_masters(original: Callable[..., Any], masters: Masters) -> Callable[..., Any]:
+    """An abandoned sum in the masters would be stepped on later."""
+
+    def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
+        original(module, set_to_none)
+        for parameter in module.parameters():
+            master = masters.get(parameter)
+            if master is not None:
+                master.grad = None
+
+    return zero_grad
+
+
+def _warning_of_masters(original: Callable[..., Any], masters: Masters, has_warned: list[str]) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not has_warned and any(masters.get(parameter) is not None for parameter in parameters):
+            has_warned.append("once is enough")
+            warnings.warn(
+                "these are the model's 16-bit parameters, whose gradients are in the float32 masters: this clips nothing. "
+                "Clip amp.master_params(optimizer) instead.",
+                stacklevel=2,
+            )
+        return original(parameters, *args, **kwargs)
+
+    return clip
 
 
 def plan_by_name_patches(patcher: Patcher) -> list[Patch]:

@@ -7,7 +7,7 @@ undoes it all in reverse.
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ from .gradients import GradientSet
 from .models import Masters, ModelBinding
 from .oplists import OpLists, load_oplists
 from .optimizers import OptimizerBinding
-from .patching import Patch, Patcher
-from .plan import Registration, plan_by_name_patches, plan_patches
+from .patching import Patcher
+from .plan import Registration, plan_by_name_patches, plan_master_patches, plan_patches
 from .policy import Policy
-from .scaler import LossScaler
+from .scaler import LossScaler, OverflowCheck
 from .switch import Switch
 from .weights import WeightLinks
 
@@ -63,12 +63,14 @@ class Session:
         self.scalers: list[LossScaler] = []
         self.switch = Switch()
         self.patcher = Patcher()
+        self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
         self.oplists: OpLists | None = None
         self.casts: OpCasts | None = None
         self._links: WeightLinks | None = None
         self._masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
+        self._open_scales: list[Tensor | None] = []  # of the scale_loss blocks that are open, outermost first
         self._undo = contextlib.ExitStack()
         self._outside = GradientSet(self._parameters_outside, lambda: ())
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
@@ -87,8 +89,8 @@ class Session:
             self._bind(models, optimizers, float32_data)
             if self.casts is not None:
                 self._install_patches(undo)
-            if self._masters_in_use():
-                self._patch_zero_grad(undo)
+            if self.policy.master_weights:
+                self._patch_for_masters(undo)
             self._undo = undo.pop_all()
         float32_data.clear()
 
@@ -159,25 +161,10 @@ class Session:
         compiling.forget_compiled_code()
         self.switch.turn_on()
 
-    def _masters_in_use(self) -> bool:
-        return bool(self.policy.master_weights)
-
-    def _patch_zero_grad(self, undo: contextlib.ExitStack) -> None:
-        """`model.zero_grad()` must clear the masters' gradients too, or an abandoned sum would be stepped on later."""
-        undo.callback(self.patcher.undo)
-        self.patcher.install([Patch(nn.Module, "zero_grad", self._make_zero_grad)])
-
-    def _make_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        masters = self._masters
-
-        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-            original(module, set_to_none)
-            for parameter in module.parameters():
-                master = masters.get(parameter)
-                if master is not None:
-                    master.grad = None
-
-        return zero_grad
+    def _patch_for_masters(self, undo: contextlib.ExitStack) -> None:
+        undo.callback(self._module_patcher.undo)
+        self._module_patcher.install(plan_master_patches(self._masters))
+        self._module_patcher.install(plan_by_name_patches(self._module_patcher))
 
     # ---- what it holds --------------------------------------------------------------------------------------------------------------------
 
@@ -274,35 +261,48 @@ class Session:
                 "move the model to its device first, then call initialize"
             )
         bindings = [self.binding_of(optimizer) for optimizer in optimizers]
-        try:
-            scaler = self.scalers[loss_id]
-        except IndexError:
-            raise IndexError(f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize") from None
-        everything = [*(binding.gradients for binding in self.bindings()), self._outside]
+        scaler = self.scaler(loss_id)
         scale = None if scaler.is_identity else scaler.scale_on(loss.device)
-        for gradients in everything:
+        self._open_scales.append(scale)
+        for gradients in self._all_gradients():
             gradients.prepare(scale)
         try:
             yield loss.float() if scale is None else loss.float() * scale
         except BaseException:
-            for gradients in everything:
+            for gradients in self._all_gradients():
                 gradients.settle()
             raise
+        else:
+            self._finish_pass(bindings, None if scale is None else scaler.open_check(loss.device), delay_unscale)
         finally:
+            self._open_scales.pop()
+            if self._open_scales:  # inside another scale_loss, whose backward pass may be yet to come
+                for gradients in self._all_gradients():
+                    gradients.prepare(self._open_scales[-1])
             if not delay_unscale:
                 self.refresh()
-        check = None if scale is None else scaler.open_check(loss.device)
+
+    def _all_gradients(self) -> list[GradientSet]:
+        return [*(binding.gradients for binding in self.bindings()), self._outside]
+
+    def _finish_pass(self, bindings: Sequence[OptimizerBinding], check: OverflowCheck | None, delay_unscale: bool) -> None:
+        """Unscale after a backward pass: the gradients of the optimizers passed, judged by `check`, and all others that it may have reached."""
         passed = [binding.gradients for binding in bindings]
-        for binding in bindings:
-            if check is not None and delay_unscale:
-                binding.add_check(binding.gradients.delay(check))
-            elif check is not None:
-                binding.add_check(check)
-        for gradients in everything:
+        for gradients in self._all_gradients():
             if gradients not in passed:
                 gradients.settle()
             elif not delay_unscale:
                 gradients.unscale(check)
+        if check is not None:
+            for binding in bindings:
+                binding.add_check(binding.gradients.delay(check) if delay_unscale else check)
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return a loss scaler by its number; raises IndexError if there is none."""
+        try:
+            return self.scalers[loss_id]
+        except IndexError:
+            raise IndexError(f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize") from None
 
 
 class _StepHook:

@@ -27,6 +27,8 @@ NAMESPACES = (
     torch.nn.Module,
     torch.utils.checkpoint,
     torch.jit,
+    torch.nn.utils,
+    torch.nn.utils.clip_grad,
 )
 
 

@@ -273,7 +273,7 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     def fail(*args):
         raise error("in the middle")
 
-    where = {"O1": (session, "plan_by_name_patches"), "O2": (session.Session, "_patch_zero_grad"), "O3": (session.OptimizerBinding, "_replace")}
+    where = {"O1": (session, "plan_by_name_patches"), "O2": (session.Session, "_patch_for_masters"), "O3": (session.OptimizerBinding, "_replace")}
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(error, match="in the middle"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -27,7 +27,7 @@ LAYERS = {
     "policy": 3,
     "casts": 3,
     "models": 4,
-    "plan": 4,
+    "plan": 5,
     "optimizers": 5,
     "session": 6,
     "current": 7,

@@ -1,0 +1,353 @@
+"""What real training scripts do: GANs, penalties, nested losses, clipping, transforms of modules, Apex's files."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+
+import amp_patch as amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def weights(*models):
+    return [value.clone() for model in models for value in model.state_dict().values()]
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- several losses --------------------------------------------------------------------------------------------------------------------------
+
+
+def train_gan(scaled, steps=5, **options):
+    """The usual loop: the discriminator on real, on fake, then the generator through the discriminator. `scaled` opens the backward passes."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
+    discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
+    amp.initialize([generator, discriminator], [generator_optimizer, discriminator_optimizer], verbosity=0, num_losses=3, **options)
+    noise = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        discriminator.zero_grad()
+        real, z = torch.randn(8, 8, generator=noise), torch.randn(8, 4, generator=noise)
+        fake = generator(z)
+        with scaled(F.softplus(-discriminator(real)).mean(), discriminator_optimizer, 0) as loss:
+            loss.backward()
+        with scaled(F.softplus(discriminator(fake.detach())).mean(), discriminator_optimizer, 1) as loss:
+            loss.backward()
+        discriminator_optimizer.step()
+        generator.zero_grad()
+        with scaled(F.softplus(-discriminator(fake)).mean(), generator_optimizer, 2) as loss:
+            loss.backward()
+        generator_optimizer.step()
+    result = weights(generator, discriminator)
+    amp.reset()
+    return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gan_does_not_depend_on_the_scale(level):
+    expected = train_gan(amp.scale_loss, opt_level=level, loss_scale=1.0)
+    assert_equal(train_gan(amp.scale_loss, opt_level=level, loss_scale=256.0), expected)
+    assert_equal(train_gan(amp.scale_loss, opt_level=level, loss_scale="dynamic"), expected)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 64.0), (64.0, 64.0), ("dynamic", "dynamic")], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_scale_loss_inside_scale_loss(level, scales):
+    """The inner block must not unscale, or leave unscaled, what the outer one is still to add to."""
+    results = []
+    for nested in (False, True):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        other = nn.Linear(10, 2)
+        other.load_state_dict({"weight": torch.ones(2, 10), "bias": torch.zeros(2)})
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+        options = {"opt_level": level, "loss_scale": "dynamic" if scales[0] == "dynamic" else 4.0, "num_losses": 2, "verbosity": 0}
+        amp.initialize([model, other], [optimizer, other_optimizer], **options)
+        if scales[0] != "dynamic":
+            amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)})
+        model.eval()
+        images, targets = make_batches(1)[0]
+        logits = model(images)
+        first, second = F.cross_entropy(logits, targets), other(logits.detach()).float().pow(2).mean()
+        if nested:
+            with amp.scale_loss(first, optimizer) as outer:
+                with amp.scale_loss(second, other_optimizer, loss_id=1) as inner:
+                    inner.backward()
+                outer.backward()
+        else:
+            for loss, loss_optimizer, loss_id in ((first, optimizer, 0), (second, other_optimizer, 1)):
+                with amp.scale_loss(loss, loss_optimizer, loss_id=loss_id) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        other_optimizer.step()
+        results.append(weights(model, other))
+        amp.reset()
+    assert_equal(*results)
+
+
+def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one():
+    model, other = make_model(), nn.Linear(2, 2)
+    optimizer, other_optimizer = torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(other.parameters(), lr=0.05)
+    amp.initialize([model, other], [optimizer, other_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    images, targets = make_batches(1)[0]
+    with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer) as outer:
+        outer.backward()
+        with amp.scale_loss(other(torch.ones(1, 2)).sum().float(), other_optimizer) as inner:
+            inner.backward()
+    optimizer.step()
+    other_optimizer.step()
+    assert (optimizer.step_was_skipped, other_optimizer.step_was_skipped) == (True, False)
+
+
+# ---- gradient penalty ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, "dynamic"], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_gradient_penalty_does_not_depend_on_the_scale(level, scale):
+    results = []
+    for loss_scale in (1.0, scale):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+        for seed in range(3):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            output = model(x).float().sum()
+            (gradient,) = amp.unscale(torch.autograd.grad(amp.scale(output), (x,), create_graph=True))
+            loss = output + (gradient.norm(dim=1) - 1).pow(2).mean()
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        results.append(weights(model))
+        amp.reset()
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_penalty_recovers_from_an_overflow():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    amp.initialize(model, optimizer, opt_level="O1", patch_torch_functions_type="float16", verbosity=0)
+    skipped = []
+    for _ in range(16):
+        x = torch.full((2, 3), 8.0, requires_grad=True)
+        output = model(x).float().sum() * 10
+        (gradient,) = amp.unscale(torch.autograd.grad(amp.scale(output), (x,), create_graph=True))
+        optimizer.zero_grad()
+        with amp.scale_loss(output + gradient.pow(2).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped[0] and not skipped[-1] and sorted(skipped, reverse=True) == skipped
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_scale_and_unscale_take_containers_and_none():
+    model = nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", loss_scale=8.0, verbosity=0)
+    assert amp.scale({"a": torch.ones(1)})["a"].item() == 8
+    assert amp.unscale((torch.full((1,), 8.0), None)) == (torch.ones(1), None)
+    with pytest.raises(IndexError, match="loss_id 3"):
+        amp.scale(torch.ones(1), loss_id=3)
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_the_models_parameters_is_pointed_out_once_where_it_clips_nothing(name):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model(make_batches(1)[0][0]).sum().backward()
+    with pytest.warns(UserWarning, match=r"this clips nothing\. Clip amp\.master_params\(optimizer\)") as caught:
+        for _ in range(2):
+            getattr(torch.nn.utils, name)(model.parameters(), 0.1)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_clipping_by_value_reaches_the_masters():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    images, targets = make_batches(1)[0]
+    with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+    assert max(p.grad.abs().max().item() for p in amp.master_params(optimizer)) == pytest.approx(1e-3)
+
+
+# ---- modules that compute their weights ------------------------------------------------------------------------------------------------------
+
+
+def parametrized(kind):
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    if kind == "weight_norm":
+        return nn.utils.parametrizations.weight_norm(layer)
+    if kind == "spectral_norm":
+        return nn.utils.parametrizations.spectral_norm(layer)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "parametrize"])
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_computed_weights_train_like_casts_written_by_hand(kind, level):
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    results = []
+    for ours in (False, True):
+        model = parametrized(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if ours:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            output = model(x) if ours or level == "O0" else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+            F.mse_loss(output.float(), y).backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+        amp.reset()
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=0 if kind == "parametrize" else 1e-2, atol=0 if kind == "parametrize" else 1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_and_replicas_run_the_weights_they_are_given(level):
+    model = make_model()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    model.eval()
+    images = make_batches(1)[0][0]
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters() if name.startswith("fc")}
+    expected = model(images)
+    assert torch.count_nonzero(torch.func.functional_call(model, zeros, (images,))) == 0
+    replica = model._replicate_for_data_parallel()
+    replica._modules = dict(model._modules)
+    replica._modules["fc"] = copy.deepcopy(model.fc)
+    with torch.no_grad():
+        for p in replica._modules["fc"].parameters():
+            p.zero_()
+        assert torch.count_nonzero(replica(images)) == 0
+    assert torch.equal(model(images), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_an_averaged_model_follows_and_swaps(level):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    by_hand = [p.detach().clone() for p in model.parameters()]
+    for count, (images, targets) in enumerate(make_batches(4)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), targets).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        by_hand = [p.detach().clone() if count == 0 else torch.lerp(a, p.detach(), 0.5) for a, p in zip(by_hand, model.parameters(), strict=True)]
+        for mean, expected in zip(average.module.parameters(), by_hand, strict=True):
+            torch.testing.assert_close(mean, expected)
+    model.eval()
+    average.eval()
+    own, images = [p.detach().clone() for p in model.parameters()], make_batches(1)[0][0]
+    expected = average(images)
+    for p, mean in zip(model.parameters(), average.module.parameters(), strict=True):
+        p.data.copy_(mean.data)  # an edit that torch does not see
+    amp.refresh()
+    with torch.no_grad():
+        model.bn1.load_state_dict(average.module.bn1.state_dict())
+        model.bn2.load_state_dict(average.module.bn2.state_dict())
+        assert torch.equal(model(images), expected)
+    for p, saved in zip(model.parameters(), own, strict=True):
+        p.data.copy_(saved)
+    with torch.no_grad():
+        assert not torch.equal(model(images), expected)
+
+
+# ---- files that Apex wrote -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_with_saved_masters_resumes_bitwise():
+    """Apex scripts save `list(amp.master_params(optimizer))`, because Apex's model checkpoints hold rounded weights."""
+    batches = make_batches(8)
+
+    def start():
+        model = make_model()
+        return amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O2", verbosity=0)
+
+    def train(model, optimizer, batches):
+        for images, targets in batches:
+            optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    model, optimizer = start()
+    train(model, optimizer, batches[:4])
+    checkpoint = {
+        "model": {name: value.bfloat16().float() if value.is_floating_point() else value for name, value in model.state_dict().items()},
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 4}},
+        "master params": [p.detach().clone() for p in amp.master_params(optimizer)],
+    }
+    for module in (model.bn1, model.bn2):
+        prefix = "bn1." if module is model.bn1 else "bn2."
+        checkpoint["model"].update({prefix + name: value.clone() for name, value in module.state_dict().items()})
+    train(model, optimizer, batches[4:])
+    expected = weights(model)
+    amp.reset()
+    model, optimizer = start()
+    model.load_state_dict(checkpoint["model"])
+    amp.load_state_dict(checkpoint["amp"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for parameter, saved in zip(amp.master_params(optimizer), checkpoint["master params"], strict=True):
+        parameter.data.copy_(saved.data)
+    train(model, optimizer, batches[4:])
+    assert_equal(weights(model), expected)
+
+
+@pytest.mark.parametrize(("saved_at", "resumed_at"), [("O2", "O0"), ("O1", "O2"), ("O5", "O4"), ("O0", "O5")])
+def test_a_checkpoint_resumes_at_another_level(saved_at, resumed_at):
+    batches = make_batches(6)
+
+    def start(level):
+        model = make_model()
+        return amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level=level, verbosity=0)
+
+    def step(model, optimizer, images, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    model, optimizer = start(saved_at)
+    for batch in batches[:5]:
+        step(model, optimizer, *batch)
+    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    expected = step(model, optimizer, *batches[5])
+    amp.reset()
+    model, optimizer = start(resumed_at)
+    for target, state in zip((model, optimizer, amp), checkpoint, strict=True):
+        target.load_state_dict(state)
+    assert_equal(list(model.state_dict().values()), list(checkpoint[0].values()))
+    assert step(model, optimizer, *batches[5]) == pytest.approx(expected, rel=0.05)
