@@ -16,7 +16,7 @@ from .models import as_models, device_type_of
 from .optimizers import as_optimizers
 from .policy import Policy, make_policy
 from .reporting import say, set_verbosity
-from .session import Session, Stats
+from .sessions import Session, Stats
 
 __all__ = [
     "Stats",

@@ -18,6 +18,12 @@ from .weights import WeightLinks
 Op = Callable[..., Any]
 
 
+_WEIGHTED = frozenset(
+    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
+)
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
+
+
 class OpCasts:
     """Makes the replacements for one session.
 
@@ -47,7 +53,57 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
+        if kind == "whitelist":
+            name = getattr(original, "__name__", "")
+            if name in _WEIGHTED:
+                return self.weighted(original)
+            if name in _PRODUCTS:
+                return self.product(original)
         return self._makers[kind](original)
+
+    def weighted(self, original: Op) -> Op:
+        """`whitelist` for ops called as (input, weight, bias, ...), without a walk over the arguments."""
+        switch, low, to_low, walk = self.switch, self.low, self.to_low, self.whitelist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) < 2:
+                return walk(*args, **kwargs)
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                value, weight, *others = args
+                try:
+                    if value.dtype is not low:
+                        value = to_low(value)
+                    if weight.dtype is not low:
+                        weight = to_low(weight)
+                    if others and others[0] is not None and others[0].dtype is not low:
+                        others[0] = to_low(others[0])
+                except AttributeError:  # not tensors: the error is torch's to raise
+                    return original(*args)
+                return original(value, weight, *others)
+            return original(*args)
+
+        return wrapper
+
+    def product(self, original: Op) -> Op:
+        """`whitelist` for ops called with two tensors, without a walk over the arguments."""
+        switch, low, to_low, walk = self.switch, self.low, self.to_low, self.whitelist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 2:
+                return walk(*args, **kwargs)
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                left, right = args
+                try:
+                    if left.dtype is not low:
+                        left = to_low(left)
+                    if right.dtype is not low:
+                        right = to_low(right)
+                except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
+                    return original(*args)
+                return original(left, right)
+            return original(*args)
+
+        return wrapper
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""
@@ -58,7 +114,10 @@ class OpCasts:
                 if kwargs:
                     if kwargs.get("out") is not None:
                         return original(*args, **kwargs)
-                    kwargs = {name: cast_nested(value, to_low) for name, value in kwargs.items()}
+                    for value in kwargs.values():
+                        if isinstance(value, (Tensor, list, tuple)):
+                            kwargs = {name: cast_nested(value, to_low) for name, value in kwargs.items()}
+                            break
                 cast_args = None
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
@@ -85,7 +144,10 @@ class OpCasts:
                 if kwargs:
                     if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
                         return original(*args, **kwargs)
-                    kwargs = {name: cast_nested(value, to_float) for name, value in kwargs.items()}
+                    for value in kwargs.values():
+                        if isinstance(value, (Tensor, list, tuple)):
+                            kwargs = {name: cast_nested(value, to_float) for name, value in kwargs.items()}
+                            break
                 cast_args = None
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
@@ -111,16 +173,18 @@ class OpCasts:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and (not switch.regions or switch.is_on_here()):
+                if kwargs:
+                    if kwargs.get("out") is None:
+                        values = widen((*args, *kwargs.values()))
+                        return original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+                    return original(*args, **kwargs)
                 dtype = None
                 for value in args:
                     if isinstance(value, Tensor):
                         if dtype is None:
                             dtype = value.dtype
                         elif value.dtype is not dtype:
-                            return original(*widen(args), **kwargs) if kwargs.get("out") is None else original(*args, **kwargs)
-                if kwargs and kwargs.get("out") is None:
-                    values = widen((*args, *kwargs.values()))
-                    return original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+                            return original(*widen(args))
             return original(*args, **kwargs)
 
         return wrapper
@@ -147,11 +211,11 @@ class OpCasts:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and (not switch.regions or switch.is_on_here()):
-                target = args[0] if args else None
+                target = _target_of(args, kwargs)
                 if isinstance(target, Tensor) and target.dtype in CASTABLE and target.device.type == device_type:
                     cast = make_plain_cast(target.dtype, device_type)
-                    kwargs = {name: _cast_nested(value, cast) for name, value in kwargs.items()}
-                    return original(target, *[_cast_nested(value, cast) for value in args[1:]], **kwargs)
+                    kwargs = {name: _cast_nested(value, cast) for name, value in kwargs.items()}  # the target has the dtype, and stays itself
+                    return original(*[_cast_nested(value, cast) for value in args], **kwargs)
             return original(*args, **kwargs)
 
         return wrapper
@@ -162,11 +226,13 @@ class OpCasts:
         name = getattr(original, "__name__", str(original))
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()) and args and _is_low(args[0], device_type):
-                raise BannedOpError(
-                    f"{name} runs in float32 by the op lists, and cannot do so in place on a {args[0].dtype} tensor. "
-                    f"Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
-                )
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                target = _target_of(args, kwargs)
+                if _is_low(target, device_type):
+                    raise BannedOpError(
+                        f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor. "
+                        f"Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
+                    )
             return in_float(*args, **kwargs)
 
         return wrapper
@@ -206,6 +272,11 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
         return tensor
 
     return cast
+
+
+def _target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an in-place op works on: its first argument, which torch's functions call `input`."""
+    return args[0] if args else kwargs.get("input")
 
 
 def _is_low(value: Any, device_type: str) -> bool:

@@ -15,7 +15,7 @@ from .models import describe, device_type_of, find_model_problems
 from .optimizers import find_optimizer_problems
 from .plan import Registration
 from .policy import Policy
-from .session import Session
+from .sessions import Session
 
 
 class _State:

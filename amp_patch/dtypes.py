@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -90,13 +90,16 @@ def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, An
         return value
     if type(value) is dict:
         return {**value, **changed}
-    result: Any = copy.copy(value)
-    try:
-        for key, new in changed.items():
-            result[key] = new
-    except TypeError:  # a read-only mapping, such as types.MappingProxyType: nothing but its own constructor can fill it
-        result = type(value)({**value, **changed})  # type: ignore[call-arg]
-    return result  # type: ignore[no-any-return]
+    if not isinstance(value, MutableMapping):  # such as types.MappingProxyType: nothing but its own constructor can fill it
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    result = copy.copy(value)
+    if not isinstance(value, dict):  # the copy of a mapping of the user's own shares the dict inside with the original
+        for name, inner in vars(result).items():
+            if isinstance(inner, MutableMapping):
+                setattr(result, name, copy.copy(inner))
+    for key, new in changed.items():
+        result[key] = new
+    return result
 
 
 def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
@@ -104,7 +107,11 @@ def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
     changed = {name: new for name, old in fields.items() if (new := cast_tree(old, cast)) is not old}
     if not changed:
         return value
-    result = copy.copy(value)
+    try:
+        result = copy.copy(value)
+    except dataclasses.FrozenInstanceError:  # slots of its own: copy sets them one by one
+        result = object.__new__(type(value))
+        changed = {**fields, **changed}
     for name, new in changed.items():
         object.__setattr__(result, name, new)  # works for frozen dataclasses too
     return result

@@ -4,10 +4,11 @@ It knows neither tensors nor dtypes. A replacement is a plain function made from
 original's name, docstring and `__wrapped__`, which is also how `wrapt.unwrap_object` finds the way back.
 """
 
+import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,10 @@ class _Installed:
 
 def _prepare(patch: Patch) -> _Installed:
     _, _, original = wrapt.resolve_path(patch.owner, patch.name)
-    replacement = patch.factory(original)
-    functools.update_wrapper(replacement, original)
+    if isinstance(original, (staticmethod, classmethod)):
+        replacement: Any = type(original)(functools.update_wrapper(patch.factory(original.__func__), original.__func__))
+    else:
+        replacement = functools.update_wrapper(patch.factory(original), original)
     return _Installed(patch.owner, patch.name, original, replacement, patch.name not in vars(patch.owner))
 
 
@@ -48,7 +51,7 @@ class Patcher:
 
     def __init__(self) -> None:
         self._installed: list[_Installed] = []
-        self._by_target: dict[tuple[int, str], _Installed] = {}
+        self._by_target: dict[tuple[int, str], list[_Installed]] = {}
 
     def __len__(self) -> int:
         return len(self._installed)
@@ -59,9 +62,9 @@ class Patcher:
         mark = len(self._installed)
         try:
             for item in prepared:
+                self._by_target.setdefault((id(item.owner), item.name), []).append(item)
                 self._installed.append(item)  # logged before the attribute changes: an interrupt in between is undone as well
                 wrapt.wrap_object(item.owner, item.name, _return_replacement, (item,))  # type: ignore[arg-type]
-                self._by_target[id(item.owner), item.name] = item
         except BaseException:
             self._undo_down_to(mark)
             raise
@@ -79,14 +82,26 @@ class Patcher:
             item = self._installed[-1]
             if not _remove(item):
                 stuck.append(f"{getattr(item.owner, '__name__', item.owner)}.{item.name}")
-            self._by_target.pop((id(item.owner), item.name), None)
+            self._by_target[id(item.owner), item.name].remove(item)
             self._installed.pop()
         if stuck:
             logger.warning("left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.", ", ".join(stuck))
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Put the originals back inside the block, for what reads functions instead of calling them."""
+        items = [item for item in reversed(self._installed) if vars(item.owner).get(item.name) is item.replacement]
+        try:
+            for item in items:
+                _put_back(item)
+            yield
+        finally:
+            for item in reversed(items):
+                setattr(item.owner, item.name, item.replacement)
+
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours."""
-        return (id(owner), name) in self._by_target
+        return bool(self._by_target.get((id(owner), name)))
 
     def replacements(self) -> dict[int, Callable[..., Any]]:
         """Return the replacement of each module-level function that is patched, by the id of its original."""
@@ -94,8 +109,15 @@ class Patcher:
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
-        item = self._by_target.get((id(owner), name))
-        return None if item is None else item.original
+        items = self._by_target.get((id(owner), name))
+        return items[0].original if items else None
+
+
+def _put_back(item: _Installed) -> None:
+    if item.is_new_attribute:
+        delattr(item.owner, item.name)
+    else:
+        setattr(item.owner, item.name, item.original)
 
 
 def _return_replacement(_: Any, item: _Installed) -> Any:
@@ -104,6 +126,11 @@ def _return_replacement(_: Any, item: _Installed) -> Any:
 
 def _remove(item: _Installed) -> bool:
     """Undo one patch; return False if something foreign sits on top of it."""
+    if isinstance(item.original, (staticmethod, classmethod)):  # wrapt would restore the function inside
+        if vars(item.owner).get(item.name) is item.replacement:
+            _put_back(item)
+            return True
+        return item.name not in vars(item.owner) or vars(item.owner)[item.name] is item.original
     if vars(item.owner).get(item.name) is not item.replacement:
         try:
             current = wrapt.resolve_path(item.owner, item.name)[2]

@@ -21,7 +21,7 @@ Registration = tuple[Any, str, str]
 
 
 def plan_patches(
-    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None
+    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None, patcher: Patcher
 ) -> Iterator[Patch]:
     """Yield a patch for every listed spelling, for the user's registrations in their place, for activation checkpointing and for tracing."""
     overridden = {(id(owner), name) for owner, name, _ in registered}
@@ -31,6 +31,7 @@ def plan_patches(
     for owner, name, kind in registered:
         yield Patch(owner, name, _wrapping(casts, kind))
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
+    yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
     if links is not None:
         yield Patch(torch.jit, "trace", lambda original: _bypassing_links(original, links))
 
@@ -54,6 +55,16 @@ def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Calla
         return original(replayed, *args, **kwargs)
 
     return checkpoint
+
+
+def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
+    """The TorchScript compiler reads the source of what it compiles, and that of no wrapper. What it compiles casts nothing."""
+
+    def script(*args: Any, **kwargs: Any) -> Any:
+        with patcher.suspended():
+            return original(*args, **kwargs)
+
+    return script
 
 
 def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:

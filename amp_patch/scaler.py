@@ -53,7 +53,7 @@ class OverflowCheck:
 class LossScaler:
     """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
-    Dynamic: start at 2**16 (or the maximum, if that is lower), halve after a step with a non-finite gradient, double after 2000 good steps in
+    Dynamic: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient, double after 2000 good steps in
     a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per optimizer step, however many backward passes led to it.
     """
 
@@ -69,7 +69,7 @@ class LossScaler:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self._growth_interval = growth_interval
-        start = min(max_loss_scale, INIT_SCALE) if loss_scale == "dynamic" else float(loss_scale)
+        start = max(min(max_loss_scale, INIT_SCALE), min_loss_scale or 0.0) if loss_scale == "dynamic" else float(loss_scale)
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0

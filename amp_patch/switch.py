@@ -14,11 +14,12 @@ from weakref import WeakSet
 class Switch:
     """On after `turn_on`, until `turn_off` or a fork; `region(False)` turns the casts of one thread off for a while."""
 
-    __slots__ = ("__weakref__", "_local", "_lock", "on", "regions")
+    __slots__ = ("__weakref__", "_local", "_lock", "_open", "on", "regions")
 
     def __init__(self) -> None:
         self.on = False
         self.regions = 0  # open regions of all threads
+        self._open: list[tuple[bool, object]] = []  # the same, in the order in which they were opened
         self._local = threading.local()
         self._lock = threading.Lock()
         _switches.add(self)
@@ -38,8 +39,11 @@ class Switch:
         values: list[bool] = getattr(self._local, "values", [])
         if values:
             return values[-1]
-        # The autograd engine's own threads run backward code of whoever called backward(); they follow any region that is open.
-        return not (self.regions and isinstance(threading.current_thread(), threading._DummyThread))
+        # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that was opened last.
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            with self._lock:
+                return self._open[-1][0] if self._open else True
+        return True
 
     @contextmanager
     def region(self, on: bool) -> Iterator[None]:
@@ -47,15 +51,18 @@ class Switch:
         values: list[bool] | None = getattr(self._local, "values", None)
         if values is None:
             values = self._local.values = []
+        entry = (on, object())
         values.append(on)
         with self._lock:
-            self.regions += 1
+            self._open.append(entry)
+            self.regions = len(self._open)
         try:
             yield
         finally:
             values.pop()
             with self._lock:
-                self.regions -= 1
+                self._open.remove(entry)
+                self.regions = len(self._open)
 
 
 _switches: WeakSet[Switch] = WeakSet()

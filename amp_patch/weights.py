@@ -8,8 +8,8 @@ What must never happen is a forward with old weights. Version counters alone do 
 only while it is *live*: each use compares version, address, dtype and `requires_grad`, and these events end the life of links until they are
 refreshed: any optimizer step, the end of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
 
-A refresh in place would break a graph that still needs the old values, so it happens only where the weights changed for certain (a step, a
-bumped version: torch itself forbids the old graph then) or where no graph holds the copy any more. Otherwise the link is replaced by a new one.
+A refresh in place would break a graph that still needs the old values, so it happens only where no graph holds the copy any more. Otherwise the
+link is replaced by a new one, and the old graph keeps the old copy, as it would keep the result of a plain cast.
 """
 
 import contextlib
@@ -30,9 +30,17 @@ class _Link:
     copy: Tensor  # what ops get; its grad_fn leads to the parameter
     alias: Tensor  # the same memory without the grad_fn: what a refresh writes
     layout: tuple[torch.device, torch.Size, tuple[int, ...], bool]
-    version: int
-    idle_uses: int  # how many holders the memory has while no graph needs it
-    has_changed: bool = False  # the parameter was certainly updated since the last refresh
+    memory: int  # the address of the storage that both share, for counting who holds it
+    idle_uses: tuple[int, int] = (0, 0)  # how many hold the copy and its memory while no graph needs them
+
+    def count_uses(self) -> tuple[int, int]:
+        """Count the holders of the copy and of its memory: a graph saves the tensor itself or a view of it."""
+        return self.copy._use_count(), torch._C._storage_Use_Count(self.memory)  # type: ignore[attr-defined]
+
+    def is_held(self) -> bool:
+        """Tell whether a graph needs the values that the copy has now."""
+        tensor_uses, memory_uses = self.count_uses()
+        return tensor_uses > self.idle_uses[0] or memory_uses > self.idle_uses[1]
 
 
 def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...], bool]:
@@ -41,10 +49,6 @@ def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...
 
 def _signature(parameter: Tensor) -> tuple[int, int, bool]:
     return parameter._version, parameter.data_ptr(), parameter.requires_grad
-
-
-def _uses(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class WeightLinks:
@@ -113,7 +117,9 @@ class WeightLinks:
             if copy is parameter:  # a tensor of another device type: not ours to cast
                 return copy
             alias = copy.detach()
-        self._links[id(parameter)] = _Link(parameter, copy, alias, _layout(parameter), parameter._version, _uses(copy))
+        link = _Link(parameter, copy, alias, _layout(parameter), alias.untyped_storage()._cdata)
+        link.idle_uses = link.count_uses()
+        self._links[id(parameter)] = link
         self._enliven(parameter, copy)
         return copy
 
@@ -132,8 +138,7 @@ class WeightLinks:
             if key in self.live:
                 continue
             parameter = link.parameter
-            has_changed = link.has_changed or link.version != parameter._version
-            if not _can_link(parameter) or link.layout != _layout(parameter) or not (has_changed or _uses(link.copy) <= link.idle_uses):
+            if not _can_link(parameter) or link.layout != _layout(parameter) or link.is_held():
                 self._drop(key)
                 continue
             targets, sources = groups.setdefault(parameter.device, ([], []))
@@ -144,7 +149,6 @@ class WeightLinks:
             for targets, sources in groups.values():
                 torch._foreach_copy_(targets, sources)
         for link in refreshed:
-            link.has_changed, link.version = False, link.parameter._version
             self._enliven(link.parameter, link.copy)
 
     @contextlib.contextmanager
@@ -158,10 +162,9 @@ class WeightLinks:
             self._is_bypassed = before
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Say that an optimizer stepped over these parameters. One without a gradient may have been left alone, so its link is only doubted."""
+        """Say that an optimizer stepped over these parameters: their links must be refreshed before they are used again."""
         for parameter in parameters:
-            if self.live.pop(id(parameter), None) is not None and parameter.grad is not None:
-                self._links[id(parameter)].has_changed = True
+            self.live.pop(id(parameter), None)
 
     def doubt_all(self) -> None:
         """Let no link be used again before it was refreshed: weights may have been edited where nothing shows it (`p.data.mul_`)."""
@@ -171,7 +174,9 @@ class WeightLinks:
 def _can_link(tensor: Tensor) -> bool:
     if tensor.dtype is not torch.float32 or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (torch.compiler.is_compiling() or torch._C._get_tracing_state() or _is_subclass(tensor))
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # what is cast here belongs to a trace or a function transform
+    return not _is_subclass(tensor)
 
 
 def _is_subclass(tensor: Any) -> bool:

@@ -29,7 +29,8 @@ def assert_equal(left, right):
 def train_gan(scaled, steps=5, **options):
     """The usual loop: the discriminator on real, on fake, then the generator through the discriminator. `scaled` opens the backward passes."""
     torch.manual_seed(0)
-    generator, discriminator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    discriminator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
     amp.initialize([generator, discriminator], [generator_optimizer, discriminator_optimizer], verbosity=0, num_losses=3, **options)

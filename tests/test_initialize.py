@@ -268,7 +268,7 @@ def test_an_optimizer_without_any_of_the_parameters_is_warned_about():
 def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     model, optimizer = make()
     before = describe(model, optimizer)
-    session = sys.modules["amp_patch.session"]
+    session = sys.modules["amp_patch.sessions"]
 
     def fail(*args):
         raise error("in the middle")

@@ -29,7 +29,7 @@ LAYERS = {
     "models": 4,
     "plan": 5,
     "optimizers": 5,
-    "session": 6,
+    "sessions": 6,
     "current": 7,
     "api": 8,
     "amp": 9,
@@ -60,8 +60,8 @@ def test_a_module_imports_only_from_lower_layers(path):
 
 def test_the_reader_of_imports_sees_an_upward_import(tmp_path):
     source = tmp_path / "errors.py"
-    source.write_text("def f():\n    from .session import Session\n    import amp_patch\n    from amp_patch.api import reset\n")
-    assert imported_rooms(source) == {"session", "__init__", "api"}
+    source.write_text("def f():\n    from .sessions import Session\n    import amp_patch\n    from amp_patch.api import reset\n")
+    assert imported_rooms(source) == {"sessions", "__init__", "api"}
 
 
 def test_importing_the_package_changes_no_torch_name():

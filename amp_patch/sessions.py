@@ -147,7 +147,7 @@ class Session:
 
     def _install_patches(self, undo: contextlib.ExitStack) -> None:
         assert self.casts is not None and self.oplists is not None
-        patches = list(plan_patches(self.oplists, self._registered, self.casts, self._links))
+        patches = list(plan_patches(self.oplists, self._registered, self.casts, self._links, self.patcher))
         compiling.prime()
         undo.callback(compiling.forget_compiled_code)
         undo.enter_context(compiling.cache_key(f"amp_patch:{self.oplists.digest}:{self.casts.low}"))

@@ -1,0 +1,403 @@
+"""Names of dtypes, which tensors are ever cast, and the law of `cast_tree`: the same structure and classes, every tensor cast, nothing of the
+caller's changed, and the very object back where nothing in it was cast."""
+
+import collections
+import dataclasses
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from amp_patch.dtypes import CASTABLE, cast_tree, dtype_name, is_castable, parse_dtype
+from amp_patch.errors import AmpError, PolicyError
+
+NAMES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+OTHER_DTYPES = (
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def dtype_id(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def to_low(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if is_castable(tensor) else tensor
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "torch."], ids=["bare", "torch."])
+@pytest.mark.parametrize(("name", "dtype"), NAMES.items(), ids=dtype_id)
+def test_a_name_means_its_dtype(name: str, dtype: torch.dtype, prefix: str) -> None:
+    assert parse_dtype(prefix + name, "x") is dtype
+
+
+@pytest.mark.parametrize("dtype", sorted(CASTABLE, key=str), ids=dtype_id)
+def test_a_dtype_means_itself_and_goes_through_its_name(dtype: torch.dtype) -> None:
+    assert parse_dtype(dtype, "x") is dtype
+    assert parse_dtype(dtype_name(dtype), "x") is dtype
+    assert parse_dtype(str(dtype), "x") is dtype
+
+
+@pytest.mark.parametrize("value", [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float], ids=repr)
+def test_anything_else_is_refused_with_the_argument_named(value: object) -> None:
+    with pytest.raises(PolicyError) as raised:
+        parse_dtype(value, "cast_model_type")
+    assert isinstance(raised.value, (AmpError, ValueError))
+    assert str(raised.value).startswith(f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32).")
+
+
+def test_a_near_miss_gets_a_suggestion() -> None:
+    with pytest.raises(PolicyError, match=r"Did you mean 'bfloat16'\?$"):
+        parse_dtype("bfloat61", "x")
+
+
+def test_dtype_name_of_none_is_a_dash() -> None:
+    assert dtype_name(None) == "-"
+
+
+# ---- which tensors ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(CASTABLE, key=str), ids=dtype_id)
+def test_float16_bfloat16_and_float32_may_be_cast_on_the_device_type_asked_for(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, dtype=dtype)
+    assert is_castable(tensor)
+    assert is_castable(tensor, "cpu")
+    assert not is_castable(tensor, "cuda")
+    assert not is_castable(tensor.to("meta"), "cpu")
+    assert is_castable(tensor.to("meta"), "meta")
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=dtype_id)
+def test_other_dtypes_are_never_cast(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2).to(dtype)
+    assert not is_castable(tensor)
+    assert not is_castable(tensor, "cpu")
+
+
+def test_quantised_tensors_are_never_cast() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 says that it will drop them
+        quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    assert not is_castable(quantised)
+
+
+def test_a_subclass_of_tensor_counts_by_its_dtype() -> None:
+    assert is_castable(torch.nn.Parameter(torch.ones(2)))
+
+
+# ---- trees: containers keep their class --------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Plain:
+    tensor: Any
+    label: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    tensor: Any
+    label: str = "kept"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    tensor: Any
+    label: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    tensor: Any
+    label: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBySlotsOfItsOwn:
+    __slots__ = ("tensor",)
+    tensor: Any
+
+
+@dataclasses.dataclass
+class Derived:
+    """A field that `__init__` does not take, and one that is never set."""
+
+    length: int
+    tensor: Any = dataclasses.field(init=False)
+    unset: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensor = torch.ones(self.length)
+
+
+class Tagged(dict[str, Any]):
+    """A dict with attributes and a constructor of its own, as model outputs often are."""
+
+    def __init__(self, tag: str, **values: Any) -> None:
+        super().__init__(**values)
+        self.tag = tag
+
+
+class Strict(list[Any]):
+    pass
+
+
+class Batch(MutableMapping[str, Any]):
+    """A mapping over a dict that it holds, with another attribute beside it."""
+
+    def __init__(self, values: dict[str, Any], tag: str) -> None:
+        self.values_by_name = values
+        self.tag = tag
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values_by_name[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values_by_name[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.values_by_name[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+class ReadOnly(Mapping[str, Any]):
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.inner = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+FIRST: Callable[[Any], Any] = lambda value: value[0]  # noqa: E731
+KEY: Callable[[Any], Any] = lambda value: value["a"]  # noqa: E731
+FIELD: Callable[[Any], Any] = lambda value: value.tensor  # noqa: E731
+
+TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "list": (lambda t: [t, 1, "s", None], FIRST),
+    "tuple": (lambda t: (t, 1.5, b"s"), FIRST),
+    "set": (lambda t: {t}, lambda value: next(iter(value))),
+    "frozenset": (lambda t: frozenset({t}), lambda value: next(iter(value))),
+    "list-subclass": (lambda t: Strict([t]), FIRST),
+    "namedtuple": (lambda t: Pair(t, "kept"), lambda value: value.first),
+    "collections.namedtuple": (lambda t: collections.namedtuple("Two", "tensor label")(t, 1), FIELD),
+    "dict": (lambda t: {"a": t, 2: "kept"}, KEY),
+    "OrderedDict": (lambda t: collections.OrderedDict(z=1, a=t, b=2), KEY),
+    "defaultdict": (lambda t: collections.defaultdict(list, a=t), KEY),
+    "UserDict": (lambda t: collections.UserDict(a=t), KEY),
+    "MappingProxyType": (lambda t: types.MappingProxyType({"a": t, "b": 1}), KEY),
+    "dict-subclass": (lambda t: Tagged("kept", a=t, b=1), KEY),
+    "MutableMapping": (lambda t: Batch({"a": t, "b": 1}, "kept"), KEY),
+    "Mapping": (lambda t: ReadOnly({"a": t, "b": 1}), KEY),
+    "dataclass": (Plain, FIELD),
+    "dataclass-frozen": (Frozen, FIELD),
+    "dataclass-slots": (Slotted, FIELD),
+    "dataclass-frozen-slots": (FrozenSlotted, FIELD),
+    "dataclass-frozen-own-slots": (FrozenBySlotsOfItsOwn, FIELD),
+    "nested": (lambda t: {"a": [Pair(1, (Frozen({"b": t}),))]}, lambda value: value["a"][0].second[0].tensor["b"]),
+}
+trees = [pytest.param(make, pick, id=name) for name, (make, pick) in TREES.items()]
+
+
+@pytest.mark.parametrize(("make", "pick"), trees)
+def test_a_container_keeps_its_class_and_its_tensor_is_cast(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
+    tensor = ones()
+    value = make(tensor)
+    result = cast_tree(value, to_low)
+    assert type(result) is type(value)
+    assert pick(result).dtype is torch.bfloat16
+    assert torch.equal(pick(result), tensor.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("make", "pick"), trees)
+def test_the_callers_container_is_left_as_it_was(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
+    tensor = ones()
+    value = make(tensor)
+    result = cast_tree(value, to_low)
+    assert result is not value
+    assert pick(value) is tensor
+
+
+@pytest.mark.parametrize(("make", "pick"), trees)
+def test_a_container_in_which_nothing_changes_is_returned_itself(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
+    value = make(torch.arange(3))
+    before = pick(value)
+    assert cast_tree(value, to_low) is value
+    assert pick(value) is before
+
+
+def test_all_that_is_not_a_cast_tensor_stays_in_a_mapping() -> None:
+    count = torch.arange(2)
+    result = cast_tree({"a": ones(), "n": count, 3: "three", None: [1, 2]}, to_low)
+    assert list(result) == ["a", "n", 3, None]
+    assert result["n"] is count
+    assert (result[3], result[None]) == ("three", [1, 2])
+
+
+def test_an_ordered_dict_keeps_its_order() -> None:
+    assert list(cast_tree(collections.OrderedDict(z=1, a=ones(), b=2), to_low)) == ["z", "a", "b"]
+
+
+def test_a_defaultdict_keeps_its_factory() -> None:
+    result = cast_tree(collections.defaultdict(list, a=ones()), to_low)
+    assert result.default_factory is list
+    assert result["missing"] == []
+
+
+@pytest.mark.parametrize("make", [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")], ids=["dict-subclass", "MutableMapping"])
+def test_a_mapping_keeps_its_attributes(make: Callable[[Tensor], Any]) -> None:
+    assert cast_tree(make(ones()), to_low).tag == "kept"
+
+
+def with_a_lock() -> Any:
+    return threading.Lock()
+
+
+def with_a_result_of_autograd() -> Any:
+    return torch.ones(1, requires_grad=True) * 2
+
+
+@pytest.mark.parametrize("make_extra", [with_a_lock, with_a_result_of_autograd, object])
+def test_the_attributes_of_a_mapping_are_not_copied(make_extra: Callable[[], Any]) -> None:
+    value = Batch({"a": ones()}, "kept")
+    extra = value.extra = make_extra()  # type: ignore[attr-defined]
+    result = cast_tree(value, to_low)
+    assert type(result) is Batch
+    assert result.extra is extra
+    assert (result["a"].dtype, value["a"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_values_beside_a_cast_one_are_not_copied() -> None:
+    value = Batch({"a": ones(), "b": [object()], "count": torch.arange(2)}, "kept")
+    result = cast_tree(value, to_low)
+    assert result["b"] is value["b"]
+    assert result["count"] is value["count"]
+
+
+def test_a_dataclass_keeps_its_other_fields_and_one_that_init_does_not_take() -> None:
+    value = Derived(3)
+    result = cast_tree(value, to_low)
+    assert (type(result), result.length, result.tensor.dtype) == (Derived, 3, torch.bfloat16)
+    assert not hasattr(result, "unset")
+    assert value.tensor.dtype is torch.float32
+
+
+def test_a_dataclass_class_is_no_value() -> None:
+    assert cast_tree(Plain, to_low) is Plain
+
+
+def test_a_torch_return_type_keeps_its_class() -> None:
+    result = cast_tree(torch.eye(2).max(dim=0), to_low)
+    assert type(result) is torch.return_types.max
+    assert (result.values.dtype, result.indices.dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    result = cast_tree(packed, to_low)
+    assert type(result) is PackedSequence
+    assert result.data.dtype is torch.bfloat16
+    assert result.batch_sizes is packed.batch_sizes
+    assert result.batch_sizes.tolist() == [2, 1, 1]
+
+
+def test_a_generator_becomes_a_lazy_generator_of_cast_values() -> None:
+    drawn: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for index in range(2):
+            drawn.append(index)
+            yield {"x": ones(), "index": index}
+
+    result = cast_tree(batches(), to_low)
+    assert isinstance(result, types.GeneratorType)
+    assert drawn == []
+    first = next(result)
+    assert (first["x"].dtype, first["index"], drawn) == (torch.bfloat16, 0, [0])
+    assert [item["index"] for item in result] == [1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.Linear(2, 2),
+        torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))]),
+        torch.Size([2, 3]),
+        "text",
+        b"bytes",
+        3,
+        2.5,
+        True,
+        None,
+        range(3),
+        torch.float32,
+        object(),
+        [],
+        (),
+        {},
+        [[], ({},)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_other_object_passes_through(value: Any) -> None:
+    assert cast_tree(value, to_low) is value
+
+
+def test_a_module_inside_a_tree_keeps_its_parameters() -> None:
+    layer = torch.nn.Linear(2, 2)
+    result = cast_tree([layer, ones()], to_low)
+    assert result[0] is layer
+    assert layer.weight.dtype is torch.float32
+
+
+def test_a_tensor_is_what_the_cast_makes_of_it_and_gradients_flow_back() -> None:
+    tensor = ones().requires_grad_()
+    result = cast_tree({"x": (tensor,)}, to_low)["x"][0]
+    result.sum().backward()
+    assert tensor.grad is not None and torch.equal(tensor.grad, torch.ones(2))
