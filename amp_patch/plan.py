@@ -33,7 +33,8 @@ def plan_patches(
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
     yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
     if links is not None:
-        yield Patch(torch.jit, "trace", lambda original: _bypassing_links(original, links))
+        # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught below
+        yield Patch(torch.jit._trace, "_trace_impl", lambda original: _bypassing_links(original, links))
 
 
 def _wrapping(casts: OpCasts, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
