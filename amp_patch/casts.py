@@ -13,7 +13,7 @@ from torch import Tensor
 from .dtypes import CASTABLE, LOW_DTYPES, TensorCast
 from .errors import BannedOpError
 from .switch import Switch
-from .weights import WeightLinks
+from .weights import LiveLink, WeightLinks
 
 Op = Callable[..., Any]
 
@@ -40,6 +40,8 @@ class OpCasts:
         self.device_type = device_type
         plain = make_plain_cast(low, device_type)
         self.to_low = plain if links is None else links.make_cast(plain)
+        live: dict[int, LiveLink] = {} if links is None else links.live
+        self.get_live: Callable[[int], LiveLink | None] = live.get
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._makers: dict[str, Callable[[Op], Op]] = {
             "whitelist": self.whitelist,
@@ -62,24 +64,31 @@ class OpCasts:
         return self._makers[kind](original)
 
     def weighted(self, original: Op) -> Op:
-        """`whitelist` for ops called as (input, weight, bias, ...), without a walk over the arguments."""
-        switch, low, to_low, walk = self.switch, self.low, self.to_low, self.whitelist(original)
+        """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in place."""
+        switch, low, to_low, get_live, walk = self.switch, self.low, self.to_low, self.get_live, self.whitelist(original)
+        float32, is_dynamo_compiling = torch.float32, torch.compiler.is_dynamo_compiling
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) < 2:
+            if kwargs or len(args) < 2 or is_dynamo_compiling():
                 return walk(*args, **kwargs)
             if switch.on and (not switch.regions or switch.is_on_here()):
-                value, weight, *others = args
+                value, weight, bias, *others = args if len(args) > 2 else (*args, None)
                 try:
                     if value.dtype is not low:
                         value = to_low(value)
-                    if weight.dtype is not low:
-                        weight = to_low(weight)
-                    if others and others[0] is not None and others[0].dtype is not low:
-                        others[0] = to_low(others[0])
+                    if (dtype := weight.dtype) is not low:
+                        link = get_live(id(weight)) if dtype is float32 else None
+                        fresh = link is not None and link[1] == weight._version and link[2] == weight.data_ptr() and link[3] is weight.requires_grad
+                        weight = link[0] if fresh else to_low(weight)  # type: ignore[index]
+                    if bias is not None and (dtype := bias.dtype) is not low:
+                        link = get_live(id(bias)) if dtype is float32 else None
+                        fresh = link is not None and link[1] == bias._version and link[2] == bias.data_ptr() and link[3] is bias.requires_grad
+                        bias = link[0] if fresh else to_low(bias)  # type: ignore[index]
                 except AttributeError:  # not tensors: the error is torch's to raise
                     return original(*args)
-                return original(value, weight, *others)
+                if others:
+                    return original(value, weight, bias, *others)
+                return original(value, weight, bias) if len(args) > 2 else original(value, weight)
             return original(*args)
 
         return wrapper
@@ -114,10 +123,12 @@ class OpCasts:
                 if kwargs:
                     if kwargs.get("out") is not None:
                         return original(*args, **kwargs)
-                    for value in kwargs.values():
-                        if isinstance(value, (Tensor, list, tuple)):
-                            kwargs = {name: cast_nested(value, to_low) for name, value in kwargs.items()}
-                            break
+                    for name, value in kwargs.items():
+                        if isinstance(value, Tensor):
+                            if value.dtype is not low:
+                                kwargs[name] = to_low(value)
+                        elif isinstance(value, (list, tuple)):
+                            kwargs[name] = cast_nested(value, to_low)
                 cast_args = None
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
@@ -144,10 +155,12 @@ class OpCasts:
                 if kwargs:
                     if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
                         return original(*args, **kwargs)
-                    for value in kwargs.values():
-                        if isinstance(value, (Tensor, list, tuple)):
-                            kwargs = {name: cast_nested(value, to_float) for name, value in kwargs.items()}
-                            break
+                    for name, value in kwargs.items():
+                        if isinstance(value, Tensor):
+                            if value.dtype is not float32:
+                                kwargs[name] = to_float(value)
+                        elif isinstance(value, (list, tuple)):
+                            kwargs[name] = cast_nested(value, to_float)
                 cast_args = None
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):

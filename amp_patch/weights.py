@@ -23,6 +23,9 @@ from torch import Tensor
 
 from .dtypes import TensorCast
 
+LiveLink = tuple[Tensor, int, int, bool]
+"""The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
+
 
 @dataclass(slots=True)
 class _Link:
@@ -56,7 +59,7 @@ class WeightLinks:
 
     def __init__(self, low: torch.dtype) -> None:
         self.low = low
-        self.live: dict[int, tuple[Tensor, int, int, bool]] = {}  # id(parameter) -> copy, version, address, requires_grad
+        self.live: dict[int, LiveLink] = {}  # by the parameter's id
         self._links: dict[int, _Link] = {}
         self._owned: dict[int, Tensor] = {}
         self._is_bypassed = False

@@ -1,0 +1,784 @@
+"""Random sequences of everything a training script may do, against the same training written out by hand.
+
+`Reference` is plain torch: weights cast with `.to(bfloat16)` in each forward (O1, O4), explicit float32 masters (O2, O5), or neither (O0, O3).
+It never scales a loss, so its gradients are the true sums; its scalers are a few lines of Python. Every scale is a power of two, so that the
+package must agree with it bit by bit.
+"""
+
+import contextlib
+import copy
+import itertools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import find_changes
+from hypothesis import HealthCheck, event, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+import amp_patch as amp
+
+LOW = torch.bfloat16
+LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it
+PATCHING = ("O1", "O4")
+WITH_MASTERS = ("O2", "O5")
+INTERVAL = 2000
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
+    "sgd foreach": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, nesterov=True, foreach=True),
+    "sgd fused": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.125),
+    "adam fused": lambda params: torch.optim.Adam(params, lr=0.125, fused=True),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.125, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.125, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Linear 3 -> 4 -> 2 with a norm of some kind between. Nothing saves a float32 weight where there is none."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}[norm](*[4] * (norm != "none"))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.norm(self.first(inputs))))
+
+
+def make_net(norm, seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net(norm)
+
+
+def make_data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+DATA = [make_data(seed) for seed in range(8)]
+
+
+def loss_of(output, targets):
+    return ((output.float() - targets) ** 2).sum()
+
+
+def equal(left, right):
+    if left is None or right is None:
+        return left is right
+    return left.dtype is right.dtype and left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def assert_same_tree(left, right, where=""):
+    if isinstance(left, torch.Tensor):
+        assert isinstance(right, torch.Tensor) and equal(left, right), f"{where}: {left} is not {right}"
+    elif isinstance(left, dict):
+        assert list(left) == list(right), f"{where}: {list(left)} is not {list(right)}"
+        for key in left:
+            assert_same_tree(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), where
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same_tree(a, b, f"{where}[{index}]")
+    else:
+        assert left == right, f"{where}: {left} is not {right}"
+
+
+# ---- the reference -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Pass:
+    """One pass of scale_loss under a scale: whose step an overflow skips, and whether there was one."""
+
+    def __init__(self, scaler, owners):
+        self.scaler, self.owners, self.is_overflow = scaler, owners, False
+
+
+class Scaler:
+    def __init__(self, loss_scale, minimum, maximum):
+        self.is_dynamic = loss_scale == "dynamic"
+        self.minimum, self.maximum = minimum, maximum
+        self.scale = min(maximum, 2.0**16) if self.is_dynamic else loss_scale
+        self.unskipped = 0
+        self.undecided = []
+        self.window = object()  # changes whenever the scale may have: gradients of one window may be summed while scaled
+
+    def is_identity(self):
+        return not self.is_dynamic and self.scale == 1.0
+
+    def after_decision(self):
+        if not self.undecided:
+            return self.scale, self.unskipped
+        if not self.is_dynamic:
+            return self.scale, self.unskipped + 1
+        scale, unskipped = self.scale, self.unskipped + 1
+        if any(one.is_overflow for one in self.undecided):
+            scale, unskipped = scale / 2, 0
+        elif unskipped == INTERVAL:
+            scale, unskipped = scale * 2, 0
+        return min(max(scale, self.minimum), self.maximum), unskipped
+
+    def decide(self):
+        if self.undecided:
+            for one in self.undecided:
+                for owner in one.owners:
+                    if one in owner.owed:
+                        owner.settle()
+            self.scale, self.unskipped = self.after_decision()
+            self.undecided, self.window = [], object()
+
+    def state_dict(self):
+        scale, unskipped = self.after_decision()
+        return {"loss_scale": scale, "unskipped": unskipped}
+
+    def load_state_dict(self, state):
+        self.scale, self.unskipped = state["loss_scale"], min(state["unskipped"], INTERVAL - 1) if self.is_dynamic else state["unskipped"]
+        self.undecided, self.window = [], object()
+
+
+class Owner:
+    """An optimizer of the reference, with the gradients of what it steps on."""
+
+    def __init__(self, net, masters, make_optimizer):
+        self.net = net
+        self.masters = masters  # of each name that has one
+        self.names = [name for name, _ in net.named_parameters()]
+        self.low = {name: parameter for name, parameter in net.named_parameters() if name in masters}
+        self.stepped = [masters.get(name, parameter) for name, parameter in net.named_parameters()]
+        self.optimizer = make_optimizer(self.stepped)
+        self.checks = []  # passes that may skip the next step
+        self.owed = []  # passes whose gradients are still scaled
+        self.window, self.carried = None, 1.0  # and by which scale
+        self.was_skipped = False
+        self.steps = self.skips = 0
+
+    def settle(self):
+        """What the end of a pass does: low gradients go to the masters, and every pass that is owed an answer gets it."""
+        plain = [parameter.grad for name, parameter in self.net.named_parameters() if name not in self.masters]
+        found = [gradient for gradient in plain if gradient is not None]
+        for name, low in self.low.items():
+            if low.grad is not None:
+                full, low.grad = low.grad.float(), None
+                found.append(full)
+                master = self.masters[name]
+                master.grad = full if master.grad is None else master.grad + full
+        if self.owed and not all(bool(torch.isfinite(gradient).all()) for gradient in found):
+            for one in self.owed:
+                one.is_overflow = True
+        self.owed, self.window, self.carried = [], None, 1.0
+
+    def enter(self, window, carried):
+        """What the start of a pass does. Gradients of one window stay as they are, but at scale 1 nothing is lost by settling."""
+        if window is None or self.window is not window:
+            self.settle()
+        self.window, self.carried = window, carried
+
+    def step(self):
+        self.settle()
+        checks, self.checks = self.checks, []
+        for one in checks:
+            one.scaler.decide()
+            for owner in one.owners:
+                if one in owner.owed:
+                    owner.settle()
+        self.was_skipped = any(one.scaler.is_dynamic and one.is_overflow for one in checks)
+        if self.was_skipped:
+            self.skips += 1
+        else:
+            self.steps += 1
+            self.optimizer.step()
+            self.copy_masters()
+        for master in self.masters.values():
+            master.grad = None
+
+    def copy_masters(self):
+        with torch.no_grad():
+            for name, low in self.low.items():
+                low.copy_(self.masters[name])
+
+    def zero_grad(self, set_to_none):
+        self.checks, self.owed, self.window, self.carried = [], [], None, 1.0
+        for low in self.low.values():
+            low.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def zero_grad_of_model(self, set_to_none):
+        self.net.zero_grad(set_to_none)
+        for master in self.masters.values():
+            master.grad = None
+
+    def state_dict(self):
+        state = self.net.state_dict()
+        state.update({name: master.detach() for name, master in self.masters.items()})
+        return {name: value.float() if value.dtype is LOW else value for name, value in state.items()}
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict(state)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(state[name])
+
+
+class Reference:
+    """Training at one level, or at none (None), with casts and masters by hand."""
+
+    def __init__(self, level, nets, make_optimizer, scalers):
+        self.level, self.scalers = level, scalers
+        self.open = []  # windows of scale_loss blocks, outermost first
+        self.owners = []
+        for net in nets:
+            masters = {}
+            if level in WITH_MASTERS:
+                for prefix, module in net.named_modules():
+                    if not isinstance(module, nn.BatchNorm1d):
+                        for name, parameter in module.named_parameters(prefix, recurse=False):
+                            masters[name] = parameter.detach().clone().requires_grad_()
+                            parameter.data = parameter.data.to(LOW)
+            if level == "O3":
+                net.to(LOW)
+            self.owners.append(Owner(net, masters, make_optimizer))
+
+    def switch(self, level, make_optimizer, scalers, keep_state):
+        """The same weights, optimizer state and gradients at another level."""
+        nets = []
+        for owner in self.owners:
+            net = copy.deepcopy(owner.net).float()
+            net.load_state_dict(owner.state_dict())
+            nets.append(net)
+        new = Reference(level, nets, make_optimizer, scalers)
+        for old, owner in zip(self.owners, new.owners, strict=True):
+            if keep_state:
+                owner.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
+            for name, before, after in zip(owner.names, old.stepped, owner.stepped, strict=True):
+                if before.grad is not None:
+                    after.grad = (before.grad.to(LOW) if name in owner.masters else before.grad).to(after.dtype)
+        return new
+
+    def forward(self, index, inputs, casts=True):
+        net = self.owners[index].net
+        if self.level in PATCHING and casts:
+            hidden = LINEAR[0](inputs.to(LOW), net.first.weight.to(LOW), net.first.bias.to(LOW))
+            hidden = torch.tanh(net.norm(hidden.float() if isinstance(net.norm, nn.LayerNorm) else hidden))
+            return LINEAR[0](hidden.to(LOW), net.last.weight.to(LOW), net.last.bias.to(LOW))
+        dtype = net.first.weight.dtype
+        hidden = torch.tanh(net.norm(LINEAR[0](inputs.to(dtype), net.first.weight, net.first.bias)))
+        return LINEAR[0](hidden, net.last.weight, net.last.bias).float()
+
+    def enter(self, loss_id):
+        scaler = self.scalers[loss_id]
+        self.open.append((None, 1.0) if scaler.is_identity() else (scaler.window, scaler.scale))
+        for owner in self.owners:
+            owner.enter(*self.open[-1])
+
+    def leave(self, loss_id, passed, delay, failed=False):
+        window, _ = self.open.pop()
+        if failed:
+            for owner in self.owners:
+                owner.settle()
+        else:
+            chosen = [self.owners[index] for index in passed]
+            one = Pass(self.scalers[loss_id], chosen)
+            for owner in self.owners:
+                if owner in chosen and window is not None:
+                    owner.owed.append(one)
+                    owner.checks.append(one)
+                if owner not in chosen or not delay:
+                    owner.settle()
+            if window is not None:
+                one.scaler.undecided.append(one)
+        if self.open:
+            for owner in self.owners:
+                owner.enter(*self.open[-1])
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------------------------------------
+
+LEVELS = st.sampled_from(["O0", "O1", "O2", "O3", "O4", "O5"])
+SCALES = st.sampled_from(["dynamic", "dynamic", "dynamic", 1.0, 256.0])
+SUBSETS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
+BATCH = st.integers(0, len(DATA) - 1)
+NUM_LOSSES = st.integers(1, 2)
+BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12)])
+
+with_session = precondition(lambda self: self.level is not None)
+without_session = precondition(lambda self: self.level is None)
+
+# What the machine found, each with its strict xfail test at the end. Turn a switch on once its test passes.
+REPLACES_PATCHES = False  # initialize(replace=True) from a level that patches functions to such a level
+ZEROES_INSIDE = False  # optimizer.zero_grad() inside scale_loss, before backward
+SHARES_DELAYED_FLAGS = False  # delayed passes of one window that were given different optimizers
+READS_DELAYED_FLAGS = False  # amp.state_dict() while a delayed pass is still scaled
+RESETS_WHILE_SCALED = False  # reset (or replace) while a delayed pass is still scaled
+
+
+class Boom(Exception):
+    pass
+
+
+class TrainingMachine(RuleBasedStateMachine):
+    """What the package holds (models, optimizers, the session) and the reference, which does the same by hand."""
+
+    @initialize(
+        norms=st.lists(st.sampled_from(["layer", "batch", "none"]), min_size=1, max_size=2),
+        kind=st.sampled_from(sorted(OPTIMIZERS)),
+        level=LEVELS,
+        scale=SCALES,
+        num_losses=NUM_LOSSES,
+        bounds=BOUNDS,
+        adopt=st.booleans(),
+    )
+    def start(self, norms, kind, level, scale, num_losses, bounds, adopt):
+        amp.reset()
+        self.norms, self.kind, self.level = norms, kind, None
+        self.seeds = itertools.count()
+        self.saved = None
+        self.make_fresh()
+        self.open_session(level, scale, num_losses, bounds, adopt=adopt)
+
+    # ---- helpers -------------------------------------------------------------------------------------------------------------------------------
+
+    def make_fresh(self):
+        seeds = [next(self.seeds) for _ in self.norms]
+        self.models = [make_net(norm, seed) for norm, seed in zip(self.norms, seeds, strict=True)]
+        self.optimizers = [OPTIMIZERS[self.kind](model.parameters()) for model in self.models]
+        self.reference = Reference(
+            None, [make_net(norm, seed) for norm, seed in zip(self.norms, seeds, strict=True)], OPTIMIZERS[self.kind], scalers=[]
+        )
+        self.held = None
+
+    def make_scalers(self, scale, num_losses, bounds):
+        minimum, maximum = bounds
+        return [Scaler(scale, minimum or torch.finfo(torch.float32).tiny, maximum) for _ in range(num_losses)]
+
+    def open_session(self, level, scale, num_losses, bounds, *, replace=False, adopt=False, keep_state=True):
+        options = {"opt_level": level, "loss_scale": scale, "min_loss_scale": bounds[0], "max_loss_scale": bounds[1], "verbosity": 0}
+        groups = [[index] for index in range(len(self.models))] if adopt and not replace else [range(len(self.models))]
+        for group in groups:
+            models, optimizers = [self.models[index] for index in group], [self.optimizers[index] for index in group]
+            amp.initialize(models, optimizers, num_losses=num_losses, replace=replace, **options)
+        self.level = level
+        self.reference = self.reference.switch(level, OPTIMIZERS[self.kind], self.make_scalers(scale, num_losses, bounds), keep_state)
+        self.held = None
+        event(f"initialize {level}")
+        event(f"scale {scale}")
+
+    def choose(self, subset):
+        return tuple(index for index in subset if index < len(self.models)) or (0,)
+
+    def loss_id(self, number):
+        return number % len(self.reference.scalers)
+
+    def compute(self, reached, batch, factors, casts=True):
+        """The loss of some models, of the package and of the reference."""
+        inputs, targets = DATA[batch]
+        with contextlib.nullcontext() if casts else amp.disable_casts():
+            outputs = [self.models[index](inputs) for index in reached]
+        expected = [self.reference.forward(index, inputs, casts) for index in reached]
+        for output, other in zip(outputs, expected, strict=True):
+            assert equal(output, other)
+        pairs = (outputs, expected)
+        return [sum(loss_of(output, targets) * factor for output, factor in zip(side, factors, strict=True)) for side in pairs]
+
+    def can_pass(self, passed, loss_id, delay):
+        """Whether this pass stays clear of what SHARES_DELAYED_FLAGS stands for."""
+        if SHARES_DELAYED_FLAGS or not delay:
+            return True
+        chosen = [self.reference.owners[index] for index in passed]
+        return all(set(map(id, one.owners)) == set(map(id, chosen)) for owner in chosen for one in owner.owed)
+
+    def run_pass(self, loss, other, passed, loss_id=0, delay=False, inside=None, error=None, error_first=False):
+        """One scale_loss block. `inside` is called before the backward pass, and `error` raised before or after it."""
+        delay = delay and self.can_pass(passed, loss_id, delay)
+        optimizers = [self.optimizers[index] for index in passed]
+        scale = amp.state_dict()[f"loss_scaler{loss_id}"]["loss_scale"] if not self.reference.scalers[loss_id].undecided else None
+        self.reference.enter(loss_id)
+        with contextlib.suppress(Boom) if error else contextlib.nullcontext():
+            with amp.scale_loss(loss, optimizers if len(optimizers) > 1 else optimizers[0], loss_id=loss_id, delay_unscale=delay) as scaled:
+                assert scale is None or equal(scaled, loss.float() * scale)
+                if inside is not None:
+                    inside()
+                if not (error and error_first):
+                    scaled.backward()
+                    other.backward()
+                if error:
+                    raise Boom
+            assert not error
+        self.reference.leave(loss_id, passed, delay, failed=bool(error))
+
+    def zero_masters_before_reset(self):
+        """Gradients in masters end with the masters; those that a delayed pass left scaled must be settled first."""
+        for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
+            if owner.masters or (owner.window is not None and not RESETS_WHILE_SCALED):
+                optimizer.zero_grad()
+                owner.zero_grad(True)
+            elif RESETS_WHILE_SCALED:
+                owner.settle()
+
+    def is_finite(self):
+        return all(bool(torch.isfinite(value).all()) for owner in self.reference.owners for value in owner.state_dict().values())
+
+    # ---- passes --------------------------------------------------------------------------------------------------------------------------------
+
+    @with_session
+    @rule(reached=SUBSETS, passed=SUBSETS, batch=BATCH, number=NUM_LOSSES, delay=st.booleans(), casts=st.sampled_from([True, True, False]))
+    def forward_and_backward(self, reached, passed, batch, number, delay, casts):
+        reached, passed, loss_id = self.choose(reached), self.choose(passed), self.loss_id(number)
+        loss, other = self.compute(reached, batch, [1.0] * len(reached), casts)
+        self.run_pass(loss, other, passed, loss_id, delay)
+        event(f"pass, {'delayed' if delay else 'plain'}, {len(passed)} optimizers")
+        if not casts and self.level in PATCHING:
+            event("pass inside disable_casts")
+
+    @with_session
+    @rule(batches=st.lists(BATCH, min_size=2, max_size=3), reached=SUBSETS, number=NUM_LOSSES, delay=st.booleans())
+    def accumulate_and_step(self, batches, reached, number, delay):
+        """The training loop as it should be written, for all the optimizers that the loss reaches."""
+        reached, loss_id = self.choose(reached), self.loss_id(number)
+        for index in reached:
+            self.zero_one(index, True)
+        for batch in batches:
+            loss, other = self.compute(reached, batch, [1.0] * len(reached))
+            self.run_pass(loss, other, reached, loss_id, delay and batch is not batches[-1])
+        for index in reached:
+            self.step_one(index)
+        event("whole iteration")
+
+    @with_session
+    @rule(reached=SUBSETS, bad=st.integers(0, 1), factor=st.sampled_from([math.inf, math.nan, -math.inf]), batch=BATCH, number=NUM_LOSSES)
+    def overflow(self, reached, bad, factor, batch, number):
+        self.overflow_in_a_pass(reached, bad, factor, batch, number, delay=False)
+
+    @with_session
+    @rule(reached=SUBSETS, bad=st.integers(0, 1), batch=BATCH, number=NUM_LOSSES)
+    def delayed_overflow(self, reached, bad, batch, number):
+        self.overflow_in_a_pass(reached, bad, math.inf, batch, number, delay=True)
+
+    def overflow_in_a_pass(self, reached, bad, factor, batch, number, delay):
+        """One of the losses in the sum overflows; all the optimizers it reaches are passed, and all must be skipped."""
+        reached, loss_id = self.choose(reached), self.loss_id(number)
+        if not self.reference.scalers[loss_id].is_dynamic and (self.saved is None or batch % 2):
+            return  # nothing is skipped, so the weights are lost: only where they can be loaded again
+        loss, other = self.compute(reached, batch, [factor if index == bad % len(reached) else 1.0 for index in range(len(reached))])
+        self.run_pass(loss, other, reached, loss_id, delay)
+        event(f"overflow, {'delayed' if delay else 'plain'}")
+
+    @with_session
+    @rule(outer=SUBSETS, inner=SUBSETS, batch=BATCH, numbers=st.tuples(NUM_LOSSES, NUM_LOSSES), delays=st.tuples(st.booleans(), st.booleans()))
+    def nested(self, outer, inner, batch, numbers, delays):
+        outer, inner = self.choose(outer), self.choose(inner)
+        loss, other = self.compute(outer, batch, [1.0] * len(outer))
+        inner_loss, inner_other = self.compute(inner, (batch + 1) % len(DATA), [1.0] * len(inner))
+        self.run_pass(
+            loss,
+            other,
+            outer,
+            self.loss_id(numbers[0]),
+            delays[0],
+            inside=lambda: self.run_pass(inner_loss, inner_other, inner, self.loss_id(numbers[1]), delays[1]),
+        )
+        event("nested")
+
+    @with_session
+    @rule(batch=BATCH, number=NUM_LOSSES, before=st.booleans(), is_nested=st.booleans(), passed=SUBSETS)
+    def exception_in_the_body(self, batch, number, before, is_nested, passed):
+        passed, loss_id = self.choose(passed), self.loss_id(number)
+        loss, other = self.compute(passed, batch, [1.0] * len(passed))
+        if is_nested:
+            outer, outer_other = self.compute(passed, (batch + 1) % len(DATA), [1.0] * len(passed))
+            self.run_pass(outer, outer_other, passed, 0, inside=lambda: self.run_pass(loss, other, passed, loss_id, error=True, error_first=before))
+        else:
+            self.run_pass(loss, other, passed, loss_id, error=True, error_first=before)
+        event(f"exception {'before' if before else 'after'} backward{', nested' if is_nested else ''}")
+
+    @with_session
+    @precondition(lambda self: ZEROES_INSIDE)
+    @rule(batch=BATCH, number=NUM_LOSSES, set_to_none=st.booleans())
+    def zero_grad_inside(self, batch, number, set_to_none):
+        loss, other = self.compute((0,), batch, [1.0])
+
+        def zero():
+            scale = self.reference.owners[0].window, self.reference.owners[0].carried
+            self.zero_one(0, set_to_none)
+            self.reference.owners[0].enter(*scale)
+
+        self.run_pass(loss, other, (0,), self.loss_id(number), inside=zero)
+        event("zero_grad inside scale_loss")
+
+    @with_session
+    @rule(batch=BATCH)
+    def forward_now(self, batch):
+        """A graph to go backward through later, when there are newer weights."""
+        self.held = (*self.compute((0,), batch, [1.0]), self.count_of_updates())
+        event("forward held")
+
+    @with_session
+    @precondition(lambda self: self.held is not None)
+    @rule(number=NUM_LOSSES, delay=st.booleans())
+    def backward_later(self, number, delay):
+        loss, other, count = self.held
+        self.held = None
+        is_stale = count != self.count_of_updates()
+        if is_stale and (self.level not in PATCHING or self.norms[0] != "none"):
+            return  # plain torch refuses too: the graph needs a weight that was overwritten
+        self.run_pass(loss, other, (0,), self.loss_id(number), delay)
+        event(f"backward through {'old' if is_stale else 'present'} weights")
+
+    def count_of_updates(self):
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.reference.owners[0].net.parameters()], self.reference.owners[0].steps
+
+    # ---- steps and zeroing ---------------------------------------------------------------------------------------------------------------------
+
+    def step_one(self, index):
+        self.optimizers[index].step()
+        self.reference.owners[index].step()
+        if self.level is not None:
+            event("step skipped" if self.reference.owners[index].was_skipped else "step taken")
+
+    def zero_one(self, index, set_to_none):
+        self.optimizers[index].zero_grad(set_to_none=set_to_none)
+        self.reference.owners[index].zero_grad(set_to_none)
+
+    @rule(chosen=SUBSETS)
+    def step(self, chosen):
+        for index in self.choose(chosen):
+            self.step_one(index)
+
+    @with_session
+    @rule(chosen=SUBSETS, zero=st.booleans())
+    def step_and_zero(self, chosen, zero):
+        for index in self.choose(chosen):
+            self.step_one(index)
+            if zero:
+                self.zero_one(index, True)
+
+    @rule(chosen=SUBSETS, set_to_none=st.booleans())
+    def zero_grad_of_optimizer(self, chosen, set_to_none):
+        for index in self.choose(chosen):
+            self.zero_one(index, set_to_none)
+        event(f"optimizer.zero_grad({set_to_none})")
+
+    @rule(chosen=SUBSETS, set_to_none=st.booleans())
+    def zero_grad_of_model(self, chosen, set_to_none):
+        for index in self.choose(chosen):
+            self.models[index].zero_grad(set_to_none=set_to_none)
+            self.reference.owners[index].zero_grad_of_model(set_to_none)
+        event(f"model.zero_grad({set_to_none})")
+
+    # ---- weights -------------------------------------------------------------------------------------------------------------------------------
+
+    @rule(how=st.sampled_from(["mul_", "copy_", "data =", "data.mul_"]), which=st.integers(0, 5), chosen=SUBSETS, is_master=st.booleans())
+    def edit_weights(self, how, which, chosen, is_master):
+        for index in self.choose(chosen):
+            owner = self.reference.owners[index]
+            ours = list(amp.master_params(self.optimizers[index]) if is_master else self.models[index].parameters())
+            theirs = owner.stepped if is_master else list(owner.net.parameters())
+            for parameter in (ours[which % len(ours)], theirs[which % len(ours)]):
+                with torch.no_grad():
+                    if how == "mul_":
+                        parameter.mul_(0.5)
+                    elif how == "copy_":
+                        parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+                    elif how == "data =":
+                        parameter.data = parameter.data * 0.75
+                    else:
+                        parameter.data.mul_(0.75)
+            if how == "data.mul_":
+                amp.refresh()
+        event(f"edit: {how}")
+
+    @rule(batch=BATCH, casts=st.booleans())
+    def evaluate(self, batch, casts):
+        for index, model in enumerate(self.models):
+            net = self.reference.owners[index].net
+            model.eval(), net.eval()
+            with torch.no_grad(), contextlib.nullcontext() if casts else amp.disable_casts():
+                output = model(DATA[batch][0])
+            with torch.no_grad():
+                assert equal(output, self.reference.forward(index, DATA[batch][0], casts))
+            model.train(), net.train()
+        event("evaluation")
+
+    @rule(batch=BATCH)
+    def copy_the_model(self, batch):
+        for index, model in enumerate(self.models):
+            twin = copy.deepcopy(model)
+            with torch.no_grad():
+                expected = self.reference.forward(index, DATA[batch][0])
+            twin.train()
+            assert equal(twin(DATA[batch][0]).detach(), expected)
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.zero_()
+            assert not twin(DATA[batch][0]).detach().any()
+            with torch.no_grad():
+                model(DATA[batch][0])  # BatchNorm counts this one too, as the reference did above
+        event("deepcopy")
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------------------------
+
+    @with_session
+    @precondition(lambda self: self.is_finite())
+    @rule()
+    def save(self):
+        ours = [model.state_dict() for model in self.models], [optimizer.state_dict() for optimizer in self.optimizers], amp.state_dict()
+        theirs = (
+            [owner.state_dict() for owner in self.reference.owners],
+            [owner.optimizer.state_dict() for owner in self.reference.owners],
+            [scaler.state_dict() for scaler in self.reference.scalers],
+        )
+        self.saved = copy.deepcopy(ours), copy.deepcopy(theirs)
+        event("save")
+
+    def load_saved(self):
+        (weights, states, amp_state), (their_weights, their_states, their_amp_state) = copy.deepcopy(self.saved)
+        for index, model in enumerate(self.models):
+            model.load_state_dict(weights[index])
+            self.optimizers[index].load_state_dict(states[index])
+            self.reference.owners[index].load_state_dict(their_weights[index])
+            self.reference.owners[index].optimizer.load_state_dict(their_states[index])
+        if len(their_amp_state) == len(self.reference.scalers):
+            amp.load_state_dict(amp_state)
+            for scaler, state in zip(self.reference.scalers, their_amp_state, strict=True):
+                scaler.load_state_dict(state)
+        else:
+            with pytest.raises(amp.CheckpointError):
+                amp.load_state_dict(amp_state)
+            event("load refused")
+
+    @with_session
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def load(self):
+        self.load_saved()
+        event("load")
+
+    @with_session
+    @precondition(lambda self: self.saved is not None)
+    @rule(level=LEVELS, scale=SCALES, num_losses=NUM_LOSSES, bounds=BOUNDS)
+    def load_into_fresh_objects(self, level, scale, num_losses, bounds):
+        self.make_reset()
+        self.make_fresh()
+        self.open_session(level, scale, num_losses, bounds)
+        self.load_saved()
+        event("load into fresh objects")
+
+    @with_session
+    @rule(power=st.integers(9, 17), unskipped=st.sampled_from([0, INTERVAL - 2, INTERVAL - 1, INTERVAL + 5]))
+    def load_scalers(self, power, unskipped):
+        """Near the end of the growth interval, so that growth is seen."""
+        for index in range(len(self.reference.scalers)):
+            self.reference.scalers[index].load_state_dict({"loss_scale": 2.0 ** (power + index), "unskipped": unskipped})
+        amp.load_state_dict(
+            {f"loss_scaler{index}": {"loss_scale": 2.0 ** (power + index), "unskipped": unskipped} for index in range(len(self.reference.scalers))}
+        )
+        event("load scalers")
+
+    # ---- sessions ------------------------------------------------------------------------------------------------------------------------------
+
+    def make_reset(self):
+        if self.level is not None:
+            self.zero_masters_before_reset()
+        amp.reset()
+        assert find_changes() == []
+        for optimizer in self.optimizers:
+            assert not {"step", "zero_grad", "add_param_group", "_amp_stash"} & set(vars(optimizer))
+        if self.level == "O3":  # the optimizer's state stays in 16 bits, and so does not fit the weights any more
+            for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
+                optimizer.state.clear(), owner.optimizer.state.clear()
+        self.reference = self.reference.switch(None, OPTIMIZERS[self.kind], [], keep_state=True)
+        self.level = self.held = None
+
+    @with_session
+    @rule()
+    def reset(self):
+        self.make_reset()
+        event("reset")
+
+    @without_session
+    @rule(level=LEVELS, scale=SCALES, num_losses=NUM_LOSSES, bounds=BOUNDS, adopt=st.booleans(), is_fresh=st.booleans())
+    def initialize_again(self, level, scale, num_losses, bounds, adopt, is_fresh):
+        if is_fresh:
+            self.make_fresh()
+        self.clear_state_for(level)
+        self.open_session(level, scale, num_losses, bounds, adopt=adopt)
+
+    @with_session
+    @rule(level=LEVELS, scale=SCALES, num_losses=NUM_LOSSES, bounds=BOUNDS)
+    def replace(self, level, scale, num_losses, bounds):
+        if self.level in PATCHING and level in PATCHING and not REPLACES_PATCHES:
+            return
+        self.zero_masters_before_reset()
+        self.clear_state_for(level)
+        self.open_session(level, scale, num_losses, bounds, replace=True)
+        event("replace")
+
+    def clear_state_for(self, level):
+        if "O3" in (level, self.level):  # torch's optimizers do not mix a float32 state with 16-bit weights
+            for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
+                optimizer.state.clear(), owner.optimizer.state.clear()
+
+    @without_session
+    @rule(batch=BATCH)
+    def train_plainly(self, batch):
+        for side in self.compute((0,), batch, [1.0]):
+            side.backward()
+        self.step_one(0)
+        event("training without a session")
+
+    # ---- what must hold ------------------------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def weights_are_those_of_the_reference(self):
+        if not hasattr(self, "models"):
+            return
+        for model, owner in zip(self.models, self.reference.owners, strict=True):
+            assert_same_tree(model.state_dict(), owner.state_dict(), "weights")
+            for ours, theirs in zip(model.parameters(), owner.net.parameters(), strict=True):
+                assert equal(ours, theirs)
+
+    @invariant()
+    def optimizers_are_those_of_the_reference(self):
+        if not hasattr(self, "models"):
+            return
+        for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
+            assert_same_tree(optimizer.state_dict()["state"], owner.optimizer.state_dict()["state"], "state")
+            assert self.level is None or optimizer.step_was_skipped is owner.was_skipped
+
+    @invariant()
+    def gradients_are_the_true_sums(self):
+        if not hasattr(self, "models"):
+            return
+        for model, optimizer, owner in zip(self.models, self.optimizers, self.reference.owners, strict=True):
+            stepped = list(amp.master_params(optimizer))
+            for ours, theirs, name in zip(stepped, owner.stepped, owner.names, strict=True):
+                scale = 1.0 if name in owner.masters else owner.carried  # what a delayed pass leaves is scaled still
+                assert equal(ours.grad, None if theirs.grad is None else theirs.grad * scale), name
+            for ours, theirs in zip(model.parameters(), owner.net.parameters(), strict=True):
+                assert equal(ours.grad, None if theirs.grad is None else theirs.grad * owner.carried)
+
+    @invariant()
+    def scalers_are_those_of_the_reference(self):
+        if getattr(self, "level", None) is None:
+            return
+        owners = self.reference.owners
+        stats = amp.stats()
+        assert (stats.opt_level, stats.steps, stats.steps_skipped) == (self.level, sum(o.steps for o in owners), sum(o.skips for o in owners))
+        if READS_DELAYED_FLAGS or not any(owner.owed for owner in owners):
+            assert amp.state_dict() == {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.reference.scalers)}
+
+    def teardown(self):
+        amp.reset()
+        if hasattr(self, "models"):
+            assert find_changes() == []
+
+
+TrainingMachine.TestCase.settings = settings(
+    max_examples=500, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+TestTrainingMachine = pytest.mark.filterwarnings("ignore")(TrainingMachine.TestCase)
