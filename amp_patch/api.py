@@ -96,6 +96,9 @@ def initialize(
     set_verbosity(verbosity)
     if not enabled:
         _current.disable()
+        with contextlib.suppress(ArgumentTypeError):
+            for optimizer in as_optimizers(None if isinstance(optimizers, Iterator) else optimizers):
+                optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # for loops that ask
         return returned
     models, returned = _hold(models, returned, 0 if optimizers is not None else None)
     optimizers, returned = _hold(optimizers, returned, 1 if optimizers is not None else None)

@@ -61,7 +61,10 @@ class OpCasts:
                 return self.weighted(original)
             if name in _PRODUCTS:
                 return self.product(original)
-        return self._makers[kind](original)
+        wrapper = self._makers[kind](original)
+        if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
+            return _honouring_inplace(original, wrapper, position)
+        return wrapper
 
     def weighted(self, original: Op) -> Op:
         """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in place."""
@@ -285,6 +288,24 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
         return tensor
 
     return cast
+
+
+def _position_of_inplace(original: Op) -> int | None:
+    """Return where a function takes the flag `inplace`, or None if it takes none."""
+    code = getattr(original, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _honouring_inplace(original: Op, cast: Op, position: int) -> Op:
+    """A call with `inplace=True` runs as it was written: a cast copy is not what it is to change."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("inplace") or (len(args) > position and args[position]):
+            return original(*args, **kwargs)
+        return cast(*args, **kwargs)
+
+    return wrapper
 
 
 def _target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """`GradientSet`: the gradients of some parameters, the loss scale they carry, and the way from 16-bit gradients to float32 masters.
 
 Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A backward pass of a
-scaled loss adds scaled gradients; therefore `prepare` first multiplies what is there by the same scale (exact for powers of two), and `unscale`
+scaled loss adds scaled gradients; therefore `enter` first multiplies what is there by the same scale (exact for powers of two), and `settle`
 divides the sum. The sums stay right across scales, losses and delayed passes, and DistributedDataParallel reduces complete sums.
 """
 
@@ -25,53 +25,75 @@ class GradientSet:
         self._parameters = parameters
         self._pairs = pairs
         self._carried: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
-        self._owed: OverflowCheck | None = None  # the check of delayed passes, filled when the gradients are unscaled
+        self._owed: list[OverflowCheck] = []  # checks of passes whose gradients are still scaled
+        self.is_in_block = False  # between enter and leave
+        self._block_scale: Tensor | None = None
 
-    def prepare(self, scale: Tensor | None) -> None:
-        """Make the gradients ready for a backward pass of a loss multiplied by `scale` (None: not scaled)."""
-        if self._carried is scale:
-            if scale is None:
-                self._fold(None, None)
-            return
-        self.settle()
-        if scale is None:
-            return
-        self._fold(None, None)
+    def enter(self, scale: Tensor | None) -> None:
+        """Make the gradients ready for a backward pass of a loss multiplied by `scale` (0-dim; None: not scaled)."""
+        self._prepare(scale)
+        self.is_in_block, self._block_scale = True, scale
+
+    def leave(self) -> None:
+        """Say that the pass is over. The gradients stay as they are: `settle` unscales them."""
+        self.is_in_block, self._block_scale = False, None
+
+    def owe(self, check: OverflowCheck) -> None:
+        """Record in `check`, when the gradients are unscaled, whether any was inf or NaN."""
+        self._owed.append(check)
+        check.wait_for(lambda: self.settle() if self.owes(check) else None)
+
+    def forgive(self, check: OverflowCheck) -> None:
+        """Owe `check` nothing any more: its pass has failed."""
+        self._owed = [other for other in self._owed if other is not check]
+
+    def owes(self, check: OverflowCheck) -> bool:
+        """Tell whether `check` is still to be filled."""
+        return any(other is check for other in self._owed)
+
+    def settle(self) -> None:
+        """Turn the gradients into true sums and fill the checks owed. In the middle of a pass, scale them for the rest of it again."""
+        self.unscale()
+        if self.is_in_block:
+            self._prepare(self._block_scale)
+
+    def resume(self) -> None:
+        """Scale the gradients again for the rest of the pass, after a step in the middle of it."""
+        if self.is_in_block:
+            self._prepare(self._block_scale)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill the checks owed."""
+        scale, self._carried = self._carried, None
+        owed, self._owed = self._owed, []
+        check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
         gradients = self._plain_gradients()
-        if gradients:
+        if scale is not None and gradients:
+            unscale_(gradients, scale, check)
+        self._fold(scale, check)
+        for other in owed:
+            if check is not None and other is not check:
+                other.found_inf.copy_(torch.maximum(other.found_inf, check.found_inf.to(other.found_inf.device)))
+
+    def _prepare(self, scale: Tensor | None) -> None:
+        if self._carried is scale and scale is not None:
+            return
+        self.unscale()
+        gradients = self._plain_gradients()
+        if scale is not None and gradients:
             rescale_(gradients, scale)
         self._carried = scale
 
-    def delay(self, check: OverflowCheck) -> OverflowCheck:
-        """Leave the gradients scaled after a pass. Returns the check that will be filled once they are unscaled."""
-        if self._owed is None:
-            self._owed = check
-            check.wait_for(self.settle)
-        return self._owed
-
-    def unscale(self, check: OverflowCheck | None) -> None:
-        """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and record overflow in `check`."""
-        check = check or self._owed
-        gradients = self._plain_gradients()
-        if self._carried is not None and gradients:
-            unscale_(gradients, self._carried, check)
-        self._fold(self._carried, check)
-        if self._owed is not None and check is not None and self._owed is not check:
-            self._owed.found_inf.copy_(torch.maximum(self._owed.found_inf, check.found_inf.to(self._owed.found_inf.device)))
-        self._carried = self._owed = None
-
-    def settle(self) -> None:
-        """Unscale what a delayed pass left scaled, and fold what a backward pass outside `scale_loss` left in 16-bit parameters."""
-        self.unscale(None)
+    def is_empty(self) -> bool:
+        """Tell whether no parameter and no master has a gradient."""
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            return False
+        return all(parameter.grad is None and master.grad is None for parameter, master in self._pairs())
 
     def drop(self) -> None:
-        """Forget the masters' gradients, and the scale that the others carry."""
+        """Forget the masters' gradients."""
         for _, master in self._pairs():
             master.grad = None
-
-    def forget_scale(self) -> None:
-        """Say that the gradients were zeroed: nothing carries a scale any more."""
-        self._carried = self._owed = None
 
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""

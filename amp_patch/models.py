@@ -6,7 +6,7 @@ replica runs the same casts on its own weights.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,83 @@ from .weights import WeightLinks
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
+Signature = tuple[int, int]
+
+
 class Masters:
-    """Which float32 master belongs to which 16-bit parameter."""
+    """Which float32 master belongs to which 16-bit parameter, and keeping the two together.
+
+    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight clipping) by themselves. Both
+    sides' version counters and addresses as of the last copy tell which side moved; if both did, the master counts.
+    """
 
     def __init__(self) -> None:
-        self._masters: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id
+        self._parameter_of: dict[int, int] = {}  # the parameter's id, by the master's
+        self._seen: dict[int, tuple[Signature, Signature]] = {}  # of parameter and master, by the parameter's id
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`."""
-        self._masters[id(parameter)] = (parameter, master)
+        self._pairs[id(parameter)] = (parameter, master)
+        self._parameter_of[id(master)] = id(parameter)
+        self._seen[id(parameter)] = (_signature(parameter), _signature(master))
 
     def keep_only(self, parameter_ids: set[int]) -> None:
         """Forget the masters of all parameters but these."""
-        self._masters = {key: entry for key, entry in self._masters.items() if key in parameter_ids}
+        self._pairs = {key: pair for key, pair in self._pairs.items() if key in parameter_ids}
+        self._seen = {key: seen for key, seen in self._seen.items() if key in parameter_ids}
+        self._parameter_of = {key: parameter for key, parameter in self._parameter_of.items() if parameter in parameter_ids}
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the master of `parameter`, or None."""
-        entry = self._masters.get(id(parameter))
-        return None if entry is None else entry[1]
+        pair = self._pairs.get(id(parameter))
+        return None if pair is None else pair[1]
+
+    def mark_updated(self, masters: Iterable[Tensor]) -> None:
+        """Say that an optimizer stepped over these tensors: fused ones leave the version counter alone."""
+        for master in masters:
+            key = self._parameter_of.get(id(master))
+            if key is not None:
+                self._seen[key] = (self._seen[key][0], (-1, -1))
+
+    def push(self, pairs: Iterable[tuple[Tensor, Tensor]] | None = None) -> None:
+        """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        chosen = list(self._pairs.values() if pairs is None else pairs)
+        for parameter, master in chosen:
+            targets, sources = groups.setdefault((parameter.device, parameter.dtype), ([], []))
+            targets.append(parameter)
+            sources.append(master)
+        with torch.inference_mode(False), torch.no_grad():
+            for targets, sources in groups.values():
+                torch._foreach_copy_(targets, sources)
+        for parameter, master in chosen:
+            self._seen[id(parameter)] = (_signature(parameter), _signature(master))
+
+    def pull(self) -> None:
+        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too."""
+        self._reconcile(pushing=False)
+
+    def sync(self) -> None:
+        """Bring both sides together, whichever moved."""
+        self._reconcile(pushing=True)
+
+    def _reconcile(self, *, pushing: bool) -> None:
+        moved: list[tuple[Tensor, Tensor]] = []
+        for key, (parameter, master) in self._pairs.items():
+            seen_parameter, seen_master = self._seen[key]
+            if _signature(master) != seen_master:
+                moved.append((parameter, master))
+            elif _signature(parameter) != seen_parameter:
+                with torch.inference_mode(False), torch.no_grad():
+                    master.copy_(parameter)
+                self._seen[key] = (_signature(parameter), _signature(master))
+        if pushing and moved:
+            self.push(moved)
+
+
+def _signature(tensor: Tensor) -> Signature:
+    return tensor._version, tensor.data_ptr()
 
 
 # ---- hooks: copied and pickled with the module they sit on -------------------------------------------------------------------------------
@@ -87,16 +146,31 @@ class DoubtLinks(_SessionHook):
             links.doubt_all()
 
 
+class SyncMasters(_SessionHook):
+    """Forward pre-hook: what was done to masters or to parameters since the last step shows in this forward."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is not None and not torch.compiler.is_compiling():
+            masters.sync()
+
+
 class Float32StateDict(_SessionHook):
-    """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none."""
+    """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none.
+
+    A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy means those.
+    """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         masters: Masters | None = self._target()
+        if masters is None:
+            return
+        masters.sync()
         own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or prefix + name not in state_dict:
                 continue
-            master = masters.get(tensor) if masters is not None else None
+            master = masters.get(tensor)
             state_dict[prefix + name] = tensor.detach().float() if master is None else master.detach()
 
 
@@ -138,6 +212,8 @@ def find_model_problems(model: nn.Module, policy: Policy) -> list[str]:
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
     problems: list[str] = []
+    if isinstance(model, torch.jit.ScriptModule):
+        return [f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was made from"]
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
@@ -189,6 +265,8 @@ class ModelBinding:
             return
         if policy.cast_model_type is not None:
             self._cast_parameters(model, policy.cast_model_type, float32_data)
+            if policy.master_weights:
+                self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
             self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
             for module in model.modules():
                 self._add(module.register_state_dict_post_hook(Float32StateDict(self._masters)))
@@ -249,6 +327,8 @@ def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor],
                 tensor.data = float32_data[id(tensor)]
             elif master is not None:
                 tensor.data = master.data
+            if master is not None and master.grad is not None:
+                tensor.grad = master.grad
 
 
 def describe(models: Sequence[nn.Module]) -> str:

@@ -32,13 +32,14 @@ from typing import NoReturn
 import torch
 
 from .errors import OpListError, did_you_mean
-from .opnames import Key, find_spellings, inplace_twin, is_inplace
+from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
 from .yaml_loader import Node, load_mapping
 
 RULES = ("whitelist", "blacklist", "promote", "sequence_promote", "banned", "neutral")
 MAX_EXTENDS = 16
 
 _log = logging.getLogger(__name__)
+_KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 _KEYS = ("description", "extends", "inplace_blacklist", *RULES)
 _ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
@@ -200,7 +201,12 @@ class _Overlay:
         return OpLists(names, spellings, tuple(self._missing.values()), deferred, hashlib.sha256(content.encode()).hexdigest())
 
     def _kind(self, name: str, rule: str) -> str:
-        """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it."""
+        """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
+
+        Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+        """
+        if is_augmented(name) and self._inplace != "error":
+            return "match_self"
         if not is_inplace(name) or rule == "banned":
             return rule
         return "inplace_error" if rule == "blacklist" and self._inplace == "error" else "match_self"
@@ -278,6 +284,11 @@ def _read_entries(keys: dict[str, Node], path: Path) -> Iterator[tuple[OpEntry, 
             name = _text(op, path, f"an entry of {rule}")
             if not _NAME.fullmatch(name):
                 raise OpListError(f"{path}:{op.line}:{op.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
+            if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+                raise OpListError(
+                    f"{path}:{op.line}:{op.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
+                    "Leave it unlisted: it takes 16-bit inputs as it is"
+                )
             why = _text(fields["why"], path, "why") if "why" in fields else ""
             is_optional = "optional" in fields and _choice(fields["optional"], path, "optional", ("true", "false")) == "true"
             if _applies(fields, path):

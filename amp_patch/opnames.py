@@ -7,6 +7,7 @@ torch's op namespaces, and of other packages only where they are imported alread
 
 import difflib
 import inspect
+import re
 import sys
 import types
 from typing import Any
@@ -123,9 +124,17 @@ def inplace_twin(key: Key) -> Key | None:
     return None if value is None or _fault(value, twin) else (owner_name, twin)
 
 
+_AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
+
+
 def is_inplace(name: str) -> bool:
-    """Whether an op of this name writes to its first argument. The augmented operators do not count: Python rebinds their result."""
+    """Whether an op of this name writes to its first argument. The augmented operators are asked for by `is_augmented`."""
     return name.endswith("_") and not name.endswith("__")
+
+
+def is_augmented(name: str) -> bool:
+    """Whether this is an augmented operator, such as `__iadd__`: in place where it can be, and Python rebinds the result."""
+    return bool(_AUGMENTED.fullmatch(name))
 
 
 def _find_bare(name: str) -> tuple[dict[Key, object], list[str]]:

@@ -68,6 +68,7 @@ class OptimizerBinding:
         self._skips_in_a_row = 0
         self._has_warned = False
         self._is_bound = False
+        self._is_stepping = False
         self._undo = contextlib.ExitStack()
         self.steps = 0
         self.steps_skipped = 0
@@ -101,11 +102,15 @@ class OptimizerBinding:
         self._is_bound = True
         self._undo.callback(self._restore_groups)
         for group in optimizer.param_groups:
-            self._adopt(group, float32_data)
+            self._adopt(optimizer, group, float32_data)
         if any(parameter.grad is not None for parameter, _ in self._pairs.values()):
             self.gradients.settle()
         for name, method in (("step", self._step), ("zero_grad", self._zero_grad), ("add_param_group", self._add_param_group)):
-            self._replace(name, method)
+            self._replace(optimizer, name, method)
+        for inner in _find_inner_optimizers(optimizer):
+            for group in inner.param_groups:
+                self._adopt(inner, group, float32_data)
+            self._replace(inner, "step", self._step)
         optimizer._amp_stash = self
         optimizer.step_was_skipped = False
         optimizer._lazy_init_maybe_master_weights = _masters_exist
@@ -113,11 +118,12 @@ class OptimizerBinding:
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
+        if self._is_bound and self.optimizer is not None:
+            self.gradients.settle()
         self._is_bound = False
         self._undo.close()
 
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        optimizer: Any = self.optimizer
+    def _replace(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
         original = getattr(optimizer, name)
         had_own = name in vars(optimizer)
 
@@ -127,13 +133,20 @@ class OptimizerBinding:
 
         vars(replacement)["_amp_stash"] = self  # how undo knows it again, without holding what holds the optimizer
         setattr(optimizer, name, types.MethodType(replacement, optimizer))
-        self._undo.callback(_restore_method, self, name, had_own)
+        self._undo.callback(_restore_method, weakref.ref(optimizer), self, name, had_own)
 
-    def _adopt(self, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others' links."""
-        optimizer: Any = self.optimizer
+    def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
+        """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others' links.
+
+        Without masters, the state of parameters that were cast is cast with them.
+        """
         for index, parameter in enumerate(group["params"]):
-            if not self._use_masters or parameter.dtype not in LOW_DTYPES:
+            if parameter.dtype not in LOW_DTYPES:
+                continue
+            if not self._use_masters:
+                if id(parameter) in float32_data:
+                    _cast_state(optimizer, parameter, parameter.dtype)
+                    self._undo.callback(_cast_state, optimizer, parameter, torch.float32)
                 continue
             master = self._masters.get(parameter)  # another optimizer of the session may have made it
             if master is None:
@@ -163,19 +176,57 @@ class OptimizerBinding:
     # ---- what a pass of scale_loss tells --------------------------------------------------------------------------------------------------
 
     def add_check(self, check: OverflowCheck) -> None:
-        """Let the next step be skipped if `check` finds an overflow."""
-        if check not in self._checks:
-            self._checks.append(check)
+        """Let the next step be skipped if `check` finds an overflow in the pass that begins."""
+        check.is_open = True
+        self._checks.append(check)
+        self.gradients.owe(check)
+
+    def drop_check(self, check: OverflowCheck) -> None:
+        """Forget `check`: its pass has failed."""
+        self._checks = [other for other in self._checks if other is not check]
+        self.gradients.forgive(check)
+
+    def awaits(self, check: OverflowCheck) -> bool:
+        """Tell whether the next step will look at `check`."""
+        return any(other is check for other in self._checks)
+
+    def close_checks(self) -> None:
+        """Say that the passes are over, so that decisions may take their checks into account."""
+        for check in self._checks:
+            check.is_open = False
+
+    def abandon_window(self) -> None:
+        """The gradients were zeroed: whether they had overflowed is a matter of the loss scale now, and no longer of the next step."""
+        for check in self._checks:
+            if not self.gradients.owes(check):
+                check.scaler.decide()
+        self._checks = [check for check in self._checks if self.gradients.owes(check)]
+
+    def abandon_window_if_empty(self) -> None:
+        """The same, if there are no gradients: they were set to None one by one."""
+        if self._checks and self.gradients.is_empty():
+            self.abandon_window()
 
     # ---- the replaced methods -----------------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_bound:
+        if not self._is_bound or self._is_stepping:
             return original(*args, **kwargs)
-        optimizer: Any = self.optimizer
         args, kwargs = self._prepare_closure(args, kwargs)
-        self.gradients.settle()
+        self._masters.pull()
+        self.gradients.unscale()
         checks, self._checks = self._checks, []
+        try:
+            self._is_stepping = True
+            return self._step_or_skip(checks, original, args, kwargs)
+        finally:
+            self._is_stepping = False
+            self.gradients.resume()
+            if self.gradients.is_in_block and checks:  # a step in the middle of a pass: the rest of the pass is for the next step
+                self.add_check(OverflowCheck(checks[-1].scaler, checks[-1].found_inf.device))
+
+    def _step_or_skip(self, checks: Sequence[OverflowCheck], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        optimizer: Any = self.optimizer
         for check in checks:
             check.scaler.decide()
         overflowed = [check for check in checks if check.scaler.is_dynamic and check.is_overflow()]
@@ -189,7 +240,7 @@ class OptimizerBinding:
             result = original(*args, **kwargs)
         self.steps += 1
         self._skips_in_a_row = 0
-        self._copy_masters_to_model()
+        self._masters.push(self._pairs.values())
         self.gradients.drop()
         return result
 
@@ -205,6 +256,7 @@ class OptimizerBinding:
 
         def evaluate() -> Any:
             with self._switch.region(True):
+                self._masters.push(self._pairs.values())
                 loss = closure()
             self.gradients.settle()
             return loss
@@ -246,20 +298,9 @@ class OptimizerBinding:
             stacklevel=4,
         )
 
-    def _copy_masters_to_model(self) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter, master in self._pairs.values():
-            targets, sources = groups.setdefault((parameter.device, parameter.dtype), ([], []))
-            targets.append(parameter)
-            sources.append(master)
-        with torch.no_grad():
-            for targets, sources in groups.values():
-                torch._foreach_copy_(targets, sources)
-
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:
-            self.gradients.forget_scale()
-            self._checks.clear()
+            self.abandon_window()
             for parameter, _ in self._pairs.values():
                 parameter.grad = None
         return original(*args, **kwargs)
@@ -275,8 +316,27 @@ class OptimizerBinding:
                 raise ValueError("some parameters appear in more than one parameter group")
         result = original(group)
         optimizer: Any = self.optimizer
-        self._adopt(optimizer.param_groups[-1], {})
+        self._adopt(optimizer, optimizer.param_groups[-1], {})
         return result
+
+
+def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that this one steps in its stead, as SAM and Lookahead do: those it holds that share a parameter with it."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        inner
+        for inner in vars(optimizer).values()
+        if isinstance(inner, Optimizer)
+        and not hasattr(inner, "_amp_stash")
+        and (inner.param_groups is optimizer.param_groups or any(id(p) in own for group in inner.param_groups for p in group["params"]))
+    ]
+
+
+def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
+    """Cast a parameter's state as torch does when it loads one: all floating tensors but the step count."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            optimizer.state[parameter][name] = value.to(dtype)
 
 
 def _masters_exist() -> None:
@@ -288,9 +348,9 @@ def _delete_attributes(reference: Callable[[], Any], names: Iterable[str]) -> No
         vars(reference()).pop(name, None) if reference() is not None else None
 
 
-def _restore_method(binding: OptimizerBinding, name: str, had_own: bool) -> None:
+def _restore_method(reference: "weakref.ref[Optimizer]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
     """Take our method off the instance, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight through."""
-    optimizer = binding.optimizer
+    optimizer = reference()
     current = None if optimizer is None else vars(optimizer).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return

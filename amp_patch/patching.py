@@ -107,6 +107,10 @@ class Patcher:
         """Return the replacement of each module-level function that is patched, by the id of its original."""
         return {id(item.original): item.replacement for item in self._installed if isinstance(item.owner, types.ModuleType)}
 
+    def originals(self) -> dict[int, Callable[..., Any]]:
+        """Return the original of each module-level function that is patched, by the id of its replacement."""
+        return {id(item.replacement): item.original for item in self._installed if isinstance(item.owner, types.ModuleType)}
+
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
         items = self._by_target.get((id(owner), name))

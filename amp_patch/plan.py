@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 from .casts import OpCasts
+from .dtypes import CASTABLE
 from .models import Masters
 from .oplists import OpLists
 from .patching import Patch, Patcher
@@ -31,6 +32,8 @@ def plan_patches(
     for owner, name, kind in registered:
         yield Patch(owner, name, _wrapping(casts, kind))
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
+    if any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
+        yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
     yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
     if links is not None:
         # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught below
@@ -58,6 +61,18 @@ def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Calla
     return checkpoint
 
 
+def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
+    """Recurrent layers refuse an input of another dtype than their weights before the patched op can cast both."""
+
+    def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        weight = module._flat_weights[0]
+        if casts.switch.is_on_here() and weight is not None and input.dtype != weight.dtype and {input.dtype, weight.dtype} <= CASTABLE:
+            input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+        original(module, input, batch_sizes)
+
+    return check_input
+
+
 def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
     """The TorchScript compiler reads the source of what it compiles, and that of no wrapper. What it compiles casts nothing."""
 
@@ -78,17 +93,17 @@ def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callab
     return trace
 
 
-def plan_master_patches(masters: Masters) -> Iterator[Patch]:
-    """Yield what master weights need of torch: `model.zero_grad()` reaches them, and clipping past them is pointed out."""
-    yield Patch(torch.nn.Module, "zero_grad", lambda original: _zeroing_masters(original, masters))
+def plan_gradient_patches(masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]) -> Iterator[Patch]:
+    """Yield what gradients need of torch: `model.zero_grad()` reaches masters and is told, and clipping past masters is pointed out."""
+    yield Patch(torch.nn.Module, "zero_grad", lambda original: _zeroing_masters(original, masters, tell_zeroed))
     has_warned: list[str] = []
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             yield Patch(owner, name, lambda original: _warning_of_masters(original, masters, has_warned))
 
 
-def _zeroing_masters(original: Callable[..., Any], masters: Masters) -> Callable[..., Any]:
-    """An abandoned sum in the masters would be stepped on later."""
+def _zeroing_masters(original: Callable[..., Any], masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
+    """An abandoned sum in the masters would be stepped on later, and an abandoned overflow would skip a good step."""
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
         original(module, set_to_none)
@@ -96,6 +111,7 @@ def _zeroing_masters(original: Callable[..., Any], masters: Masters) -> Callable
             master = masters.get(parameter)
             if master is not None:
                 master.grad = None
+        tell_zeroed(module)
 
     return zero_grad
 
@@ -127,6 +143,15 @@ def plan_by_name_patches(patcher: Patcher) -> list[Patch]:
             if replacement is not None:
                 found.append(Patch(module, name, _always(replacement)))
     return found
+
+
+def restore_late_imports(known: set[str], originals: dict[int, Callable[..., Any]]) -> None:
+    """Modules that were imported while the patches were in may have bound a replacement by name: give them the originals."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name not in known and isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in originals:
+                    setattr(module, name, originals[id(value)])
 
 
 def _always(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

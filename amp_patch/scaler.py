@@ -25,11 +25,12 @@ class OverflowCheck:
     `found_inf` is a 0-dim float32 tensor, 0.0 or 1.0, on the device of the loss; the scaler's unscaling writes it.
     """
 
-    __slots__ = ("_is_overflow", "_unsettled", "found_inf", "scaler")
+    __slots__ = ("_is_overflow", "_unsettled", "found_inf", "is_open", "scaler")
 
     def __init__(self, scaler: "LossScaler", device: torch.device) -> None:
         self.scaler = scaler
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.is_open = False  # while the backward pass is still to come, or under way, no decision takes the check into account
         self._is_overflow: bool | None = None
         self._unsettled: list[Callable[[], None]] = []
 
@@ -43,7 +44,9 @@ class OverflowCheck:
             self._unsettled.pop()()
 
     def is_overflow(self) -> bool:
-        """Tell whether any gradient element was inf or NaN. Waits for the device the first time."""
+        """Tell whether any gradient element was inf or NaN. Waits for the device the first time after the pass."""
+        if self.is_open:  # asked in the middle of the pass: there may be more to come
+            return bool(self.found_inf.item())
         self.settle()
         if self._is_overflow is None:
             self._is_overflow = bool(self.found_inf.item())
@@ -90,19 +93,25 @@ class LossScaler:
 
     def decide(self) -> None:
         """Update the scale once for all checks since the last decision; without any, do nothing. Waits for nothing."""
-        if self._undecided:
-            for check in self._undecided:
+        due = [check for check in self._undecided if not check.is_open]
+        if due:
+            for check in due:
                 check.settle()
             self._scale, self._good_steps = self._next_state()
-            self._undecided.clear()
+            self._undecided = [check for check in self._undecided if check.is_open]
+
+    def discard(self, check: OverflowCheck) -> None:
+        """Leave a check out of the next decision: its backward pass has failed."""
+        self._undecided = [other for other in self._undecided if other is not check]
 
     def _next_state(self) -> tuple[Tensor, Tensor]:
         """The state after a decision: what `decide` installs, and what readers are told while a decision is due."""
-        if not self._undecided:
+        due = [check for check in self._undecided if not check.is_open]
+        if not due:
             return self._scale, self._good_steps
         scale, good_steps = self._scale.clone(), self._good_steps.clone()
-        found_inf = self._undecided[0].found_inf.to(scale.device)
-        for check in self._undecided[1:]:
+        found_inf = due[0].found_inf.to(scale.device)
+        for check in due[1:]:
             found_inf = torch.maximum(found_inf, check.found_inf.to(scale.device))
         if not self.is_dynamic:
             return scale, good_steps + 1
@@ -120,16 +129,19 @@ class LossScaler:
         return {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or ValueError on anything else."""
+        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or ValueError on anything else.
+
+        A static scale stays what it was set to: what another run had found by then is no reason to change it.
+        """
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
             raise ValueError(f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}")
         self._undecided.clear()
-        self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
+        if self.is_dynamic:
+            self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
         # at the interval or beyond it the equality test of the growth rule would never hold again
         self._good_steps = torch.tensor(min(unskipped, self._growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
         self._good_steps = self._good_steps.to(self._scale.device)
-        self.is_identity = not self.is_dynamic and scale == 1.0
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | None) -> None:

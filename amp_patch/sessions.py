@@ -6,8 +6,9 @@ undoes it all in reverse.
 
 import contextlib
 import os
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,11 @@ from .gradients import GradientSet
 from .models import Masters, ModelBinding
 from .oplists import OpLists, load_oplists
 from .optimizers import OptimizerBinding
+from .passes import BackwardPasses
 from .patching import Patcher
-from .plan import Registration, plan_by_name_patches, plan_master_patches, plan_patches
+from .plan import Registration, plan_by_name_patches, plan_gradient_patches, plan_patches, restore_late_imports
 from .policy import Policy
-from .scaler import LossScaler, OverflowCheck
+from .scaler import LossScaler
 from .switch import Switch
 from .weights import WeightLinks
 
@@ -70,9 +72,8 @@ class Session:
         self._masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._open_scales: list[Tensor | None] = []  # of the scale_loss blocks that are open, outermost first
         self._undo = contextlib.ExitStack()
-        self._outside = GradientSet(self._parameters_outside, lambda: ())
+        self._passes = BackwardPasses(self.bindings, GradientSet(self._parameters_outside, lambda: ()))
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
             self.oplists = load_oplists(policy.lists)
             self._links = WeightLinks(policy.patch_torch_functions_type)
@@ -89,8 +90,8 @@ class Session:
             self._bind(models, optimizers, float32_data)
             if self.casts is not None:
                 self._install_patches(undo)
-            if self.policy.master_weights:
-                self._patch_for_masters(undo)
+            if self.policy.master_weights or self.policy.loss_scale != 1.0:
+                self._patch_around_ops(undo)
             self._undo = undo.pop_all()
         float32_data.clear()
 
@@ -155,16 +156,26 @@ class Session:
         undo.callback(self.switch.turn_off)
         self.patcher.install(patches)
         self.patcher.install(plan_by_name_patches(self.patcher))
+        undo.callback(restore_late_imports, set(sys.modules), self.patcher.originals())
         if self._links is not None:
-            hook = register_optimizer_step_post_hook(_StepHook(self._links))
+            hook = register_optimizer_step_post_hook(_StepHook(self._links.mark_updated))
             undo.callback(hook.remove)
         compiling.forget_compiled_code()
         self.switch.turn_on()
 
-    def _patch_for_masters(self, undo: contextlib.ExitStack) -> None:
+    def _patch_around_ops(self, undo: contextlib.ExitStack) -> None:
         undo.callback(self._module_patcher.undo)
-        self._module_patcher.install(plan_master_patches(self._masters))
+        self._module_patcher.install(plan_gradient_patches(self._masters, self._tell_zeroed))
         self._module_patcher.install(plan_by_name_patches(self._module_patcher))
+        hook = register_optimizer_step_post_hook(_StepHook(self._masters.mark_updated))
+        undo.callback(hook.remove)
+
+    def _tell_zeroed(self, module: nn.Module) -> None:
+        """`model.zero_grad()` ends an accumulation window of every optimizer whose parameters it covers."""
+        zeroed = {id(parameter) for parameter in module.parameters()}
+        for binding in self.bindings():
+            if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
+                binding.abandon_window()
 
     # ---- what it holds --------------------------------------------------------------------------------------------------------------------
 
@@ -212,9 +223,10 @@ class Session:
         return [parameter for key, parameter in found.items() if key not in owned and self._masters.get(parameter) is None]
 
     def refresh(self) -> None:
-        """Have every link refreshed before its next use."""
+        """Have every link refreshed before its next use, and copy masters to their parameters."""
         if self._links is not None:
             self._links.doubt_all()
+        self._masters.push()
 
     def forget_optimizer(self, binding: OptimizerBinding) -> None:
         """Drop what was kept for an optimizer that is gone."""
@@ -261,41 +273,12 @@ class Session:
                 "move the model to its device first, then call initialize"
             )
         bindings = [self.binding_of(optimizer) for optimizer in optimizers]
-        scaler = self.scaler(loss_id)
-        scale = None if scaler.is_identity else scaler.scale_on(loss.device)
-        self._open_scales.append(scale)
-        for gradients in self._all_gradients():
-            gradients.prepare(scale)
         try:
-            yield loss.float() if scale is None else loss.float() * scale
-        except BaseException:
-            for gradients in self._all_gradients():
-                gradients.settle()
-            raise
-        else:
-            self._finish_pass(bindings, None if scale is None else scaler.open_check(loss.device), delay_unscale)
+            with self._passes.scale_loss(loss, bindings, self.scaler(loss_id), delay_unscale) as scaled_loss:
+                yield scaled_loss
         finally:
-            self._open_scales.pop()
-            if self._open_scales:  # inside another scale_loss, whose backward pass may be yet to come
-                for gradients in self._all_gradients():
-                    gradients.prepare(self._open_scales[-1])
-            if not delay_unscale:
-                self.refresh()
-
-    def _all_gradients(self) -> list[GradientSet]:
-        return [*(binding.gradients for binding in self.bindings()), self._outside]
-
-    def _finish_pass(self, bindings: Sequence[OptimizerBinding], check: OverflowCheck | None, delay_unscale: bool) -> None:
-        """Unscale after a backward pass: the gradients of the optimizers passed, judged by `check`, and all others that it may have reached."""
-        passed = [binding.gradients for binding in bindings]
-        for gradients in self._all_gradients():
-            if gradients not in passed:
-                gradients.settle()
-            elif not delay_unscale:
-                gradients.unscale(check)
-        if check is not None:
-            for binding in bindings:
-                binding.add_check(binding.gradients.delay(check) if delay_unscale else check)
+            if not delay_unscale and self._links is not None:
+                self._links.doubt_all()
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return a loss scaler by its number; raises IndexError if there is none."""
@@ -306,11 +289,11 @@ class Session:
 
 
 class _StepHook:
-    def __init__(self, links: WeightLinks) -> None:
-        self._links = links
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
+        self._mark_updated = mark_updated
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._links.mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _forget_optimizer(reference: "weakref.ref[Session]", binding: OptimizerBinding) -> None:

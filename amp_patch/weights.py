@@ -106,6 +106,8 @@ class WeightLinks:
         key = id(tensor)
         if key not in self._owned or self._is_bypassed or not _can_link(tensor):
             return plain_cast(tensor)
+        if not torch.is_grad_enabled():  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
+            return plain_cast(tensor)
         with self._lock:  # two threads that refresh at once would write under each other's graphs
             entry = self.live.get(key)
             if entry is None or entry[1:] != _signature(tensor):

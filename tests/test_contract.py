@@ -71,7 +71,7 @@ def test_scale_loss_inside_scale_loss(level, scales):
         other = nn.Linear(10, 2)
         other.load_state_dict({"weight": torch.ones(2, 10), "bias": torch.zeros(2)})
         other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        options = {"opt_level": level, "loss_scale": "dynamic" if scales[0] == "dynamic" else 4.0, "num_losses": 2, "verbosity": 0}
+        options = {"opt_level": level, "loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
         amp.initialize([model, other], [optimizer, other_optimizer], **options)
         if scales[0] != "dynamic":
             amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)})

@@ -86,6 +86,8 @@ def test_disabled_makes_every_call_a_no_op():
     model, optimizer = make()
     before = describe(model, optimizer)
     assert amp.initialize(model, optimizer, enabled=False, opt_level="no such level") == (model, optimizer)
+    assert optimizer.step_was_skipped is False
+    del optimizer.step_was_skipped
     assert describe(model, optimizer) == before
     loss = model(torch.ones(3, 4)).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -273,7 +275,7 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     def fail(*args):
         raise error("in the middle")
 
-    where = {"O1": (session, "plan_by_name_patches"), "O2": (session.Session, "_patch_for_masters"), "O3": (session.OptimizerBinding, "_replace")}
+    where = {"O1": (session, "plan_by_name_patches"), "O2": (session.Session, "_patch_around_ops"), "O3": (session.OptimizerBinding, "_replace")}
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(error, match="in the middle"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -29,14 +29,15 @@ LAYERS = {
     "models": 4,
     "plan": 5,
     "optimizers": 5,
-    "sessions": 6,
-    "current": 7,
-    "api": 8,
-    "amp": 9,
-    "__init__": 10,
-    "demo": 11,
-    "cli": 12,
-    "__main__": 13,
+    "passes": 6,
+    "sessions": 7,
+    "current": 8,
+    "api": 9,
+    "amp": 10,
+    "__init__": 11,
+    "demo": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 
 

@@ -202,10 +202,19 @@ def test_twins_of_a_dotted_name_stay_with_its_owner(write: Write) -> None:
     assert kinds(load_oplists(write("blacklist: [torch.nn.functional.softmax]"))).keys() == {"torch.nn.functional.softmax"}
 
 
-def test_augmented_operators_follow_the_rule_of_the_op(write: Write) -> None:
+def test_augmented_operators_write_in_place_unless_the_list_has_apex_s_ways(write: Write) -> None:
     found = kinds(load_oplists(write("promote: [mul]\nblacklist: [pow]")))
+    assert (found["torch.Tensor.__imul__"], found["torch.Tensor.mul_"]) == ("match_self", "match_self")
+    assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("match_self", "match_self")
+    found = kinds(load_oplists(write("inplace_blacklist: error\npromote: [mul]\nblacklist: [pow]")))
     assert (found["torch.Tensor.__imul__"], found["torch.Tensor.mul_"]) == ("promote", "match_self")
-    assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("blacklist", "match_self")
+    assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("blacklist", "inplace_error")
+
+
+def test_ops_that_keep_statistics_are_not_whitelisted(write: Write) -> None:
+    with pytest.raises(OpListError, match=r":1:13: batch_norm writes its running statistics"):
+        load_oplists(write("whitelist: [batch_norm]"))
+    assert kinds(load_oplists(write("blacklist: [batch_norm]")))["torch.nn.functional.batch_norm"] == "blacklist"
 
 
 def test_an_in_place_op_named_outright_never_gets_a_cast_copy(write: Write) -> None:

@@ -264,13 +264,12 @@ def test_a_count_beyond_the_interval_still_lets_the_scale_grow(unskipped: int) -
     assert scaler.loss_scale() == 64.0
 
 
-def test_a_static_scaler_takes_over_a_loaded_scale_and_its_count() -> None:
-    scaler = LossScaler(1.0)
-    scaler.load_state_dict({"loss_scale": 256.0, "unskipped": 5000})
-    assert scaler.state_dict() == {"loss_scale": 256.0, "unskipped": 5000}
-    assert not scaler.is_identity
-    scaler.load_state_dict({"loss_scale": 1.0, "unskipped": 0})
-    assert scaler.is_identity
+def test_a_static_scaler_takes_over_a_loaded_count_but_keeps_its_scale() -> None:
+    for own in (1.0, 128.0):
+        scaler = LossScaler(own)
+        scaler.load_state_dict({"loss_scale": 256.0, "unskipped": 5000})
+        assert scaler.state_dict() == {"loss_scale": own, "unskipped": 5000}
+        assert scaler.is_identity is (own == 1.0)
 
 
 @pytest.mark.parametrize(
