@@ -1,0 +1,172 @@
+"""Checkpoint and resume, bitwise: every level, optimizer and order of load calls; and the surface of optimizers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+
+import amp_patch as amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+}
+ORDERS = {"all-after": "", "model-before": "m", "optimizer-before": "o", "both-before": "mo"}
+
+
+def train(model, optimizer, scheduler, batches):
+    losses = []
+    for images, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        if not optimizer.step_was_skipped:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_next_steps_are_those_of_the_uninterrupted_run(level, make_optimizer, order, tmp_path):
+    batches = make_batches(24, size=8)
+
+    def start(before_initialize=lambda *_: None):
+        model = make_model(3, width=4)
+        optimizer = make_optimizer(model.parameters())
+        before_initialize(model, optimizer)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+    model, optimizer, scheduler = start()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1990}})
+    train(model, optimizer, scheduler, batches[:4])
+    names = ("model", "optimizer", "scheduler", "amp")
+    for name, source in zip(names, (model, optimizer, scheduler, amp), strict=True):
+        torch.save(source.state_dict(), tmp_path / name)
+    expected = train(model, optimizer, scheduler, batches[4:]), amp.state_dict()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.reset()
+
+    saved = {name: torch.load(tmp_path / name, weights_only=True) for name in names}
+
+    def load_before(model, optimizer):
+        if "m" in order:
+            model.load_state_dict(saved["model"])
+        if "o" in order:
+            optimizer.load_state_dict(saved["optimizer"])
+
+    model, optimizer, scheduler = start(load_before)
+    if "m" not in order:
+        model.load_state_dict(saved["model"])
+    if "o" not in order:
+        optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    amp.load_state_dict(saved["amp"])
+    assert (train(model, optimizer, scheduler, batches[4:]), amp.state_dict()) == expected
+    assert expected[1]["loss_scaler0"]["loss_scale"] == 128.0  # it grew on the way
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_choices_of_an_optimizer_are_kept(level, make_optimizer):
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    defaults = copy.deepcopy(optimizer.defaults)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups] == before
+    assert optimizer.defaults == defaults
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("first_pass_zeroes", [True, False])
+def test_no_gradient_is_lost_at_scale_one_with_masters(level, first_pass_zeroes):
+    """In the first window, in BatchNorm, with and without a zero_grad before it, delayed or not: the sum of two equal passes is twice one."""
+    images, targets = make_batches(1)[0]
+    sums = []
+    for passes, delay in ((1, False), (2, False), (2, True)):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        if first_pass_zeroes:
+            optimizer.zero_grad()
+        for index in range(passes):
+            with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer, delay_unscale=delay and index == 0) as scaled_loss:
+                scaled_loss.backward()
+        sums.append([p.grad.clone() for p in amp.master_params(optimizer)])
+        amp.reset()
+    for once, twice, delayed in zip(*sums, strict=True):
+        assert torch.equal(once * 2, twice) and torch.equal(once * 2, delayed)
+        assert torch.count_nonzero(once) > 0 or once.dim() == 1
+
+
+def test_one_non_finite_gradient_among_a_thousand_parameters_is_found_and_named():
+    model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(1000)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale=2.0, verbosity=0)
+    factors = [1.0] * 1000
+    factors[637] = float("nan")
+    with amp.scale_loss(sum(p.sum() * f for p, f in zip(model, factors, strict=True)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match=r"non-finite gradients under a static loss scale \(637\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_lost_its_parameters_steps_on_what_is_left(level):
+    model = make_model()
+    optimizer = torch.optim.SGD([{"params": model.conv1.parameters()}, {"params": model.fc.parameters()}], lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    images, targets = make_batches(1)[0]
+    optimizer.param_groups[0]["params"].clear()
+    del optimizer.param_groups[1]["params"][0]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    changed = {name for name, _ in model.named_parameters() if not torch.equal(model.state_dict()[name], before[name])}
+    assert changed == {"fc.bias"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_custom_functions_are_cast_as_the_lists_say_in_forward_and_backward(level):
+    dtypes = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            product = torch.mm(x, w)
+            dtypes.append(product.dtype)
+            return product
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            result = torch.mm(gradient, w.t()), torch.mm(x.t(), gradient)
+            dtypes.append(result[0].dtype)
+            return result[0].to(x.dtype), result[1].to(w.dtype)
+
+    model = nn.Linear(4, 4)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    x, w = torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    Product.apply(x, w).float().sum().backward()
+    low = torch.bfloat16 if level in ("O1", "O4") else torch.float32
+    assert dtypes == [low, low]
+    assert torch.equal(w.grad, (x.to(low).t() @ torch.ones(2, 4, dtype=low)).float())
