@@ -44,7 +44,8 @@ def initialize(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence
             session.add_scalers(num_losses)
             session.adopt(models, optimizers)
             return session
-        session = Session(policy, device_type, num_losses, registered=state.registered)  # reads the lists: raises before anything is closed
+        with session.patcher.suspended() if session is not None else contextlib.nullcontext():  # names are looked up as torch has them
+            session = Session(policy, device_type, num_losses, registered=state.registered)  # raises before anything is closed
         reset()
         _check(policy, models, optimizers)
         _open(session, models, optimizers)

@@ -95,8 +95,6 @@ class LossScaler:
         """Update the scale once for all checks since the last decision; without any, do nothing. Waits for nothing."""
         due = [check for check in self._undecided if not check.is_open]
         if due:
-            for check in due:
-                check.settle()
             self._scale, self._good_steps = self._next_state()
             self._undecided = [check for check in self._undecided if check.is_open]
 
@@ -109,6 +107,8 @@ class LossScaler:
         due = [check for check in self._undecided if not check.is_open]
         if not due:
             return self._scale, self._good_steps
+        for check in due:  # a delayed pass is judged when its gradients are unscaled
+            check.settle()
         scale, good_steps = self._scale.clone(), self._good_steps.clone()
         found_inf = due[0].found_inf.to(scale.device)
         for check in due[1:]:

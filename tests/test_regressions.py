@@ -390,3 +390,32 @@ def test_registered_static_and_class_methods():
     assert Owner.static(X) is torch.bfloat16 and Owner.of_class(X) == (Owner, torch.bfloat16)
     amp.reset()
     assert [vars(Owner)[name] for name in ("static", "of_class")] == originals
+
+
+# ---- found by random sequences of calls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [("O1", "O4"), ("O1", "O1"), ("O4", "O1")])
+def test_a_level_that_patches_can_be_replaced_by_one(first, second):
+    model, optimizer = make(first, loss_scale="dynamic")
+    amp.initialize(model, optimizer, opt_level=second, loss_scale=4.0, replace=True, verbosity=0)
+    assert amp.stats().opt_level == second and torch.matmul(X, X.t()).dtype is torch.bfloat16
+
+
+def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass():
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    backward(models[0], optimizers[0], delay_unscale=True)
+    loss = loss_of(models[0], float("inf")) + loss_of(models[1])
+    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [optimizer.step_was_skipped for optimizer in optimizers] == [True, True]
+
+
+def test_the_state_knows_of_an_overflow_in_a_delayed_pass():
+    model, optimizer = make("O0", loss_scale="dynamic")
+    backward(model, optimizer, float("inf"), delay_unscale=True)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
