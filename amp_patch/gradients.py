@@ -65,7 +65,7 @@ class GradientSet:
     def unscale(self) -> None:
         """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill the checks owed."""
         scale, self._carried = self._carried, None
-        owed, self._owed = self._owed, []
+        owed, self._owed = self._owed, [check for check in self._owed if check.is_open]  # of a pass under way there may be more to come
         check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
         gradients = self._plain_gradients()
         if scale is not None and gradients:

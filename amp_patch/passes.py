@@ -58,8 +58,6 @@ class BackwardPasses:
         else:
             if check is not None:
                 check.is_open = False
-            for binding in bindings:
-                binding.close_checks()
             self._close([binding.gradients for binding in bindings] if delay_unscale else ())
             if check is not None and not any(binding.awaits(check) for binding in bindings):
                 scaler.decide()  # they all stepped in the middle of the pass
@@ -70,6 +68,9 @@ class BackwardPasses:
     def _close(self, delayed: Sequence[GradientSet]) -> None:
         """Unscale everything but what is `delayed`, and scale it again for the block around this one, whose pass may be yet to come."""
         self._open.pop()
+        if not self._open:
+            for binding in self._get_bindings():
+                binding.close_checks()
         for gradients in self._all_gradients():
             gradients.leave()
             if gradients not in delayed:

@@ -95,18 +95,26 @@ def test_scale_loss_inside_scale_loss(level, scales):
     assert_equal(*results)
 
 
-def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one():
+@pytest.mark.parametrize("shares_optimizer", [False, True], ids=["own optimizer", "the same optimizer"])
+@pytest.mark.parametrize("inner_is_first", [False, True], ids=["outer backward first", "inner backward first"])
+def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first, shares_optimizer):
     model, other = make_model(), nn.Linear(2, 2)
     optimizer, other_optimizer = torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(other.parameters(), lr=0.05)
-    amp.initialize([model, other], [optimizer, other_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    amp.initialize([model, other], [optimizer, other_optimizer], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
     images, targets = make_batches(1)[0]
-    with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer) as outer:
-        outer.backward()
-        with amp.scale_loss(other(torch.ones(1, 2)).sum().float(), other_optimizer) as inner:
+    with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer, loss_id=0) as outer:
+        if not inner_is_first:
+            outer.backward()
+        with amp.scale_loss(other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer, loss_id=1) as inner:
             inner.backward()
+        if inner_is_first:
+            outer.backward()
     optimizer.step()
     other_optimizer.step()
     assert (optimizer.step_was_skipped, other_optimizer.step_was_skipped) == (True, False)
+    # where the inner pass meets gradients that have overflowed already, its own scale goes down too
+    reached_by_both = shares_optimizer and not inner_is_first
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**15, 2.0**15 if reached_by_both else 2.0**16]
 
 
 # ---- gradient penalty ------------------------------------------------------------------------------------------------------------------------

@@ -546,5 +546,5 @@ class PatcherMachine(RuleBasedStateMachine):
             self.undo()
 
 
-PatcherMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+PatcherMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=20, deadline=None)
 TestPatcherMachine = PatcherMachine.TestCase
