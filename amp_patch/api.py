@@ -17,6 +17,7 @@ from .optimizers import as_optimizers
 from .policy import Policy, make_policy
 from .reporting import say, set_verbosity
 from .sessions import Session, Stats
+from .switch import Mode
 
 __all__ = [
     "Stats",
@@ -257,7 +258,7 @@ def disable_casts() -> Iterator[None]:
     if opened is None:
         yield
         return
-    with opened.switch.region(False):
+    with opened.switch.region(Mode.OFF):
         yield
 
 

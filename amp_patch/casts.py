@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .dtypes import CASTABLE, LOW_DTYPES, TensorCast
 from .errors import BannedOpError
-from .switch import Switch
+from .switch import Mode, Switch
 from .weights import LiveLink, WeightLinks
 
 Op = Callable[..., Any]
@@ -69,12 +69,12 @@ class OpCasts:
     def weighted(self, original: Op) -> Op:
         """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in place."""
         switch, low, to_low, get_live, walk = self.switch, self.low, self.to_low, self.get_live, self.whitelist(original)
-        float32, is_dynamo_compiling = torch.float32, torch.compiler.is_dynamo_compiling
+        float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) < 2 or is_dynamo_compiling():
                 return walk(*args, **kwargs)
-            if switch.on and (not switch.regions or switch.is_on_here()):
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 value, weight, bias, *others = args if len(args) > 2 else (*args, None)
                 try:
                     if value.dtype is not low:
@@ -92,18 +92,18 @@ class OpCasts:
                 if others:
                     return original(value, weight, bias, *others)
                 return original(value, weight, bias) if len(args) > 2 else original(value, weight)
-            return original(*args)
+            return walk(*args)
 
         return wrapper
 
     def product(self, original: Op) -> Op:
         """`whitelist` for ops called with two tensors, without a walk over the arguments."""
-        switch, low, to_low, walk = self.switch, self.low, self.to_low, self.whitelist(original)
+        switch, low, to_low, walk, by_lists = self.switch, self.low, self.to_low, self.whitelist(original), Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 2:
                 return walk(*args, **kwargs)
-            if switch.on and (not switch.regions or switch.is_on_here()):
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 left, right = args
                 try:
                     if left.dtype is not low:
@@ -113,16 +113,17 @@ class OpCasts:
                 except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
                     return original(*args)
                 return original(left, right)
-            return original(*args)
+            return walk(*args)
 
         return wrapper
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""
         switch, low, to_low, cast_nested = self.switch, self.low, self.to_low, _cast_nested
+        in_region, by_lists = self._in_region, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()):
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 if kwargs:
                     if kwargs.get("out") is not None:
                         return original(*args, **kwargs)
@@ -145,6 +146,8 @@ class OpCasts:
                         cast_args[index] = cast_nested(value, to_low)
                 if cast_args is not None:
                     return original(*cast_args, **kwargs)
+            elif switch.on:
+                return in_region(original, args, kwargs)
             return original(*args, **kwargs)
 
         return wrapper
@@ -152,9 +155,10 @@ class OpCasts:
     def blacklist(self, original: Op) -> Op:
         """Run in float32, unless the call names a dtype."""
         switch, to_float, cast_nested, float32, dtype_class = self.switch, self.to_float, _cast_nested, torch.float32, torch.dtype
+        in_region, by_lists = self._in_region, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()):
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 if kwargs:
                     if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
                         return original(*args, **kwargs)
@@ -179,9 +183,19 @@ class OpCasts:
                         cast_args[index] = cast_nested(value, to_float)
                 if cast_args is not None:
                     return original(*cast_args, **kwargs)
+            elif switch.on:
+                return in_region(original, args, kwargs)
             return original(*args, **kwargs)
 
         return wrapper
+
+    def _in_region(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of either list where a region decides for both."""
+        mode = self.switch.mode_here()
+        if mode is Mode.OFF or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        cast = self.to_low if mode is Mode.LOW else self.to_float
+        return original(*[_cast_nested(value, cast) for value in args], **{name: _cast_nested(value, cast) for name, value in kwargs.items()})
 
     def promote(self, original: Op) -> Op:
         """Run in the widest dtype among the arguments. With a float64 or complex argument torch's own rule (or error) stands."""

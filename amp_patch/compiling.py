@@ -6,7 +6,7 @@ graphs that look the same with and without casts. So: build the tables first, fo
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,6 +18,15 @@ def prime() -> None:
     torch.overrides.get_overridable_functions()
     trace_rules.get_torch_obj_rule_map()
     trace_rules.get_tensor_method()
+
+
+def write_into_graphs(*functions: Callable[..., None]) -> None:
+    """Have Dynamo write calls of these functions into its graphs, and nobody remove them for having no result."""
+    import torch._dynamo  # as above
+
+    for function in functions:
+        torch._dynamo.allow_in_graph(function)
+        torch.fx.node.has_side_effect(function)
 
 
 def forget_compiled_code() -> None:

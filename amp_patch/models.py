@@ -5,16 +5,20 @@ replica runs the same casts on its own weights.
 """
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import compiling
 from .dtypes import LOW_DTYPES, cast_tree, is_castable
 from .errors import ArgumentTypeError, ModelError
+from .modulerules import ModuleRule, decide_runs, find_borders
 from .policy import Policy
+from .switch import Mode, Switch, enter_in_graph, leave_in_graph
 from .weights import WeightLinks
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -120,6 +124,52 @@ class CastOutputs(CastInputs):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast_tree(output, self._cast)
+
+
+class RegionHooks:
+    """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while it runs.
+
+    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an exception. Inside `disable_casts` both do nothing.
+    """
+
+    def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
+        self.switch = switch
+        self.mode = mode
+        self.cast = CastInputs(dtype)
+        self._entries = _EntriesByThread()
+        self._is_traced: list[bool] = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the inputs and open the region."""
+        if torch.compiler.is_dynamo_compiling():
+            self._is_traced.append(self.switch.is_on_here())
+            if not self._is_traced[-1]:
+                return args, kwargs
+            self.switch.enter_traced(self.mode)
+            return self.cast(module, args, kwargs)
+        if not self.switch.is_on_here():
+            self._entries.stack.append(None)
+            return args, kwargs
+        self._entries.stack.append(self.switch.enter(self.mode))
+        return self.cast(module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Close the region."""
+        if torch.compiler.is_dynamo_compiling():
+            if self._is_traced.pop():
+                self.switch.leave_traced()
+        elif self._entries.stack and (entry := self._entries.stack.pop()) is not None:
+            self.switch.leave(entry)
+
+
+class _EntriesByThread(threading.local):
+    """The regions that hooks of one module have open, innermost last; None for one that was not opened. Copies start empty."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Mode, object] | None] = []
+
+    def __reduce__(self) -> tuple[type["_EntriesByThread"], tuple[()]]:
+        return _EntriesByThread, ()
 
 
 class _SessionHook:
@@ -242,11 +292,15 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
 class ModelBinding:
     """One model under one policy. `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then."""
 
-    def __init__(self, model: nn.Module, policy: Policy, masters: Masters, links: WeightLinks | None) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, masters: Masters, links: WeightLinks | None, rules: Sequence[ModuleRule], switch: Switch
+    ) -> None:
         self._model = weakref.ref(model)
         self._policy = policy
         self._masters = masters
         self._links = links
+        self._switch = switch
+        self._runs, self.used_rules = decide_runs(model, rules)
         self._undo = contextlib.ExitStack()
 
     @property
@@ -268,9 +322,12 @@ class ModelBinding:
             if policy.master_weights:
                 self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
             self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
+            self._cast_at_borders(model, policy.cast_model_type)
             for module in model.modules():
                 self._add(module.register_state_dict_post_hook(Float32StateDict(self._masters)))
                 self._add(module.register_load_state_dict_pre_hook(LoadMasters(self._masters)))
+        elif policy.low_dtype is not None:
+            self._open_regions(model, policy.low_dtype)
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
             self._add(model.register_forward_hook(CastOutputs(output_dtype)))
@@ -284,10 +341,29 @@ class ModelBinding:
     def _add(self, handle: Any) -> None:
         self._undo.callback(handle.remove)
 
+    def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
+        """Where functions are patched: a region around each module that runs otherwise than what holds it."""
+        borders = find_borders(model, self._runs)
+        if borders:
+            compiling.write_into_graphs(enter_in_graph, leave_in_graph)
+        for module, run in borders.items():
+            hooks = RegionHooks(self._switch, *((Mode.LOW, low) if run == "low" else (Mode.FLOAT32, torch.float32)))
+            self._add(module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True))
+            self._add(module.register_forward_hook(hooks.leave, always_call=True))
+
+    def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
+        """Where the model is cast: any module with weights of its own takes what the module before it gives, be that the other dtype."""
+        borders = find_borders(model, self._runs)
+        for module in model.modules() if self._runs else ():
+            run = self._runs.get(module)
+            owns = any(tensor.dtype == (torch.float32 if run == "float32" else low) for tensor in module.parameters(recurse=False))
+            if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
+                self._add(module.register_forward_pre_hook(CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True))
+
     def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
         cast: list[Tensor] = []
         self._undo.callback(_restore_float32, cast, float32_data, self._masters)
-        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32)):
+        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs):
             if tensor.dtype == dtype:
                 continue
             float32_data[id(tensor)] = tensor.data
@@ -298,12 +374,17 @@ class ModelBinding:
                 module.flatten_parameters()
 
 
-def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool) -> Iterator[Tensor]:
-    """Yield each castable parameter and buffer once, those of BatchNorm layers (of any kind, affine or not) only if they are not kept."""
+def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
+    """Yield each castable parameter and buffer once.
+
+    Left out is what a module rule keeps in float32, also where another module holds it too, and, if they are kept, those of BatchNorm layers
+    (of any kind, affine or not) that no rule covers.
+    """
     seen: set[int] = set()
-    kept = [module for module in model.modules() if keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    for module in kept:
-        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    for module in model.modules():
+        is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_kept:
+            seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in seen and is_castable(tensor):
             seen.add(id(tensor))

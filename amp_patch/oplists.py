@@ -10,6 +10,7 @@ A list is a YAML file with these keys, all optional:
     sequence_promote   the same for ops whose first argument is a sequence of tensors
     banned             ops that refuse 16-bit arguments
     neutral            ops that come off whatever list an earlier file put them on
+    modules            rules for parts of a model, by name or by type: see `modulerules`
     inplace_blacklist  what the in-place twin of a blacklisted op does to a 16-bit tensor: `match` (default) computes in the tensor's
                        own dtype, `error` refuses
 
@@ -32,6 +33,7 @@ from typing import NoReturn
 import torch
 
 from .errors import OpListError, did_you_mean
+from .modulerules import ModuleRule, read_module_rule
 from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
 from .yaml_loader import Node, load_mapping
 
@@ -40,7 +42,7 @@ MAX_EXTENDS = 16
 
 _log = logging.getLogger(__name__)
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_KEYS = ("description", "extends", "inplace_blacklist", *RULES)
+_KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 _ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 _VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
@@ -77,6 +79,7 @@ class OpLists:
         names: the lists asked for.
         missing: entries that the running torch has no op for.
         deferred: entries of packages that are not imported yet.
+        modules: rules for parts of a model; of those that cover the same module the last one counts.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
     """
 
@@ -84,6 +87,7 @@ class OpLists:
     spellings: tuple[Spelling, ...]
     missing: tuple[OpEntry, ...]
     deferred: tuple[OpEntry, ...]
+    modules: tuple[ModuleRule, ...]
     digest: str
 
 
@@ -142,6 +146,7 @@ class _Overlay:
     def __init__(self) -> None:
         self._claims: dict[Key, _Claim] = {}
         self._missing: dict[str, OpEntry] = {}
+        self._modules: list[ModuleRule] = []
         self._inplace = "match"
         self._done: set[str] = set()
 
@@ -167,6 +172,7 @@ class _Overlay:
             _text(keys["description"], path, "description")
         if inplace := keys.get("inplace_blacklist"):
             self._inplace = _choice(inplace, path, "inplace_blacklist", ("match", "error"))
+        self._modules.extend(read_module_rule(node, path) for node in _items(keys.get("modules"), path, "modules"))
         self._merge(_read_entries(keys, path), is_shipped=Path(identity).parent == lists_dir())
 
     def _merge(self, entries: Iterator[tuple[OpEntry, bool]], is_shipped: bool) -> None:
@@ -197,8 +203,11 @@ class _Overlay:
         kinds = {key: self._kind(key[1], claim.entry.rule) for key, claim in live.items()}
         spellings = tuple(Spelling(claim.owner, *key, kinds[key], claim.entry) for key, claim in live.items() if claim.owner is not None)
         deferred = tuple(claim.entry for claim in live.values() if claim.owner is None)
-        content = "\n".join(sorted(f"{owner_name}.{name} {kinds[owner_name, name]}" for owner_name, name in live))
-        return OpLists(names, spellings, tuple(self._missing.values()), deferred, hashlib.sha256(content.encode()).hexdigest())
+        content = "\n".join(
+            [*sorted(f"{owner_name}.{name} {kinds[owner_name, name]}" for owner_name, name in live), *(f"{m.chooser} {m.run}" for m in self._modules)]
+        )
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return OpLists(names, spellings, tuple(self._missing.values()), deferred, tuple(self._modules), digest)
 
     def _kind(self, name: str, rule: str) -> str:
         """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.

@@ -22,7 +22,7 @@ from .errors import ArgumentTypeError, GradientOverflowError, OptimizerError
 from .gradients import GradientSet, Pair
 from .models import Masters
 from .scaler import LossScaler, OverflowCheck
-from .switch import Switch
+from .switch import Mode, Switch
 from .weights import WeightLinks
 
 logger = logging.getLogger("amp_patch")
@@ -236,7 +236,7 @@ class OptimizerBinding:
             self._skip(overflowed)
             return None
         self._warn_of_static_overflow(checks)
-        with self._switch.region(False):
+        with self._switch.region(Mode.OFF):
             result = original(*args, **kwargs)
         self.steps += 1
         self._skips_in_a_row = 0
@@ -255,7 +255,7 @@ class OptimizerBinding:
             )
 
         def evaluate() -> Any:
-            with self._switch.region(True):
+            with self._switch.region(Mode.BY_LISTS):
                 self._masters.push(self._pairs.values())
                 loss = closure()
             self.gradients.settle()

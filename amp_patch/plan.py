@@ -48,12 +48,12 @@ def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Calla
     """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        was_on = switch.is_on_here()
+        mode = switch.mode_here()
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            if switch.is_on_here() is was_on:
+            if switch.mode_here() is mode:
                 return function(*inner_args, **inner_kwargs)
-            with switch.region(was_on):
+            with switch.region(mode):
                 return function(*inner_args, **inner_kwargs)
 
         return original(replayed, *args, **kwargs)

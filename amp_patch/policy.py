@@ -270,8 +270,8 @@ def _contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) ->
         if given.get("patch_torch_functions_type") is not None:
             named = given["patch_torch_functions_type"]
             problems.append(f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4")
-        if given.get("lists") is not None:
-            problems.append(f"lists={given['lists']!r}: {level} patches nothing, so op lists have no effect; use O1 or O4")
+        if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
+            problems.append(f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another level")
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         problems.append(f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}")
     if not policy.max_loss_scale > 0:

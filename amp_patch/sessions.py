@@ -7,6 +7,7 @@ undoes it all in reverse.
 import contextlib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import compiling
 from .casts import OpCasts
-from .errors import ArgumentTypeError, OptimizerError, SessionError
+from .errors import ArgumentTypeError, OptimizerError, PolicyError, SessionError
 from .gradients import GradientSet
 from .models import Masters, ModelBinding
 from .oplists import OpLists, load_oplists
@@ -74,8 +75,14 @@ class Session:
         self._optimizers: list[OptimizerBinding] = []
         self._undo = contextlib.ExitStack()
         self._passes = BackwardPasses(self.bindings, GradientSet(self._parameters_outside, lambda: ()))
-        if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
+        if policy.lists:
             self.oplists = load_oplists(policy.lists)
+            if not policy.patch_torch_functions and not self.oplists.modules:
+                raise PolicyError(
+                    f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list have an effect, "
+                    "and there are none in these; use O1 or O4"
+                )
+        if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
             self._links = WeightLinks(policy.patch_torch_functions_type)
             self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
         self.add_scalers(num_losses)
@@ -113,10 +120,15 @@ class Session:
 
     def _bind(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]) -> None:
         """Bind all. `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is cleared."""
+        rules = () if self.oplists is None else self.oplists.modules
+        unused = dict.fromkeys(rules)
         for model in models:
-            binding = ModelBinding(model, self.policy, self._masters, self._links)
+            binding = ModelBinding(model, self.policy, self._masters, self._links, rules, self.switch)
             self._models.append(binding)
             binding.bind(float32_data)
+            unused = {rule: None for rule in unused if rule not in binding.used_rules}
+        for rule in unused if models else ():
+            warnings.warn(f"{rule.path}:{rule.line}:{rule.column}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=6)
         for optimizer in optimizers:
             stepper = OptimizerBinding(
                 optimizer,

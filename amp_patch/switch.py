@@ -1,28 +1,48 @@
-"""`Switch`: whether the casts of a session act, in the process and in the thread that asks.
+"""`Switch`: whether the casts of a session act, in the process and in the thread that asks, and which way.
 
-Patches are process-wide, a region without casts belongs to the thread that opened it. The hot path reads two plain attributes; only while some
-thread has a region open does anybody look at thread-local state.
+Patches are process-wide; a region in which they act otherwise belongs to the thread that opened it. The hot path reads two plain attributes; only
+while some thread has a region open does anybody look at thread-local state.
 """
 
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch._guards import TracingContext
+
+
+class Mode(Enum):
+    """How casts act in a region."""
+
+    OFF = "as plain torch"
+    BY_LISTS = "as the op lists say"
+    LOW = "every listed op in the low dtype"
+    FLOAT32 = "every listed op in float32"
 
 
 class Switch:
-    """On after `turn_on`, until `turn_off` or a fork; `region(False)` turns the casts of one thread off for a while."""
+    """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for a while."""
 
-    __slots__ = ("__weakref__", "_local", "_lock", "_open", "on", "regions")
+    __slots__ = ("__weakref__", "_local", "_lock", "_open", "_traced", "on", "regions")
 
     def __init__(self) -> None:
         self.on = False
         self.regions = 0  # open regions of all threads
-        self._open: list[tuple[bool, object]] = []  # the same, in the order in which they were opened
+        self._open: list[tuple[Mode, object]] = []  # the same, in the order in which they were opened
+        self._traced: list[Mode] = []  # those that torch.compile enters and leaves while it traces
         self._local = threading.local()
         self._lock = threading.Lock()
         _switches.add(self)
+
+    def __deepcopy__(self, memo: Any) -> "Switch":
+        return self  # a copied model is under the same session
+
+    def __reduce__(self) -> tuple[type["Switch"], tuple[()]]:
+        return Switch, ()  # a saved one is under none
 
     def turn_on(self) -> None:
         """Let the casts act."""
@@ -34,35 +54,93 @@ class Switch:
 
     def is_on_here(self) -> bool:
         """Tell whether casts act in this thread now."""
+        return self.mode_here() is not Mode.OFF
+
+    def mode_here(self) -> Mode:
+        """Return how casts act in this thread now."""
         if not self.on:
-            return False
-        values: list[bool] = getattr(self._local, "values", [])
-        if values:
-            return values[-1]
+            return Mode.OFF
+        if self._traced:
+            return self._traced[-1]
+        if not self.regions:
+            return Mode.BY_LISTS
+        context = TracingContext.try_get()
+        if context is not None and context in _regions_in_graphs:
+            return _regions_in_graphs[context][-1]
+        modes: list[Mode] = getattr(self._local, "modes", [])
+        if modes:
+            return modes[-1]
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
-                return self._open[-1][0] if self._open else True
-        return True
+                return self._open[-1][0] if self._open else Mode.BY_LISTS
+        return Mode.BY_LISTS
 
     @contextmanager
-    def region(self, on: bool) -> Iterator[None]:
-        """Turn the casts of this thread off (or on again) inside the block. Nests, and survives exceptions."""
-        values: list[bool] | None = getattr(self._local, "values", None)
-        if values is None:
-            values = self._local.values = []
-        entry = (on, object())
-        values.append(on)
-        with self._lock:
-            self._open.append(entry)
-            self.regions = len(self._open)
+    def region(self, mode: Mode) -> Iterator[None]:
+        """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
+        entry = self.enter(mode)
         try:
             yield
         finally:
-            values.pop()
-            with self._lock:
-                self._open.remove(entry)
-                self.regions = len(self._open)
+            self.leave(entry)
+
+    def enter(self, mode: Mode) -> tuple[Mode, object]:
+        """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks."""
+        modes: list[Mode] | None = getattr(self._local, "modes", None)
+        if modes is None:
+            modes = self._local.modes = []
+        entry = (mode, object())
+        modes.append(mode)
+        with self._lock:
+            self._open.append(entry)
+            self.regions = len(self._open)
+        return entry
+
+    def leave(self, entry: tuple[Mode, object]) -> None:
+        """Close a region, in the thread that opened it."""
+        self._local.modes.pop()
+        with self._lock:
+            self._open.remove(entry)
+            self.regions = len(self._open)
+
+    def enter_traced(self, mode: Mode) -> None:
+        """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local state."""
+        self._traced.append(mode)
+        self.regions += 1
+        enter_in_graph(mode.name)
+
+    def leave_traced(self) -> None:
+        """Close what `enter_traced` opened."""
+        leave_in_graph()
+        self._traced.pop()
+        self.regions -= 1
+
+
+# Dynamo writes calls of these two into its graph. What then traces the graph on (AOTAutograd) runs the ops through the patched functions once more,
+# and `@` for the first time, and must find the regions open that were open when Dynamo met them. They are those of one compilation.
+
+_regions_in_graphs: WeakKeyDictionary[TracingContext, list[Mode]] = WeakKeyDictionary()
+
+
+def enter_in_graph(name: str) -> None:
+    """Open a region in the graph that is being compiled. Does nothing where a graph is run as it is, as the debugging backend "eager" does."""
+    context = TracingContext.try_get()
+    if context is not None:
+        _regions_in_graphs.setdefault(context, []).append(Mode[name])
+        for switch in _switches:
+            switch.regions += 1
+
+
+def leave_in_graph() -> None:
+    """Close the region opened last."""
+    context = TracingContext.try_get()
+    if context is not None and context in _regions_in_graphs:
+        _regions_in_graphs[context].pop()
+        if not _regions_in_graphs[context]:
+            del _regions_in_graphs[context]
+        for switch in _switches:
+            switch.regions -= 1
 
 
 _switches: WeakSet[Switch] = WeakSet()

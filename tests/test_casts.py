@@ -17,7 +17,7 @@ from torch import Tensor
 import amp_patch
 from amp_patch.casts import OpCasts
 from amp_patch.errors import AmpError, BannedOpError
-from amp_patch.switch import Switch
+from amp_patch.switch import Mode, Switch
 from amp_patch.weights import WeightLinks
 
 PACKAGE = str(Path(amp_patch.__file__).parent)
@@ -495,10 +495,10 @@ def test_a_16_bit_tensor_on_another_device_type_is_not_refused(casts: OpCasts, r
 
 def turn_off(casts: OpCasts) -> Any:
     casts.switch.turn_off()
-    return casts.switch.region(True)
+    return casts.switch.region(Mode.BY_LISTS)
 
 
-@pytest.mark.parametrize("off", [turn_off, lambda casts: casts.switch.region(False)], ids=["turned-off", "in-a-region"])
+@pytest.mark.parametrize("off", [turn_off, lambda casts: casts.switch.region(Mode.OFF)], ids=["turned-off", "in-a-region"])
 @pytest.mark.parametrize("rule", RULES)
 def test_while_casts_are_off_every_argument_arrives_as_itself(casts: OpCasts, rule: str, off: Callable[[OpCasts], Any]) -> None:
     op, calls = recorder()
@@ -512,9 +512,9 @@ def test_while_casts_are_off_every_argument_arrives_as_itself(casts: OpCasts, ru
 
 def test_a_region_that_turns_casts_on_again_inside_one_without_casts(casts: OpCasts) -> None:
     exp = casts.blacklist(torch.exp)
-    with casts.switch.region(False):
+    with casts.switch.region(Mode.OFF):
         assert exp(LOW_ROWS).dtype is torch.bfloat16
-        with casts.switch.region(True):
+        with casts.switch.region(Mode.BY_LISTS):
             assert exp(LOW_ROWS).dtype is torch.float32
         assert exp(LOW_ROWS).dtype is torch.bfloat16
 

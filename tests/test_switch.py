@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from amp_patch.switch import Switch
+from amp_patch.switch import Mode, Switch
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def test_a_switch_is_off_until_it_is_turned_on_and_after_it_is_turned_off() -> N
 
 def test_no_region_turns_on_a_switch_that_is_off() -> None:
     switch = Switch()
-    with switch.region(True):
+    with switch.region(Mode.BY_LISTS):
         assert not switch.is_on_here()
 
 
 def test_two_switches_know_nothing_of_each_other(switch: Switch) -> None:
     other = Switch()
     other.turn_on()
-    with switch.region(False):
+    with switch.region(Mode.OFF):
         assert not switch.is_on_here()
         assert other.is_on_here()
         assert other.regions == 0
@@ -73,7 +73,7 @@ def test_two_switches_know_nothing_of_each_other(switch: Switch) -> None:
 
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
 def test_a_region_sets_the_value_inside_and_restores_it_after(switch: Switch, on: bool) -> None:
-    with switch.region(on):
+    with switch.region(Mode.BY_LISTS if on else Mode.OFF):
         assert switch.is_on_here() is on
         assert switch.regions == 1
     assert switch.is_on_here()
@@ -82,7 +82,7 @@ def test_a_region_sets_the_value_inside_and_restores_it_after(switch: Switch, on
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit], ids=lambda error: error.__name__)
 def test_a_region_that_an_exception_leaves_is_closed(switch: Switch, error: type[BaseException]) -> None:
-    with pytest.raises(error), switch.region(False):
+    with pytest.raises(error), switch.region(Mode.OFF):
         raise error
     assert switch.is_on_here()
     assert switch.regions == 0
@@ -90,11 +90,11 @@ def test_a_region_that_an_exception_leaves_is_closed(switch: Switch, error: type
 
 def test_nested_regions_go_back_one_by_one(switch: Switch) -> None:
     seen = [switch.is_on_here()]
-    with switch.region(False):
+    with switch.region(Mode.OFF):
         seen.append(switch.is_on_here())
-        with switch.region(True):
+        with switch.region(Mode.BY_LISTS):
             seen.append(switch.is_on_here())
-            with switch.region(False):
+            with switch.region(Mode.OFF):
                 seen.append(switch.is_on_here())
             seen.append(switch.is_on_here())
         seen.append(switch.is_on_here())
@@ -104,8 +104,8 @@ def test_nested_regions_go_back_one_by_one(switch: Switch) -> None:
 
 
 def test_an_exception_in_an_inner_region_keeps_the_outer_one(switch: Switch) -> None:
-    with switch.region(False):
-        with pytest.raises(ValueError, match="inner"), switch.region(True):
+    with switch.region(Mode.OFF):
+        with pytest.raises(ValueError, match="inner"), switch.region(Mode.BY_LISTS):
             raise ValueError("inner")
         assert not switch.is_on_here()
         assert switch.regions == 1
@@ -115,7 +115,7 @@ def test_an_exception_in_an_inner_region_keeps_the_outer_one(switch: Switch) -> 
 def test_a_region_used_as_a_decorator_may_be_entered_again_while_it_is_open(switch: Switch) -> None:
     seen: list[bool] = []
 
-    @switch.region(False)
+    @switch.region(Mode.OFF)
     def visit(depth: int) -> None:
         seen.append(switch.is_on_here())
         if depth:
@@ -130,7 +130,7 @@ def test_a_region_used_as_a_decorator_may_be_entered_again_while_it_is_open(swit
 
 
 def test_turning_off_inside_a_region_holds_after_it(switch: Switch) -> None:
-    with switch.region(True):
+    with switch.region(Mode.BY_LISTS):
         switch.turn_off()
         assert not switch.is_on_here()
     assert not switch.is_on_here()
@@ -140,7 +140,7 @@ def test_turning_off_inside_a_region_holds_after_it(switch: Switch) -> None:
 
 
 def test_a_region_belongs_to_the_thread_that_opened_it(switch: Switch) -> None:
-    with switch.region(False):
+    with switch.region(Mode.OFF):
         assert ask_in_thread(switch)
         assert not switch.is_on_here()
 
@@ -151,7 +151,7 @@ def test_two_threads_hold_opposite_regions_at_once(switch: Switch) -> None:
     answers: dict[bool, bool] = {}
 
     def hold(on: bool) -> None:
-        with switch.region(on):
+        with switch.region(Mode.BY_LISTS if on else Mode.OFF):
             both_open.wait()
             answers[on] = switch.is_on_here()
             both_asked.wait()
@@ -173,7 +173,7 @@ def test_every_thread_is_on_while_no_region_is_open(switch: Switch, ask: Callabl
 
 
 def test_a_foreign_thread_follows_the_region_that_turns_casts_off(switch: Switch) -> None:
-    with switch.region(False):
+    with switch.region(Mode.OFF):
         assert not ask_in_foreign_thread(switch)
     assert ask_in_foreign_thread(switch)
 
@@ -181,10 +181,10 @@ def test_a_foreign_thread_follows_the_region_that_turns_casts_off(switch: Switch
 @pytest.mark.parametrize("outer", [None, False], ids=["alone", "in-an-off-region"])
 def test_a_foreign_thread_follows_the_region_that_keeps_casts_on(switch: Switch, outer: bool | None) -> None:
     if outer is None:
-        with switch.region(True):
+        with switch.region(Mode.BY_LISTS):
             assert ask_in_foreign_thread(switch)
     else:
-        with switch.region(outer), switch.region(True):
+        with switch.region(Mode.BY_LISTS if outer else Mode.OFF), switch.region(Mode.BY_LISTS):
             assert ask_in_foreign_thread(switch)
 
 
@@ -211,14 +211,14 @@ class TestFork:
         assert switch.is_on_here()
 
     def test_a_region_open_at_the_fork_is_closed_in_both(self, switch: Switch) -> None:
-        with switch.region(True):
+        with switch.region(Mode.BY_LISTS):
             assert exit_code_of_child(lambda: not switch.is_on_here()) == 0
         assert switch.is_on_here()
         assert switch.regions == 0
 
     def test_a_child_may_open_regions_though_the_lock_was_held_at_the_fork(self, switch: Switch) -> None:
         def opens_a_region() -> bool:
-            with switch.region(False):
+            with switch.region(Mode.OFF):
                 return not switch.is_on_here()
 
         with switch._lock:

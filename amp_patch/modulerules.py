@@ -1,0 +1,139 @@
+"""Module rules: which parts of a model run in the low dtype or in float32, whatever the op lists say of their ops.
+
+A rule stands under `modules` in an op-list file, and chooses by qualified name or by type:
+
+    modules:
+      - {match: "encoder.layers.*.norm", run: float32}   # `*` stands for one part of the name, `**` for any number of parts
+      - {match: "re:^head\\.", run: float32}             # a regular expression, searched for in the name
+      - {type: torch.nn.LayerNorm, run: low}             # the class or a subclass of it
+
+A rule covers the modules it chooses and everything inside them. Where several cover a module, the last one counts; files that come later come
+later here too. Nothing is imported to find a type: a class of a package that is not imported has no instances.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from .errors import OpListError, did_you_mean
+from .yaml_loader import Node
+
+RUNS = ("low", "float32")
+_KEYS = ("match", "type", "run", "why")
+_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """One entry of `modules`.
+
+    Attributes:
+        chooser: the value of `match` or `type`, as written.
+        run: "low" or "float32".
+        pattern: `match`, compiled; None for a rule by type.
+        why: free text.
+        path, line, column: where the entry starts.
+    """
+
+    chooser: str
+    run: str
+    pattern: "re.Pattern[str] | None"
+    why: str
+    path: str
+    line: int
+    column: int
+
+    def chooses(self, name: str, module: nn.Module) -> bool:
+        """Tell whether the rule names this module itself; the model has the name ""."""
+        if self.pattern is not None:
+            if self.chooser.startswith("re:"):
+                return self.pattern.search(name) is not None
+            return self.pattern.fullmatch(f"{name}." if name else "") is not None
+        found = _find_class(self.chooser)
+        return found is not None and isinstance(module, found)
+
+
+def read_module_rule(node: Node, path: Path) -> ModuleRule:
+    """Return the rule that one entry of `modules` states, or raise OpListError with its position."""
+    here = f"{path}:{node.line}:{node.column}"
+    if not isinstance(node.value, dict):
+        raise OpListError(f'{here}: an entry of modules is a mapping such as {{match: "encoder.*.norm", run: float32}}')
+    texts: dict[str, str] = {}
+    for key, value in node.value.items():
+        line, column = node.key_at[key]
+        if key not in _KEYS:
+            raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(_KEYS)}.{did_you_mean(key, _KEYS)}")
+        if not isinstance(value.value, str):
+            raise OpListError(f"{path}:{value.line}:{value.column}: {key} must be a single text value, not a {type(value.value).__name__}")
+        texts[key] = value.value
+    if ("match" in texts) == ("type" in texts):
+        raise OpListError(f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both")
+    run = texts.get("run")
+    if run not in RUNS:
+        raise OpListError(f"{here}: run is {run!r}; allowed are {', '.join(RUNS)}.{did_you_mean(run, RUNS)}")
+    chooser = "match" if "match" in texts else "type"
+    value = node.value[chooser]
+    try:
+        pattern = _compile(texts["match"]) if chooser == "match" else None
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise OpListError(f"{path}:{value.line}:{value.column}: {texts['match']!r} is not a pattern: {error}") from None
+    if chooser == "type" and not _TYPE.fullmatch(texts["type"]):
+        raise OpListError(f"{path}:{value.line}:{value.column}: {texts['type']!r} is not a class; write it with its module, as in torch.nn.LayerNorm")
+    return ModuleRule(texts[chooser], run, pattern, texts.get("why", ""), str(path), node.line, node.column)
+
+
+def decide_runs(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, str], set[ModuleRule]]:
+    """Return how each covered module is to run, and the rules that choose some module of this model."""
+    decided: dict[nn.Module, int] = {}
+    used: set[ModuleRule] = set()
+
+    def visit(module: nn.Module, name: str, inherited: int) -> None:
+        chosen = [index for index, rule in enumerate(rules) if rule.chooses(name, module)]
+        used.update(rules[index] for index in chosen)
+        last = max((*chosen, inherited))
+        decided[module] = max(last, decided.get(module, -1))  # a module with several names
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, last)
+
+    if rules:
+        visit(model, "", -1)
+    return {module: rules[index].run for module, index in decided.items() if index >= 0}, used
+
+
+def find_borders(model: nn.Module, runs: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return those of `runs` whose module is to run otherwise than a module that holds it."""
+    borders = {model: runs[model]} if model in runs else {}
+    for module in model.modules():
+        for child in module.children():
+            if child in runs and runs[child] != runs.get(module):
+                borders[child] = runs[child]
+    return borders
+
+
+def _compile(match: str) -> "re.Pattern[str]":
+    """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
+    if match.startswith("re:"):
+        return re.compile(match.removeprefix("re:"))
+    parts = match.split(".")
+    if not all(parts):
+        raise ValueError("a part of the name is empty")
+    return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
+
+
+def _compile_part(part: str) -> str:
+    return "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in part)
+
+
+def _find_class(dotted: str) -> type | None:
+    """Look a class up in what is imported, without running code."""
+    names = dotted.split(".")
+    length = next((n for n in range(len(names) - 1, 0, -1) if ".".join(names[:n]) in sys.modules), 0)
+    value: object = sys.modules.get(".".join(names[:length]))
+    for name in names[length:]:
+        value = inspect.getattr_static(value, name, None)
+    return value if isinstance(value, type) else None
