@@ -20,7 +20,7 @@ FILES = {re.match(r"# (\S+)\n", code)[1]: code for language, code in BLOCKS if l
 def test_every_block_is_of_a_kind_that_is_tested():
     assert {language for language, _ in BLOCKS} == {"python", "yaml", "sh"}
     assert README.count("```") == 2 * len(BLOCKS)
-    assert len(PYTHON) >= 7 and set(FILES) == {"my_presets.yaml", "my_lists.yaml"}
+    assert len(PYTHON) >= 7 and set(FILES) == {"my_presets.yaml", "my_lists.yaml", "my_modules.yaml"}
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
