@@ -23,6 +23,7 @@ LAYERS = {
     "yaml_loader": 1,
     "gradients": 2,
     "oplists": 2,
+    "torch_autocast": 2,
     "weights": 2,
     "policy": 3,
     "casts": 3,
