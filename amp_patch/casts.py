@@ -22,6 +22,8 @@ _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
 )
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
+# Python functions of torch that call products, which would cast to low again what these were to compute in float32.
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
 
 class OpCasts:
@@ -55,13 +57,13 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
+        name = getattr(original, "__name__", "")
         if kind == "whitelist":
-            name = getattr(original, "__name__", "")
             if name in _WEIGHTED:
                 return self.weighted(original)
             if name in _PRODUCTS:
                 return self.product(original)
-        wrapper = self._makers[kind](original)
+        wrapper = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, wrapper, position)
         return wrapper
@@ -196,6 +198,16 @@ class OpCasts:
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
         return original(*[_cast_nested(value, cast) for value in args], **{name: _cast_nested(value, cast) for name, value in kwargs.items()})
+
+    def uncast(self, original: Op) -> Op:
+        """Run with the casts off, as do all the functions that it calls."""
+        switch = self.switch
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with switch.region(Mode.OFF):
+                return original(*args, **kwargs)
+
+        return wrapper
 
     def promote(self, original: Op) -> Op:
         """Run in the widest dtype among the arguments. With a float64 or complex argument torch's own rule (or error) stands."""

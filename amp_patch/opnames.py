@@ -162,6 +162,8 @@ def _fault(value: Any, name: str) -> str | None:
         return "a module"
     if not callable(value):
         return "not a function"
+    if isinstance(value, types.FunctionType):
+        value = inspect.unwrap(value)  # a replacement has the module of its original, and only the original tells a builtin from a function
     module = getattr(value, "__module__", None) or ""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"

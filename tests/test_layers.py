@@ -24,6 +24,7 @@ LAYERS = {
     "gradients": 2,
     "modulerules": 2,
     "oplists": 3,
+    "torch_autocast": 2,
     "weights": 2,
     "policy": 4,
     "casts": 3,

@@ -6,6 +6,7 @@ import torch
 from amp_patch import opnames
 from amp_patch.errors import OpListError
 from amp_patch.opnames import find_spellings, inplace_twin, is_inplace
+from amp_patch.patching import Patch, Patcher
 
 # ---- names ------------------------------------------------------------------------------------------------------------------------------------
 
@@ -37,6 +38,17 @@ def test_a_refusal_has_no_position(op: str, problem: str) -> None:
     with pytest.raises(OpListError) as caught:
         find_spellings(op, may_be_missing=False)
     assert str(caught.value) == problem
+
+
+@pytest.mark.parametrize("name", ["conv2d", "softmax", "norm", "max_pool3d", "torch.nn.functional.linear", "torch.Tensor.__pow__", "stft"])
+def test_a_name_means_the_same_while_it_is_patched(name: str) -> None:
+    before = find_spellings(name, may_be_missing=False)
+    patcher = Patcher()
+    patcher.install(Patch(owner, attribute, lambda original: lambda *args: original(*args)) for (_, attribute), owner in before.items())
+    try:
+        assert find_spellings(name, may_be_missing=False) == before
+    finally:
+        patcher.undo()
 
 
 # ---- aliases ----------------------------------------------------------------------------------------------------------------------------------
