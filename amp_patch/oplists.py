@@ -21,10 +21,9 @@ follow by rule. Reading a list imports nothing and runs nothing.
 """
 
 import hashlib
-import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -32,15 +31,16 @@ from typing import NoReturn
 import torch
 
 from .errors import OpListError, did_you_mean
+from .faults import Faults
 from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
 from .yaml_loader import Node, load_mapping
 
 RULES = ("whitelist", "blacklist", "promote", "sequence_promote", "banned", "neutral")
 MAX_EXTENDS = 16
 
-_log = logging.getLogger(__name__)
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 _KEYS = ("description", "extends", "inplace_blacklist", *RULES)
+_TWINNED = ("whitelist", "blacklist", "promote", "neutral")  # in-place twins follow
 _ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 _VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
@@ -48,7 +48,7 @@ _VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """One line of a list file: the op as written, the list it is on, and where."""
+    """One line of a list file: the op as written, the list it is on, where, and the bounds on torch's version, if any."""
 
     op: str
     rule: str
@@ -56,17 +56,20 @@ class OpEntry:
     path: str
     line: int
     column: int
+    since: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`."""
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that earlier files had for it."""
 
     owner: object
     owner_name: str
     name: str
     kind: str
     entry: OpEntry
+    overridden: tuple[OpEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,9 @@ class OpLists:
         missing: entries that the running torch has no op for.
         deferred: entries of packages that are not imported yet.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
+        neutral: spellings that a neutral entry took off.
+        other_torch: entries that `since` or `until` keep out on the running torch.
+        inplace_blacklist: that setting.
     """
 
     names: tuple[str, ...]
@@ -85,6 +91,9 @@ class OpLists:
     missing: tuple[OpEntry, ...]
     deferred: tuple[OpEntry, ...]
     digest: str
+    neutral: tuple[Spelling, ...] = ()
+    other_torch: tuple[OpEntry, ...] = ()
+    inplace_blacklist: str = "match"
 
 
 def lists_dir() -> Path:
@@ -110,10 +119,25 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     specs = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec) if isinstance(spec, (list, tuple)) else []
     if not specs or not all(isinstance(one, (str, os.PathLike)) for one in specs):
         raise OpListError(f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of those")
-    overlay = _Overlay()
+    overlay = _Overlay(Faults())
     for one in specs:
         overlay.add(_locate(one, Path(), f"op list {os.fspath(one)!r}"), ())
     return overlay.resolve(tuple(str(os.fspath(one)) for one in specs))
+
+
+def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
+    """Return the lists that a file with these ops under these rules would give; `name` stands for its path."""
+    overlay = _Overlay(Faults())
+    overlay.merge(((OpEntry(op, rule, "", name, 0, 0), False, True) for rule, ops in rules.items() for op in ops), is_shipped=False)
+    return overlay.resolve((name,))
+
+
+def check_oplists(path: Path) -> Faults:
+    """Return all faults of a list file and of those it extends, and what is no fault but has no effect. Raises nothing."""
+    faults = Faults(is_collecting=True)
+    with faults:
+        _Overlay(faults).add(path, ())
+    return faults
 
 
 def _locate(spec: str | os.PathLike[str], base: Path, at: str) -> Path:
@@ -134,14 +158,17 @@ class _Claim:
 
     owner: object | None
     entry: OpEntry
+    overridden: tuple[OpEntry, ...] = ()
 
 
 class _Overlay:
-    """Files laid over each other, later over earlier."""
+    """Files laid over each other, later over earlier. Each `with self._faults` block is what one fault spoils."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
         self._claims: dict[Key, _Claim] = {}
         self._missing: dict[str, OpEntry] = {}
+        self._other_torch: list[OpEntry] = []
         self._inplace = "match"
         self._done: set[str] = set()
 
@@ -158,58 +185,104 @@ class _Overlay:
         if identity in self._done:
             return
         root = load_mapping(path, OpListError)
-        keys = _checked_keys(root, _KEYS, path)
+        keys = _checked_keys(root, _KEYS, path, self._faults)
         for node in _items(keys.get("extends"), path, "extends"):
             here = f"{path}:{node.line}:{node.column}"
-            self.add(_locate(_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
+            with self._faults:
+                self.add(_locate(_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
         self._done.add(identity)
         if "description" in keys:
-            _text(keys["description"], path, "description")
+            with self._faults:
+                _text(keys["description"], path, "description")
         if inplace := keys.get("inplace_blacklist"):
-            self._inplace = _choice(inplace, path, "inplace_blacklist", ("match", "error"))
-        self._merge(_read_entries(keys, path), is_shipped=Path(identity).parent == lists_dir())
+            with self._faults:
+                self._inplace = _choice(inplace, path, "inplace_blacklist", ("match", "error"))
+        self.merge(_read_entries(keys, path, self._faults), is_shipped=Path(identity).parent == lists_dir())
 
-    def _merge(self, entries: Iterator[tuple[OpEntry, bool]], is_shipped: bool) -> None:
+    def merge(self, entries: Iterable[tuple[OpEntry, bool, bool]], is_shipped: bool) -> None:
         """Claim every spelling of one file's entries, then lay the claims over those of earlier files."""
         claims: dict[Key, _Claim] = {}
         absent: dict[Key, OpEntry] = {}
-        for entry, is_optional in entries:
-            found = _find(entry, may_be_missing=is_shipped or is_optional)
-            if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
-                _log.warning("%s: %r is neutral, but it was on no list", _at(entry), entry.op)
-            for key in found or {("", entry.op): None}:
-                other = claims[key].entry if key in claims else absent.get(key)
-                if other is not None:
-                    _refuse_twice(entry, other, ".".join(filter(None, key)))
-            claims |= {key: _Claim(owner, entry) for key, owner in found.items()}
-            if not found:
-                absent["", entry.op] = entry
+        for entry, is_optional, applies in entries:
+            if not applies:
+                self._other_torch.append(entry)
+                continue
+            with self._faults:
+                found = _find(entry, may_be_missing=is_shipped or is_optional)
+                for key in found or {("", entry.op): None}:
+                    other = claims[key].entry if key in claims else absent.get(key)
+                    if other is not None:
+                        _refuse_twice(entry, other, ".".join(filter(None, key)))
+                if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
+                    self._faults.warn(f"{_at(entry)}: {entry.op!r} is neutral, but it was on no list")
+                claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
+                if not found:
+                    absent["", entry.op] = entry
+        if self._faults.is_collecting:
+            self._warn_of_redundant(claims)
         self._claims |= claims
         self._missing |= {entry.op: entry for entry in absent.values()}
+
+    def _claim(self, key: Key, owner: object | None, entry: OpEntry) -> _Claim:
+        earlier = self._claims.get(key)
+        return _Claim(owner, entry, (*earlier.overridden, earlier.entry) if earlier else ())
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
         """Add the in-place twins, and freeze."""
         claims = dict(self._claims)
         for key, claim in self._claims.items():
-            if claim.entry.rule in ("whitelist", "blacklist", "promote") and (twin := inplace_twin(key)) and twin not in claims:
+            if claim.entry.rule in _TWINNED and (twin := inplace_twin(key)) and twin not in claims:
                 claims[twin] = claim
-        live = {key: claim for key, claim in claims.items() if claim.entry.rule != "neutral"}
-        kinds = {key: self._kind(key[1], claim.entry.rule) for key, claim in live.items()}
-        spellings = tuple(Spelling(claim.owner, *key, kinds[key], claim.entry) for key, claim in live.items() if claim.owner is not None)
-        deferred = tuple(claim.entry for claim in live.values() if claim.owner is None)
-        content = "\n".join(sorted(f"{owner_name}.{name} {kinds[owner_name, name]}" for owner_name, name in live))
-        return OpLists(names, spellings, tuple(self._missing.values()), deferred, hashlib.sha256(content.encode()).hexdigest())
+        resolved = [
+            Spelling(claim.owner, *key, kind_of(key[1], claim.entry.rule, self._inplace), claim.entry, claim.overridden)
+            for key, claim in claims.items()
+        ]
+        live = [spelling for spelling in resolved if spelling.kind != "neutral"]
+        content = "\n".join(sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in live))
+        return OpLists(
+            names,
+            tuple(spelling for spelling in live if spelling.owner is not None),
+            tuple(self._missing.values()),
+            tuple(spelling.entry for spelling in live if spelling.owner is None),
+            hashlib.sha256(content.encode()).hexdigest(),
+            tuple(spelling for spelling in resolved if spelling.kind == "neutral"),
+            tuple(self._other_torch),
+            self._inplace,
+        )
 
-    def _kind(self, name: str, rule: str) -> str:
-        """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
+    def _warn_of_redundant(self, claims: dict[Key, _Claim]) -> None:
+        """Say which entries of a file change nothing: earlier files have all their spellings on that rule, or they follow as in-place twins."""
+        by_entry: dict[OpEntry, list[Key]] = {}
+        for key, claim in claims.items():
+            by_entry.setdefault(claim.entry, []).append(key)
+        for entry, keys in by_entry.items():
+            causes = [self._cause(key, entry.rule, claims) for key in keys]
+            if None not in causes:
+                self._faults.warn(f"{_at(entry)}: {entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
-        Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
-        """
-        if is_augmented(name) and self._inplace != "error":
-            return "match_self"
-        if not is_inplace(name) or rule == "banned":
-            return rule
-        return "inplace_error" if rule == "blacklist" and self._inplace == "error" else "match_self"
+    def _cause(self, key: Key, rule: str, claims: dict[Key, _Claim]) -> str | None:
+        """Return what puts a spelling on a rule besides its entry in the file of these claims, or None."""
+        if earlier := self._claims.get(key):
+            return f"by {earlier.entry.op!r} at {_at(earlier.entry)}" if earlier.entry.rule == rule else None
+        base = (key[0], key[1].removesuffix("_"))
+        claim = claims.get(base) or self._claims.get(base)
+        if claim is None or claim.entry.rule != rule or rule not in _TWINNED or inplace_twin(base) != key:
+            return None
+        return f"as the in-place twin of {claim.entry.op!r} at {_at(claim.entry)}"
+
+
+def kind_of(name: str, rule: str, inplace_blacklist: str) -> str:
+    """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
+
+    Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    """
+    if rule in ("banned", "neutral"):
+        return rule
+    if is_augmented(name):
+        return rule if inplace_blacklist == "error" else "match_self"
+    if is_inplace(name):
+        return "inplace_error" if rule == "blacklist" and inplace_blacklist == "error" else "match_self"
+    return rule
 
 
 def _matches(found: Iterable[Key], claimed: Set[Key]) -> bool:
@@ -241,11 +314,12 @@ def _refuse_twice(entry: OpEntry, other: OpEntry, spelling: str) -> NoReturn:
 # ---- reading --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _checked_keys(node: Node, allowed: tuple[str, ...], path: Path) -> dict[str, Node]:
+def _checked_keys(node: Node, allowed: tuple[str, ...], path: Path, faults: Faults) -> dict[str, Node]:
     assert isinstance(node.value, dict)
     for key, (line, column) in node.key_at.items():
-        if key not in allowed:
-            raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}")
+        with faults:
+            if key not in allowed:
+                raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}")
     return node.value
 
 
@@ -273,26 +347,46 @@ def _items(node: Node | None, path: Path, key: str) -> list[Node]:
     raise OpListError(f"{path}:{node.line}:{node.column}: {key} must be a list of ops (`- name` lines)")
 
 
-def _read_entries(keys: dict[str, Node], path: Path) -> Iterator[tuple[OpEntry, bool]]:
-    """Yield the entries that apply to the running torch, each with whether torch may lack its op."""
+def _read_entries(keys: dict[str, Node], path: Path, faults: Faults) -> Iterator[tuple[OpEntry, bool, bool]]:
+    """Yield the entries, each with whether torch may lack its op and whether it applies to the running torch."""
     for rule in RULES:
-        for node in _items(keys.get(rule), path, rule):
-            fields = _checked_keys(node, _ENTRY_KEYS, path) if isinstance(node.value, dict) else {"op": node}
-            if "op" not in fields:
-                raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
-            op = fields["op"]
-            name = _text(op, path, f"an entry of {rule}")
-            if not _NAME.fullmatch(name):
-                raise OpListError(f"{path}:{op.line}:{op.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
-            if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
-                raise OpListError(
-                    f"{path}:{op.line}:{op.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
-                    "Leave it unlisted: it takes 16-bit inputs as it is"
-                )
-            why = _text(fields["why"], path, "why") if "why" in fields else ""
-            is_optional = "optional" in fields and _choice(fields["optional"], path, "optional", ("true", "false")) == "true"
-            if _applies(fields, path):
-                yield OpEntry(name, rule, why, str(path), op.line, op.column), is_optional
+        nodes: list[Node] = []
+        with faults:
+            nodes = _items(keys.get(rule), path, rule)
+        for node in nodes:
+            with faults:
+                yield from _read_entry(rule, node, path, faults)
+
+
+def _read_entry(rule: str, node: Node, path: Path, faults: Faults) -> Iterator[tuple[OpEntry, bool, bool]]:
+    """Yield what `_read_entries` does for one item, or nothing where a fault leaves its op or the torch it is meant for unknown."""
+    fields = _checked_keys(node, _ENTRY_KEYS, path, faults) if isinstance(node.value, dict) else {"op": node}
+    why, is_optional = "", False
+    with faults:
+        why = _text(fields["why"], path, "why") if "why" in fields else ""
+    with faults:
+        is_optional = "optional" in fields and _choice(fields["optional"], path, "optional", ("true", "false")) == "true"
+    applies = None
+    with faults:
+        applies = _applies(fields, path)
+    if "op" not in fields:
+        raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
+    name = _op_name(fields["op"], rule, path)
+    if applies is not None:
+        since, until = (str(fields[bound].value) if bound in fields else "" for bound in ("since", "until"))
+        yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies
+
+
+def _op_name(node: Node, rule: str, path: Path) -> str:
+    name = _text(node, path, f"an entry of {rule}")
+    if not _NAME.fullmatch(name):
+        raise OpListError(f"{path}:{node.line}:{node.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
+    if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+        raise OpListError(
+            f"{path}:{node.line}:{node.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
+            "Leave it unlisted: it takes 16-bit inputs as it is"
+        )
+    return name
 
 
 def _applies(fields: dict[str, Node], path: Path) -> bool:

@@ -14,6 +14,7 @@ PACKAGE = Path(amp_patch.__file__).parent
 LAYERS = {
     "errors": 0,
     "dtypes": 1,
+    "faults": 1,
     "opnames": 1,
     "patching": 1,
     "scaler": 1,
