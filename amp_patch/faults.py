@@ -33,12 +33,12 @@ class Faults:
             self.found.append(str(error))
         return True
 
-    def warn(self, text: str) -> None:
+    def warn(self, position: str, text: str) -> None:
         """Say what is no fault but has no effect: to the log, or into `warnings`."""
         if self.is_collecting:
-            self.warnings.append(text)
+            self.warnings.append(f"{position}: warning: {text}")
         else:
-            _log.warning("%s", text)
+            _log.warning("%s: %s", position, text)
 
 
 def sort_by_position(messages: list[str]) -> list[str]:

@@ -214,7 +214,7 @@ class _Overlay:
                     if other is not None:
                         _refuse_twice(entry, other, ".".join(filter(None, key)))
                 if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
-                    self._faults.warn(f"{_at(entry)}: {entry.op!r} is neutral, but it was on no list")
+                    self._faults.warn(_at(entry), f"{entry.op!r} is neutral, but it was on no list")
                 claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
                 if not found:
                     absent["", entry.op] = entry
@@ -258,7 +258,7 @@ class _Overlay:
         for entry, keys in by_entry.items():
             causes = [self._cause(key, entry.rule, claims) for key in keys]
             if None not in causes:
-                self._faults.warn(f"{_at(entry)}: {entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
+                self._faults.warn(_at(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
     def _cause(self, key: Key, rule: str, claims: dict[Key, _Claim]) -> str | None:
         """Return what puts a spelling on a rule besides its entry in the file of these claims, or None."""

@@ -27,6 +27,7 @@ LAYERS = {
     "torch_autocast": 2,
     "weights": 2,
     "policy": 3,
+    "rulings": 3,
     "casts": 3,
     "models": 4,
     "plan": 5,
@@ -38,6 +39,7 @@ LAYERS = {
     "amp": 10,
     "__init__": 11,
     "demo": 12,
+    "listing": 12,
     "cli": 13,
     "__main__": 14,
 }
