@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterable
 from types import TracebackType
 
 from .errors import OpListError
@@ -14,13 +15,13 @@ class Faults:
     """`with faults:` encloses what a single fault spoils. The error leaves the block, or, when collecting, ends it and is kept.
 
     Attributes:
-        found: the messages of the errors, each once.
+        found: the messages of the errors, each once, as keys.
         warnings: what was passed to `warn`.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
-        self.found: list[str] = []
+        self.found: dict[str, None] = {}  # a broken file may be reached along several ways
         self.warnings: list[str] = []
 
     def __enter__(self) -> None:
@@ -29,8 +30,7 @@ class Faults:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
-        if str(error) not in self.found:  # a broken file may be reached along several ways
-            self.found.append(str(error))
+        self.found[str(error)] = None
         return True
 
     def warn(self, position: str, text: str) -> None:
@@ -41,7 +41,7 @@ class Faults:
             _log.warning("%s: %s", position, text)
 
 
-def sort_by_position(messages: list[str]) -> list[str]:
+def sort_by_position(messages: Iterable[str]) -> list[str]:
     """Return messages that start with `file:line:column: ` by line and column, the files in the order of their first message."""
     files: dict[str, int] = {}
 

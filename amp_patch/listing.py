@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from amp_patch import torch_autocast
+from amp_patch.entries import RULES, OpEntry
 from amp_patch.errors import OpListError
 from amp_patch.faults import sort_by_position
-from amp_patch.oplists import RULES, OpEntry, OpLists, Spelling, check_oplists, lists_dir, load_oplists, make_oplists
+from amp_patch.oplists import OpLists, Spelling, check_oplists, lists_dir, load_oplists, make_oplists
 from amp_patch.opnames import find_spellings
 from amp_patch.rulings import SUMMARIES, Explanation, Ruling, compare, describe_effects, explain
 

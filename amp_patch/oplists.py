@@ -22,42 +22,21 @@ follow by rule. Reading a list imports nothing and runs nothing.
 
 import hashlib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
+from .entries import RULES, Line, OpEntry, check_keys, get_items, read_choice, read_entries, read_text
 from .errors import OpListError, did_you_mean
 from .faults import Faults
 from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
-from .yaml_loader import Node, load_mapping
+from .yaml_loader import load_mapping
 
-RULES = ("whitelist", "blacklist", "promote", "sequence_promote", "banned", "neutral")
 MAX_EXTENDS = 16
 
-_KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 _KEYS = ("description", "extends", "inplace_blacklist", *RULES)
 _TWINNED = ("whitelist", "blacklist", "promote", "neutral")  # in-place twins follow
-_ENTRY_KEYS = ("op", "why", "since", "until", "optional")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
-_VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
-
-
-@dataclass(frozen=True, slots=True)
-class OpEntry:
-    """One line of a list file: the op as written, the list it is on, where, and the bounds on torch's version, if any."""
-
-    op: str
-    rule: str
-    why: str
-    path: str
-    line: int
-    column: int
-    since: str = ""
-    until: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +107,7 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
     """Return the lists that a file with these ops under these rules would give; `name` stands for its path."""
     overlay = _Overlay(Faults())
-    overlay.merge(((OpEntry(op, rule, "", name, 0, 0), False, True) for rule, ops in rules.items() for op in ops), is_shipped=False)
+    overlay.merge((Line(OpEntry(op, rule, "", name, 0, 0)) for rule, ops in rules.items() for op in ops), is_shipped=False)
     return overlay.resolve((name,))
 
 
@@ -185,25 +164,25 @@ class _Overlay:
         if identity in self._done:
             return
         root = load_mapping(path, OpListError)
-        keys = _checked_keys(root, _KEYS, path, self._faults)
-        for node in _items(keys.get("extends"), path, "extends"):
+        keys = check_keys(root, _KEYS, path, self._faults)
+        for node in get_items(keys.get("extends"), path, "extends"):
             here = f"{path}:{node.line}:{node.column}"
             with self._faults:
-                self.add(_locate(_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
+                self.add(_locate(read_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
         self._done.add(identity)
         if "description" in keys:
             with self._faults:
-                _text(keys["description"], path, "description")
+                read_text(keys["description"], path, "description")
         if inplace := keys.get("inplace_blacklist"):
             with self._faults:
-                self._inplace = _choice(inplace, path, "inplace_blacklist", ("match", "error"))
-        self.merge(_read_entries(keys, path, self._faults), is_shipped=Path(identity).parent == lists_dir())
+                self._inplace = read_choice(inplace, path, "inplace_blacklist", ("match", "error"))
+        self.merge(read_entries(keys, path, self._faults), is_shipped=Path(identity).parent == lists_dir())
 
-    def merge(self, entries: Iterable[tuple[OpEntry, bool, bool]], is_shipped: bool) -> None:
+    def merge(self, lines: Iterable[Line], is_shipped: bool) -> None:
         """Claim every spelling of one file's entries, then lay the claims over those of earlier files."""
         claims: dict[Key, _Claim] = {}
         absent: dict[Key, OpEntry] = {}
-        for entry, is_optional, applies in entries:
+        for entry, is_optional, applies in lines:
             if not applies:
                 self._other_torch.append(entry)
                 continue
@@ -213,7 +192,7 @@ class _Overlay:
                     other = claims[key].entry if key in claims else absent.get(key)
                     if other is not None:
                         _refuse_twice(entry, other, ".".join(filter(None, key)))
-                if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
+                if entry.rule == "neutral" and found and not (_matches(found, self._claims) or _matches(found, claims)):
                     self._faults.warn(_at(entry), f"{entry.op!r} is neutral, but it was on no list")
                 claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
                 if not found:
@@ -285,9 +264,9 @@ def kind_of(name: str, rule: str, inplace_blacklist: str) -> str:
     return rule
 
 
-def _matches(found: Iterable[Key], claimed: Set[Key]) -> bool:
+def _matches(found: Iterable[Key], claims: Mapping[Key, _Claim]) -> bool:
     """Whether a spelling, or the op whose in-place twin it is, has a rule."""
-    return any({(owner_name, name), (owner_name, name.removesuffix("_"))} & claimed for owner_name, name in found)
+    return any(key in claims or (key[0], key[1].removesuffix("_")) in claims for key in found)
 
 
 def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
@@ -309,100 +288,3 @@ def _refuse_twice(entry: OpEntry, other: OpEntry, spelling: str) -> NoReturn:
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {where}"
     raise OpListError(f"{_at(entry)}: {problem}; an op may be on one list of a file, once")
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------------------------------
-
-
-def _checked_keys(node: Node, allowed: tuple[str, ...], path: Path, faults: Faults) -> dict[str, Node]:
-    assert isinstance(node.value, dict)
-    for key, (line, column) in node.key_at.items():
-        with faults:
-            if key not in allowed:
-                raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}")
-    return node.value
-
-
-def _text(node: Node, path: Path, what: str) -> str:
-    if not isinstance(node.value, str):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} must be a single text value, not a {type(node.value).__name__}")
-    return node.value
-
-
-def _choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> str:
-    text = _text(node, path, what)
-    if text not in allowed:
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}")
-    return text
-
-
-def _items(node: Node | None, path: Path, key: str) -> list[Node]:
-    """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
-    if node is None or (node.value == "" and not node.quoted):
-        return []
-    if isinstance(node.value, list):
-        return node.value
-    if key == "extends":
-        return [node]
-    raise OpListError(f"{path}:{node.line}:{node.column}: {key} must be a list of ops (`- name` lines)")
-
-
-def _read_entries(keys: dict[str, Node], path: Path, faults: Faults) -> Iterator[tuple[OpEntry, bool, bool]]:
-    """Yield the entries, each with whether torch may lack its op and whether it applies to the running torch."""
-    for rule in RULES:
-        nodes: list[Node] = []
-        with faults:
-            nodes = _items(keys.get(rule), path, rule)
-        for node in nodes:
-            with faults:
-                yield from _read_entry(rule, node, path, faults)
-
-
-def _read_entry(rule: str, node: Node, path: Path, faults: Faults) -> Iterator[tuple[OpEntry, bool, bool]]:
-    """Yield what `_read_entries` does for one item, or nothing where a fault leaves its op or the torch it is meant for unknown."""
-    fields = _checked_keys(node, _ENTRY_KEYS, path, faults) if isinstance(node.value, dict) else {"op": node}
-    why, is_optional = "", False
-    with faults:
-        why = _text(fields["why"], path, "why") if "why" in fields else ""
-    with faults:
-        is_optional = "optional" in fields and _choice(fields["optional"], path, "optional", ("true", "false")) == "true"
-    applies = None
-    with faults:
-        applies = _applies(fields, path)
-    if "op" not in fields:
-        raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
-    name = _op_name(fields["op"], rule, path)
-    if applies is not None:
-        since, until = (str(fields[bound].value) if bound in fields else "" for bound in ("since", "until"))
-        yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies
-
-
-def _op_name(node: Node, rule: str, path: Path) -> str:
-    name = _text(node, path, f"an entry of {rule}")
-    if not _NAME.fullmatch(name):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
-    if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
-        raise OpListError(
-            f"{path}:{node.line}:{node.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
-            "Leave it unlisted: it takes 16-bit inputs as it is"
-        )
-    return name
-
-
-def _applies(fields: dict[str, Node], path: Path) -> bool:
-    since, until = _version(fields.get("since"), path, "since"), _version(fields.get("until"), path, "until")
-    if since and until and since >= until:
-        node = fields["until"]
-        raise OpListError(f"{path}:{node.line}:{node.column}: until {node.value!r} is not later than since {fields['since'].value!r}; no torch fits")
-    running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
-    return (since is None or since <= running) and (until is None or running < until)
-
-
-def _version(node: Node | None, path: Path, what: str) -> tuple[int, ...] | None:
-    if node is None:
-        return None
-    text = _text(node, path, what)
-    if not _VERSION.fullmatch(text):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} is {text!r}; give a torch version such as 2.12")
-    parts = tuple(int(part) for part in text.split("."))
-    return parts + (0,) * (3 - len(parts))

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .entries import OpEntry
 from .errors import OpListError
-from .oplists import OpEntry, OpLists, kind_of
+from .oplists import OpLists, kind_of
 from .opnames import Key, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
 
 SUMMARIES = {
