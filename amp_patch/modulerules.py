@@ -20,7 +20,9 @@ from pathlib import Path
 
 from torch import nn
 
-from .errors import OpListError, did_you_mean
+from .entries import check_keys, read_choice, read_text
+from .errors import OpListError
+from .faults import Faults
 from .yaml_loader import Node
 
 RUNS = ("low", "float32")
@@ -58,33 +60,26 @@ class ModuleRule:
         return found is not None and isinstance(module, found)
 
 
-def read_module_rule(node: Node, path: Path) -> ModuleRule:
-    """Return the rule that one entry of `modules` states, or raise OpListError with its position."""
+def read_module_rule(node: Node, path: Path, faults: Faults) -> ModuleRule:
+    """Return the rule that one entry of `modules` states, or raise OpListError with its position; unknown keys go to `faults`."""
     here = f"{path}:{node.line}:{node.column}"
     if not isinstance(node.value, dict):
         raise OpListError(f'{here}: an entry of modules is a mapping such as {{match: "encoder.*.norm", run: float32}}')
-    texts: dict[str, str] = {}
-    for key, value in node.value.items():
-        line, column = node.key_at[key]
-        if key not in _KEYS:
-            raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(_KEYS)}.{did_you_mean(key, _KEYS)}")
-        if not isinstance(value.value, str):
-            raise OpListError(f"{path}:{value.line}:{value.column}: {key} must be a single text value, not a {type(value.value).__name__}")
-        texts[key] = value.value
-    if ("match" in texts) == ("type" in texts):
+    fields = check_keys(node, _KEYS, path, faults)
+    if ("match" in fields) == ("type" in fields):
         raise OpListError(f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both")
-    run = texts.get("run")
-    if run not in RUNS:
-        raise OpListError(f"{here}: run is {run!r}; allowed are {', '.join(RUNS)}.{did_you_mean(run, RUNS)}")
-    chooser = "match" if "match" in texts else "type"
-    value = node.value[chooser]
-    try:
-        pattern = _compile(texts["match"]) if chooser == "match" else None
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise OpListError(f"{path}:{value.line}:{value.column}: {texts['match']!r} is not a pattern: {error}") from None
-    if chooser == "type" and not _TYPE.fullmatch(texts["type"]):
-        raise OpListError(f"{path}:{value.line}:{value.column}: {texts['type']!r} is not a class; write it with its module, as in torch.nn.LayerNorm")
-    return ModuleRule(texts[chooser], run, pattern, texts.get("why", ""), str(path), node.line, node.column)
+    if "run" not in fields:
+        raise OpListError(f"{here}: an entry of modules needs the key 'run' ({', '.join(RUNS)})")
+    run = read_choice(fields["run"], path, "run", RUNS)
+    why = read_text(fields["why"], path, "why") if "why" in fields else ""
+    if "match" in fields:
+        chooser = read_text(fields["match"], path, "match")
+        return ModuleRule(chooser, run, _compile(chooser, fields["match"], path), why, str(path), node.line, node.column)
+    chooser = read_text(fields["type"], path, "type")
+    if not _TYPE.fullmatch(chooser):
+        position = f"{path}:{fields['type'].line}:{fields['type'].column}"
+        raise OpListError(f"{position}: {chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm")
+    return ModuleRule(chooser, run, None, why, str(path), node.line, node.column)
 
 
 def decide_runs(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, str], set[ModuleRule]]:
@@ -115,14 +110,17 @@ def find_borders(model: nn.Module, runs: dict[nn.Module, str]) -> dict[nn.Module
     return borders
 
 
-def _compile(match: str) -> "re.Pattern[str]":
+def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
     """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
-    if match.startswith("re:"):
-        return re.compile(match.removeprefix("re:"))
-    parts = match.split(".")
-    if not all(parts):
-        raise ValueError("a part of the name is empty")
-    return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
+    try:
+        if match.startswith("re:"):
+            return re.compile(match.removeprefix("re:"))
+        parts = match.split(".")
+        if not all(parts):
+            raise ValueError("a part of the name is empty")
+        return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise OpListError(f"{path}:{node.line}:{node.column}: {match!r} is not a pattern: {error}") from None
 
 
 def _compile_part(part: str) -> str:

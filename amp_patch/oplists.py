@@ -22,53 +22,35 @@ follow by rule. Reading a list imports nothing and runs nothing.
 """
 
 import hashlib
-import logging
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
+from .entries import RULES, Line, OpEntry, check_keys, get_items, read_choice, read_entries, read_text
 from .errors import OpListError, did_you_mean
+from .faults import Faults
 from .modulerules import ModuleRule, read_module_rule
 from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
-from .yaml_loader import Node, load_mapping
+from .yaml_loader import load_mapping
 
-RULES = ("whitelist", "blacklist", "promote", "sequence_promote", "banned", "neutral")
 MAX_EXTENDS = 16
 
-_log = logging.getLogger(__name__)
-_KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 _KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
-_ENTRY_KEYS = ("op", "why", "since", "until", "optional")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
-_VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
-
-
-@dataclass(frozen=True, slots=True)
-class OpEntry:
-    """One line of a list file: the op as written, the list it is on, and where."""
-
-    op: str
-    rule: str
-    why: str
-    path: str
-    line: int
-    column: int
+_TWINNED = ("whitelist", "blacklist", "promote", "neutral")  # in-place twins follow
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`."""
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that earlier files had for it."""
 
     owner: object
     owner_name: str
     name: str
     kind: str
     entry: OpEntry
+    overridden: tuple[OpEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +63,9 @@ class OpLists:
         deferred: entries of packages that are not imported yet.
         modules: rules for parts of a model; of those that cover the same module the last one counts.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
+        neutral: spellings that a neutral entry took off.
+        other_torch: entries that `since` or `until` keep out on the running torch.
+        inplace_blacklist: that setting.
     """
 
     names: tuple[str, ...]
@@ -89,6 +74,9 @@ class OpLists:
     deferred: tuple[OpEntry, ...]
     modules: tuple[ModuleRule, ...]
     digest: str
+    neutral: tuple[Spelling, ...] = ()
+    other_torch: tuple[OpEntry, ...] = ()
+    inplace_blacklist: str = "match"
 
 
 def lists_dir() -> Path:
@@ -114,10 +102,25 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     specs = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec) if isinstance(spec, (list, tuple)) else []
     if not specs or not all(isinstance(one, (str, os.PathLike)) for one in specs):
         raise OpListError(f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of those")
-    overlay = _Overlay()
+    overlay = _Overlay(Faults())
     for one in specs:
         overlay.add(_locate(one, Path(), f"op list {os.fspath(one)!r}"), ())
     return overlay.resolve(tuple(str(os.fspath(one)) for one in specs))
+
+
+def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
+    """Return the lists that a file with these ops under these rules would give; `name` stands for its path."""
+    overlay = _Overlay(Faults())
+    overlay.merge((Line(OpEntry(op, rule, "", name, 0, 0)) for rule, ops in rules.items() for op in ops), is_shipped=False)
+    return overlay.resolve((name,))
+
+
+def check_oplists(path: Path) -> Faults:
+    """Return all faults of a list file and of those it extends, and what is no fault but has no effect. Raises nothing."""
+    faults = Faults(is_collecting=True)
+    with faults:
+        _Overlay(faults).add(path, ())
+    return faults
 
 
 def _locate(spec: str | os.PathLike[str], base: Path, at: str) -> Path:
@@ -138,15 +141,18 @@ class _Claim:
 
     owner: object | None
     entry: OpEntry
+    overridden: tuple[OpEntry, ...] = ()
 
 
 class _Overlay:
-    """Files laid over each other, later over earlier."""
+    """Files laid over each other, later over earlier. Each `with self._faults` block is what one fault spoils."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
         self._claims: dict[Key, _Claim] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
+        self._other_torch: list[OpEntry] = []
         self._inplace = "match"
         self._done: set[str] = set()
 
@@ -163,67 +169,114 @@ class _Overlay:
         if identity in self._done:
             return
         root = load_mapping(path, OpListError)
-        keys = _checked_keys(root, _KEYS, path)
-        for node in _items(keys.get("extends"), path, "extends"):
+        keys = check_keys(root, _KEYS, path, self._faults)
+        for node in get_items(keys.get("extends"), path, "extends"):
             here = f"{path}:{node.line}:{node.column}"
-            self.add(_locate(_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
+            with self._faults:
+                self.add(_locate(read_text(node, path, "extends"), path.parent, here), (*chain, identity), here)
         self._done.add(identity)
         if "description" in keys:
-            _text(keys["description"], path, "description")
+            with self._faults:
+                read_text(keys["description"], path, "description")
         if inplace := keys.get("inplace_blacklist"):
-            self._inplace = _choice(inplace, path, "inplace_blacklist", ("match", "error"))
-        self._modules.extend(read_module_rule(node, path) for node in _items(keys.get("modules"), path, "modules"))
-        self._merge(_read_entries(keys, path), is_shipped=Path(identity).parent == lists_dir())
+            with self._faults:
+                self._inplace = read_choice(inplace, path, "inplace_blacklist", ("match", "error"))
+        for node in get_items(keys.get("modules"), path, "modules"):
+            with self._faults:
+                self._modules.append(read_module_rule(node, path, self._faults))
+        self.merge(read_entries(keys, path, self._faults), is_shipped=Path(identity).parent == lists_dir())
 
-    def _merge(self, entries: Iterator[tuple[OpEntry, bool]], is_shipped: bool) -> None:
+    def merge(self, lines: Iterable[Line], is_shipped: bool) -> None:
         """Claim every spelling of one file's entries, then lay the claims over those of earlier files."""
         claims: dict[Key, _Claim] = {}
         absent: dict[Key, OpEntry] = {}
-        for entry, is_optional in entries:
-            found = _find(entry, may_be_missing=is_shipped or is_optional)
-            if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
-                _log.warning("%s: %r is neutral, but it was on no list", _at(entry), entry.op)
-            for key in found or {("", entry.op): None}:
-                other = claims[key].entry if key in claims else absent.get(key)
-                if other is not None:
-                    _refuse_twice(entry, other, ".".join(filter(None, key)))
-            claims |= {key: _Claim(owner, entry) for key, owner in found.items()}
-            if not found:
-                absent["", entry.op] = entry
+        for entry, is_optional, applies in lines:
+            if not applies:
+                self._other_torch.append(entry)
+                continue
+            with self._faults:
+                found = _find(entry, may_be_missing=is_shipped or is_optional)
+                for key in found or {("", entry.op): None}:
+                    other = claims[key].entry if key in claims else absent.get(key)
+                    if other is not None:
+                        _refuse_twice(entry, other, ".".join(filter(None, key)))
+                if entry.rule == "neutral" and found and not (_matches(found, self._claims) or _matches(found, claims)):
+                    self._faults.warn(_at(entry), f"{entry.op!r} is neutral, but it was on no list")
+                claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
+                if not found:
+                    absent["", entry.op] = entry
+        if self._faults.is_collecting:
+            self._warn_of_redundant(claims)
         self._claims |= claims
         self._missing |= {entry.op: entry for entry in absent.values()}
+
+    def _claim(self, key: Key, owner: object | None, entry: OpEntry) -> _Claim:
+        earlier = self._claims.get(key)
+        return _Claim(owner, entry, (*earlier.overridden, earlier.entry) if earlier else ())
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
         """Add the in-place twins, and freeze."""
         claims = dict(self._claims)
         for key, claim in self._claims.items():
-            if claim.entry.rule in ("whitelist", "blacklist", "promote") and (twin := inplace_twin(key)) and twin not in claims:
+            if claim.entry.rule in _TWINNED and (twin := inplace_twin(key)) and twin not in claims:
                 claims[twin] = claim
-        live = {key: claim for key, claim in claims.items() if claim.entry.rule != "neutral"}
-        kinds = {key: self._kind(key[1], claim.entry.rule) for key, claim in live.items()}
-        spellings = tuple(Spelling(claim.owner, *key, kinds[key], claim.entry) for key, claim in live.items() if claim.owner is not None)
-        deferred = tuple(claim.entry for claim in live.values() if claim.owner is None)
-        content = "\n".join(
-            [*sorted(f"{owner_name}.{name} {kinds[owner_name, name]}" for owner_name, name in live), *(f"{m.chooser} {m.run}" for m in self._modules)]
+        resolved = [
+            Spelling(claim.owner, *key, kind_of(key[1], claim.entry.rule, self._inplace), claim.entry, claim.overridden)
+            for key, claim in claims.items()
+        ]
+        live = [spelling for spelling in resolved if spelling.kind != "neutral"]
+        rulings = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in live)
+        content = "\n".join([*rulings, *(f"{rule.chooser} {rule.run}" for rule in self._modules)])
+        return OpLists(
+            names,
+            tuple(spelling for spelling in live if spelling.owner is not None),
+            tuple(self._missing.values()),
+            tuple(spelling.entry for spelling in live if spelling.owner is None),
+            tuple(self._modules),
+            hashlib.sha256(content.encode()).hexdigest(),
+            tuple(spelling for spelling in resolved if spelling.kind == "neutral"),
+            tuple(self._other_torch),
+            self._inplace,
         )
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        return OpLists(names, spellings, tuple(self._missing.values()), deferred, tuple(self._modules), digest)
 
-    def _kind(self, name: str, rule: str) -> str:
-        """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
+    def _warn_of_redundant(self, claims: dict[Key, _Claim]) -> None:
+        """Say which entries of a file change nothing: earlier files have all their spellings on that rule, or they follow as in-place twins."""
+        by_entry: dict[OpEntry, list[Key]] = {}
+        for key, claim in claims.items():
+            by_entry.setdefault(claim.entry, []).append(key)
+        for entry, keys in by_entry.items():
+            causes = [self._cause(key, entry.rule, claims) for key in keys]
+            if None not in causes:
+                self._faults.warn(_at(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
-        Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
-        """
-        if is_augmented(name) and self._inplace != "error":
-            return "match_self"
-        if not is_inplace(name) or rule == "banned":
-            return rule
-        return "inplace_error" if rule == "blacklist" and self._inplace == "error" else "match_self"
+    def _cause(self, key: Key, rule: str, claims: dict[Key, _Claim]) -> str | None:
+        """Return what puts a spelling on a rule besides its entry in the file of these claims, or None."""
+        if earlier := self._claims.get(key):
+            return f"by {earlier.entry.op!r} at {_at(earlier.entry)}" if earlier.entry.rule == rule else None
+        base = (key[0], key[1].removesuffix("_"))
+        claim = claims.get(base) or self._claims.get(base)
+        if claim is None or claim.entry.rule != rule or rule not in _TWINNED or inplace_twin(base) != key:
+            return None
+        return f"as the in-place twin of {claim.entry.op!r} at {_at(claim.entry)}"
 
 
-def _matches(found: Iterable[Key], claimed: Set[Key]) -> bool:
+def kind_of(name: str, rule: str, inplace_blacklist: str) -> str:
+    """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
+
+    Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    """
+    if rule in ("banned", "neutral"):
+        return rule
+    if is_augmented(name):
+        return rule if inplace_blacklist == "error" else "match_self"
+    if is_inplace(name):
+        return "inplace_error" if rule == "blacklist" and inplace_blacklist == "error" else "match_self"
+    return rule
+
+
+def _matches(found: Iterable[Key], claims: Mapping[Key, _Claim]) -> bool:
     """Whether a spelling, or the op whose in-place twin it is, has a rule."""
-    return any({(owner_name, name), (owner_name, name.removesuffix("_"))} & claimed for owner_name, name in found)
+    return any(key in claims or (key[0], key[1].removesuffix("_")) in claims for key in found)
 
 
 def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
@@ -245,79 +298,3 @@ def _refuse_twice(entry: OpEntry, other: OpEntry, spelling: str) -> NoReturn:
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {where}"
     raise OpListError(f"{_at(entry)}: {problem}; an op may be on one list of a file, once")
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------------------------------
-
-
-def _checked_keys(node: Node, allowed: tuple[str, ...], path: Path) -> dict[str, Node]:
-    assert isinstance(node.value, dict)
-    for key, (line, column) in node.key_at.items():
-        if key not in allowed:
-            raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}")
-    return node.value
-
-
-def _text(node: Node, path: Path, what: str) -> str:
-    if not isinstance(node.value, str):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} must be a single text value, not a {type(node.value).__name__}")
-    return node.value
-
-
-def _choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> str:
-    text = _text(node, path, what)
-    if text not in allowed:
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}")
-    return text
-
-
-def _items(node: Node | None, path: Path, key: str) -> list[Node]:
-    """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
-    if node is None or (node.value == "" and not node.quoted):
-        return []
-    if isinstance(node.value, list):
-        return node.value
-    if key == "extends":
-        return [node]
-    raise OpListError(f"{path}:{node.line}:{node.column}: {key} must be a list of ops (`- name` lines)")
-
-
-def _read_entries(keys: dict[str, Node], path: Path) -> Iterator[tuple[OpEntry, bool]]:
-    """Yield the entries that apply to the running torch, each with whether torch may lack its op."""
-    for rule in RULES:
-        for node in _items(keys.get(rule), path, rule):
-            fields = _checked_keys(node, _ENTRY_KEYS, path) if isinstance(node.value, dict) else {"op": node}
-            if "op" not in fields:
-                raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
-            op = fields["op"]
-            name = _text(op, path, f"an entry of {rule}")
-            if not _NAME.fullmatch(name):
-                raise OpListError(f"{path}:{op.line}:{op.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
-            if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
-                raise OpListError(
-                    f"{path}:{op.line}:{op.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
-                    "Leave it unlisted: it takes 16-bit inputs as it is"
-                )
-            why = _text(fields["why"], path, "why") if "why" in fields else ""
-            is_optional = "optional" in fields and _choice(fields["optional"], path, "optional", ("true", "false")) == "true"
-            if _applies(fields, path):
-                yield OpEntry(name, rule, why, str(path), op.line, op.column), is_optional
-
-
-def _applies(fields: dict[str, Node], path: Path) -> bool:
-    since, until = _version(fields.get("since"), path, "since"), _version(fields.get("until"), path, "until")
-    if since and until and since >= until:
-        node = fields["until"]
-        raise OpListError(f"{path}:{node.line}:{node.column}: until {node.value!r} is not later than since {fields['since'].value!r}; no torch fits")
-    running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
-    return (since is None or since <= running) and (until is None or running < until)
-
-
-def _version(node: Node | None, path: Path, what: str) -> tuple[int, ...] | None:
-    if node is None:
-        return None
-    text = _text(node, path, what)
-    if not _VERSION.fullmatch(text):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} is {text!r}; give a torch version such as 2.12")
-    parts = tuple(int(part) for part in text.split("."))
-    return parts + (0,) * (3 - len(parts))

@@ -124,6 +124,20 @@ def inplace_twin(key: Key) -> Key | None:
     return None if value is None or _fault(value, twin) else (owner_name, twin)
 
 
+def get_op(key: Key) -> str:
+    """Return the name by which a list means a spelling and all others of its op: bare if a bare name reaches it, else dotted.
+
+    In-place twins have the name of their op.
+    """
+    owner_name, name = key
+    for candidate in dict.fromkeys((name.removesuffix("_") if is_inplace(name) else name, name)):
+        op = _GROUPS.get(candidate, (candidate,))[0]
+        spellings = _find_bare(op)[0]
+        if key in spellings or any(inplace_twin(spelling) == key for spelling in spellings):
+            return op
+    return f"{owner_name}.{name}"
+
+
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
 
 

@@ -137,7 +137,7 @@ BAD = [
     ("{run: low}", "needs either 'match'"),
     ('{match: "a", type: torch.nn.Linear, run: low}', "and not both"),
     ('{match: "a", run: half}', "run is 'half'; allowed are low, float32"),
-    ('{match: "a"}', "run is None"),
+    ('{match: "a"}', "needs the key 'run'"),
     ('{match: "a..b", run: low}', "a part of the name is empty"),
     ('{match: "re:(", run: low}', "is not a pattern"),
     ("{type: LayerNorm, run: low}", "write it with its module"),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import amp_patch as amp
-from amp_patch import modulerules, oplists
+from amp_patch import entries, modulerules, oplists
 from amp_patch.oplists import lists_dir, load_oplists, shipped_names
 
 SCHEMA = json.loads((lists_dir() / "schema.json").read_text())
@@ -21,11 +21,11 @@ def test_the_schema_is_one():
 def test_it_knows_the_reader_s_keys():
     assert set(SCHEMA["properties"]) == set(oplists._KEYS)
     entry = SCHEMA["definitions"]["op"]["oneOf"][1]
-    assert set(entry["properties"]) == set(oplists._ENTRY_KEYS)
+    assert set(entry["properties"]) == set(entries._ENTRY_KEYS)
     module = SCHEMA["definitions"]["module"]
     assert set(module["properties"]) == set(modulerules._KEYS)
     assert module["properties"]["run"]["enum"] == list(modulerules.RUNS)
-    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{oplists._NAME.pattern}$"
+    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{entries._NAME.pattern}$"
 
 
 @pytest.mark.parametrize("name", shipped_names())
