@@ -8,21 +8,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from amp_patch import demo
+from amp_patch import demo, running
 from amp_patch.errors import AmpError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` gets the arguments that `add_arguments` declared."""
+    """A subcommand: `run` gets the arguments that `add_arguments` declared. `is_transparent`: what it raises is its script's, and passes through."""
 
     name: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
+    is_transparent: bool = False
 
 
-COMMANDS: tuple[Command, ...] = (Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),)
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),
+    Command("run", running.SUMMARY, running.add_arguments, running.run, is_transparent=True),
+)
 
 
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
@@ -40,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     arguments = build_parser().parse_args(argv)
     command: Command = arguments.command
+    if command.is_transparent:
+        command.run(arguments)
+        return 0
     try:
         command.run(arguments)
     except demo.MissingExtraError as error:

@@ -36,8 +36,10 @@ LAYERS = {
     "amp": 10,
     "__init__": 11,
     "demo": 12,
-    "cli": 13,
-    "__main__": 14,
+    "apex": 12,
+    "running": 13,
+    "cli": 14,
+    "__main__": 15,
 }
 
 
