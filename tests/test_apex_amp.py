@@ -8,6 +8,18 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from apex_training import (
+    LEVELS,
+    assert_equal,
+    make_batches,
+    make_model,
+    make_optimizer,
+    overflow,
+    start,
+    state_of_a_new_process,  # noqa: F401 - a fixture
+    train,
+    weights,
+)
 from torch import nn
 
 import amp_patch
@@ -15,7 +27,6 @@ from amp_patch.apex import amp
 from amp_patch.apex.amp import frontend
 from amp_patch.apex.amp._amp_state import _amp_state
 
-LEVELS = ["O0", "O1", "O2", "O3"]
 OURS = {
     "O0": {},
     "O1": {"patch_torch_functions_type": torch.float16, "lists": "apex"},
@@ -23,75 +34,38 @@ OURS = {
     "O3": {"cast_model_type": torch.float16},
 }
 
-
-@pytest.fixture(autouse=True)
-def state_of_a_new_process():
-    """Each test starts as a script does; what it leaves in `_amp_state` goes away."""
-    before = dict(vars(_amp_state))
-    yield
-    vars(_amp_state).clear()
-    vars(_amp_state).update(before)
-
-
-def make_model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def make_batches(count, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(count)]
-
-
-def make_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def start(level="O2", **options):
-    model = make_model()
-    return amp.initialize(model, make_optimizer(model), opt_level=level, verbosity=0, **options)
-
-
-def backward(model, optimizer, batch, api=amp, **options):
-    images, targets = batch
-    loss = F.cross_entropy(model(images), targets)
-    with api.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-    return loss.item()
-
-
-def train(model, optimizer, batches, api=amp):
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(backward(model, optimizer, batch, api))
-        optimizer.step()
-    return losses
-
-
-def overflow(model, optimizer):
-    images, targets = make_batches(1)[0]
-    optimizer.zero_grad()
-    backward(model, optimizer, (images * 1e30, targets))
-
-
-def weights(model):
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def assert_equal(left, right):
-    assert len(left) == len(right) > 0
-    for a, b in zip(left, right, strict=True):
-        assert torch.equal(a, b)
-
-
 # ---- names ---------------------------------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = (
-    "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function promote_function "
-    "register_half_function register_float_function register_promote_function init"
-).split()
-SUBMODULES = "amp frontend handle scaler opt utils wrap compat rnn_compat lists _initialize _process_optimizer __version__".split()
+FUNCTIONS = [
+    "initialize",
+    "scale_loss",
+    "master_params",
+    "state_dict",
+    "load_state_dict",
+    "disable_casts",
+    "half_function",
+    "float_function",
+    "promote_function",
+    "register_half_function",
+    "register_float_function",
+    "register_promote_function",
+    "init",
+]
+SUBMODULES = [
+    "amp",
+    "frontend",
+    "handle",
+    "scaler",
+    "opt",
+    "utils",
+    "wrap",
+    "compat",
+    "rnn_compat",
+    "lists",
+    "_initialize",
+    "_process_optimizer",
+    "__version__",
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -141,22 +141,28 @@ def show_skip(optimizer: Any) -> None:
         optimizer.step = usual
 
 
+def _function_of(step: Any) -> Any:
+    """Return the function of a method; an LR scheduler puts a plain function in the place of the method."""
+    return getattr(step, "__func__", step)
+
+
 def _usual_step(step: Any) -> Any:
-    """Return the method that a skip step stands for; any other method itself."""
-    shown, usual = vars(step.__func__).get("_amp_skip_step", (None, step))
-    return usual if shown is not None and shown() is step.__func__ else step
+    """Return what a skip step stands for; any other step itself, also one that wraps a skip step and has taken over its attributes."""
+    function = _function_of(step)
+    shown, usual = vars(function).get("_amp_skip_step", (None, step))
+    return usual if shown is not None and shown() is function else step
 
 
 def _make_skip_step(optimizer: Optimizer, usual: Any) -> Any:
     """Return a method that puts the usual `step` back and calls it: the usual one skips, and says so."""
 
-    @functools.wraps(usual.__func__)
+    @functools.wraps(_function_of(usual))
     def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if vars(self)["step"].__func__ is shown():  # not if an LR scheduler has wrapped it meanwhile
+        if _function_of(vars(self)["step"]) is shown():  # not if an LR scheduler has wrapped it meanwhile
             self.step = usual
         return usual(*args, **kwargs)
 
     shown = weakref.ref(skip_step)
     # undoing the binding looks for the original there, if the optimizer had a `step` of its own
-    vars(skip_step).update(_amp_skip_step=(shown, usual), __wrapped__=getattr(usual.__func__, "__wrapped__", None))
+    vars(skip_step).update(_amp_skip_step=(shown, usual), __wrapped__=getattr(usual, "__wrapped__", None))
     return types.MethodType(skip_step, optimizer)
