@@ -104,5 +104,5 @@ class LARC(Optimizer):
                 local = (local / group["lr"]).clamp(max=1.0)
             adapts = (size != 0) & (slope != 0)
             if decay:
-                torch._foreach_add_(g, torch._foreach_mul(p, torch.where(adapts, decay, 0.0).to(size.dtype).unbind()))
+                torch._foreach_add_(g, torch._foreach_mul(p, (adapts.to(size.dtype) * decay).unbind()))
             torch._foreach_mul_(g, torch.where(adapts, local, 1.0).unbind())
