@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -64,6 +65,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         self._is_idle = False  # the installed one has amp and is left alone
         self._displaced: dict[str, ModuleType] = {}
         self._completed: list[ModuleType] = []
+        self._local = threading.local()
 
     # ---- in and out -----------------------------------------------------------------------------------------------------------------------
 
@@ -107,32 +109,50 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         root, _, rest = fullname.partition(".")
         if fullname.startswith(self._package + "."):  # what `from apex import X` looks for, since the package goes by its own name
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
-        if root != "apex" and fullname not in _TOP_LEVEL:
+        if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
         if self._is_whole is None:
-            spec = _find_elsewhere(self, "apex", None, None)
+            spec = self._find_elsewhere("apex", None, None)
             self._judge(spec, () if spec is None else spec.submodule_search_locations or ())
         if self._is_idle:
             return None
         if root != "apex":
-            is_free = self._force or _find_elsewhere(self, fullname, path, target) is None
+            is_free = self._force or self._find_elsewhere(fullname, path, target) is None
             return self._alias(fullname, fullname) if self._is_whole and is_free else None
-        elsewhere = None if self._is_whole else _find_elsewhere(self, fullname, path, target)
+        elsewhere = None if self._is_whole else self._find_elsewhere(fullname, path, target)
         if elsewhere is None:
             return self._find_part(fullname, rest) if rest else self._alias(fullname, "")
         if not rest:
             self._complete_after(elsewhere.loader)
         return elsewhere
 
+    def _find_elsewhere(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Ask the other finders. Some of them ask all finders in turn, which then hear nothing from this one."""
+        self._local.is_asking = True
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(fullname, path, target)
+                    if spec is not None:
+                        return spec
+            return None
+        finally:
+            self._local.is_asking = False
+
     def _find_part(self, fullname: str, rest: str) -> ModuleSpec | None:
-        spec = self._alias(fullname, rest) if rest.partition(".")[0] in PARTS else None
+        spec = self._alias(fullname, rest)
         if spec is None:
             _raise_if_gone(fullname)
         return spec
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
         real_name = f"{self._package}.{rest}" if rest else self._package
-        real = importlib.util.find_spec(real_name)
+        try:
+            real = importlib.util.find_spec(real_name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(self._package):
+                raise
+            real = None  # not even what it would lie below
         if real is None:
             return None
         spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin, is_package=real.submodule_search_locations is not None)
@@ -188,15 +208,6 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 def installed() -> ApexFinder | None:
     """Return the finder that is in `sys.meta_path`, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
-
-
-def _find_elsewhere(own: ApexFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        if finder is not own and hasattr(finder, "find_spec"):
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
-    return None
 
 
 def _raise_if_gone(name: str) -> None:
