@@ -9,11 +9,10 @@ import builtins
 import importlib.util
 import multiprocessing.spawn
 import os
-import runpy
 import sys
 import types
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any, NoReturn
 
 from amp_patch.apex import install
@@ -68,21 +67,21 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.parser.error(f"can't open file {os.path.abspath(command[0])!r}: no such file")
     options = {"opt_level": arguments.opt_level, "lists": tuple(arguments.lists), "force": arguments.force}
     sys.argv[:] = command
+    start, folder = _choose_start(command[0], is_module=arguments.module is not None)
     if not getattr(sys.flags, "safe_path", False):  # then Python had put nothing there
-        sys.path[0] = os.getcwd() if arguments.module is not None else _folder_of(command[0])
+        sys.path[0] = folder
     install(**options)
     _pass_on_to_children(options)
-    if arguments.module is not None:
-        _run_module(command[0])
-    elif os.path.isfile(command[0]):
-        _run_file(command[0])
-    else:
-        del sys.path[:1]  # run_path puts the folder there itself
-        runpy.run_path(command[0], run_name="__main__")
+    start(command[0])
 
 
-def _folder_of(script: str) -> str:
-    return os.path.dirname(os.path.realpath(script))
+def _choose_start(target: str, *, is_module: bool) -> tuple[Callable[[str], None], str]:
+    """Return what runs the target, and its `sys.path[0]`."""
+    if is_module:
+        return _run_module, os.getcwd()
+    if os.path.isdir(target) or PathFinder.find_spec("__main__", [target]) is not None:
+        return _run_folder, os.path.abspath(target)
+    return _run_file, os.path.dirname(os.path.realpath(target))
 
 
 def _run_file(script: str) -> None:
@@ -91,16 +90,32 @@ def _run_file(script: str) -> None:
     _run_as_main(loader.source_to_code(loader.get_data(path), path), {"__file__": path, "__loader__": loader})
 
 
+def _run_folder(folder: str) -> None:
+    """Run the `__main__` in a folder or a zip file."""
+    spec = PathFinder.find_spec("__main__", [os.path.abspath(folder)])
+    if spec is None or not _run_spec(spec):
+        _refuse(f"can't find '__main__' module in {folder!r}")
+
+
 def _run_module(name: str) -> None:
     spec = _find_module(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find_module(f"{name}.__main__") or _refuse(f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed")
-    loader: Any = None if spec is None else spec.loader
-    code = None if loader is None or spec is None else loader.get_code(spec.name)
-    if spec is None or code is None:
+        spec = _find_module(f"{name}.__main__")
+        if spec is None:
+            _refuse(f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed")
+    if spec is not None:
+        sys.argv[0] = str(spec.origin)
+    if spec is None or not _run_spec(spec):
         _refuse(f"No module named {name}")
-    sys.argv[0] = str(spec.origin)
-    _run_as_main(code, {"__file__": spec.origin, "__loader__": loader, "__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached})
+
+
+def _run_spec(spec: ModuleSpec) -> bool:
+    """Run a module as `__main__`; return False if it has no code."""
+    loader: Any = spec.loader
+    code = None if loader is None else loader.get_code(spec.name)
+    if code is not None:
+        _run_as_main(code, {"__file__": spec.origin, "__loader__": loader, "__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached})
+    return code is not None
 
 
 def _find_module(name: str) -> ModuleSpec | None:
