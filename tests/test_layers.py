@@ -37,7 +37,6 @@ LAYERS = {
     "__init__": 11,
     "apex": 12,
     "demo": 12,
-    "apex": 12,
     "running": 13,
     "cli": 14,
     "__main__": 15,

@@ -23,8 +23,6 @@ _GONE = {
     "apex.contrib.peer_memory": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
     "apex.contrib.multihead_attn": "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.openfold_triton": "kernels for OpenFold: use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm",
-    "apex.contrib.optimizers": "older and distributed optimizers: use apex.optimizers or torch.optim, and "
-    "torch.distributed.optim.ZeroRedundancyOptimizer or torch.distributed.fsdp for state spread over processes",
     "apex.contrib.sparsity": "2:4 structured sparsity (ASP): use torch.sparse.to_sparse_semi_structured and torchao.sparsity",
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.contrib.xentropy": "a fused cross entropy: use torch.nn.functional.cross_entropy, which has label_smoothing",
