@@ -10,23 +10,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from amp_patch import demo, listing
+from amp_patch import demo, listing, running
 from amp_patch.errors import AmpError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` gets the arguments that `add_arguments` declared; it returns the exit code, or None for 0."""
+    """A subcommand: `run` gets the arguments that `add_arguments` declared; it returns the exit code, or None for 0.
+
+    `is_transparent`: what it raises is its script's, and passes through.
+    """
 
     name: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
+    is_transparent: bool = False
 
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),
     Command("lists", listing.SUMMARY, listing.add_arguments, listing.run),
+    Command("run", running.SUMMARY, running.add_arguments, running.run, is_transparent=True),
 )
 
 
@@ -45,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     arguments = build_parser().parse_args(argv)
     command: Command = arguments.command
+    if command.is_transparent:
+        command.run(arguments)
+        return 0
     try:
         code = command.run(arguments) or 0
         sys.stdout.flush()

@@ -31,8 +31,13 @@ class _State:
 state = _State()
 
 
-def initialize(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, num_losses: int, replace: bool) -> Session:
-    """Open a session for these objects, or bring them under the open one if its policy is the same. See `amp_patch.initialize`."""
+def initialize(
+    policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, num_losses: int, replace: bool, accept_low: bool = False
+) -> Session:
+    """Open a session for these objects, or bring them under the open one if its policy is the same. See `amp_patch.initialize`.
+
+    With `accept_low`, models may hold 16-bit parameters already at any level.
+    """
     with state.lock:
         device_type = device_type_of(models)
         _close_if_over()
@@ -40,14 +45,14 @@ def initialize(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence
         if session is not None and not replace:
             if session.policy != policy or session.device_type != device_type:
                 raise _conflict(session, policy)
-            _check(policy, [model for model in models if model not in session.models()], optimizers)
+            _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
             session.add_scalers(num_losses)
             session.adopt(models, optimizers)
             return session
         with session.patcher.suspended() if session is not None else contextlib.nullcontext():  # names are looked up as torch has them
             session = Session(policy, device_type, num_losses, registered=state.registered)  # raises before anything is closed
         reset()
-        _check(policy, models, optimizers)
+        _check(policy, models, optimizers, accept_low)
         _open(session, models, optimizers)
         return session
 
@@ -88,8 +93,8 @@ def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
                 reset()
 
 
-def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    problems = [problem for model in models for problem in find_model_problems(model, policy)]
+def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:
+    problems = [problem for model in models for problem in find_model_problems(model, policy, accept_low)]
     if problems:
         raise ModelError("; ".join(problems))
     problems = find_optimizer_problems(optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights))

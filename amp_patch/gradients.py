@@ -29,6 +29,11 @@ class GradientSet:
         self.is_in_block = False  # between enter and leave
         self._block_scale: Tensor | None = None
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients carry a loss scale now."""
+        return self._carried is not None
+
     def enter(self, scale: Tensor | None) -> None:
         """Make the gradients ready for a backward pass of a loss multiplied by `scale` (0-dim; None: not scaled)."""
         self._prepare(scale)

@@ -256,8 +256,8 @@ def as_models(models: Any) -> list[nn.Module]:
     return result
 
 
-def find_model_problems(model: nn.Module, policy: Policy) -> list[str]:
-    """Return everything that keeps `model` from being trained under `policy`, one sentence each."""
+def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
+    """Return everything that keeps `model` from being trained under `policy`, one sentence each. `accept_low`: 16-bit parameters are no fault."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
@@ -267,7 +267,7 @@ def find_model_problems(model: nn.Module, policy: Policy) -> list[str]:
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
-    if policy.cast_model_type not in LOW_DTYPES or policy.master_weights:
+    if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
         low = [key for key, value in (*model.named_parameters(), *model.named_buffers()) if value.dtype in LOW_DTYPES]
         if low:
             problems.append(

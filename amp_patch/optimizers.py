@@ -6,7 +6,6 @@ training loop: a skip is a flag that `step` reads.
 
 import contextlib
 import functools
-import logging
 import types
 import warnings
 import weakref
@@ -21,11 +20,10 @@ from .dtypes import LOW_DTYPES
 from .errors import ArgumentTypeError, GradientOverflowError, OptimizerError
 from .gradients import GradientSet, Pair
 from .models import Masters
+from .reporting import say_on_every_rank
 from .scaler import LossScaler, OverflowCheck
 from .switch import Mode, Switch
 from .weights import WeightLinks
-
-logger = logging.getLogger("amp_patch")
 
 MAX_SKIPS_IN_A_ROW = 100
 """A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
@@ -111,10 +109,14 @@ class OptimizerBinding:
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
             self._replace(inner, "step", self._step)
-        optimizer._amp_stash = self
-        optimizer.step_was_skipped = False
-        optimizer._lazy_init_maybe_master_weights = _masters_exist
-        self._undo.callback(_delete_attributes, self._optimizer, ("_amp_stash", "step_was_skipped", "_lazy_init_maybe_master_weights"))
+        self.attach("_amp_stash", self)
+        self.attach("step_was_skipped", False)
+        self.attach("_lazy_init_maybe_master_weights", _masters_exist)
+
+    def attach(self, name: str, value: Any) -> None:
+        """Set an attribute of the optimizer, until the binding is undone. A later value takes the place of an earlier one."""
+        setattr(self.optimizer, name, value)
+        self._undo.callback(_delete_attribute, self._optimizer, name)
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
@@ -207,6 +209,14 @@ class OptimizerBinding:
         if self._checks and self.gradients.is_empty():
             self.abandon_window()
 
+    def is_next_step_skipped(self) -> bool:
+        """Tell whether `step()`, called now, would be skipped. Waits for the device, once for each pass under a dynamic scale."""
+        return any(check.scaler.is_dynamic and check.is_overflow() for check in self._checks)
+
+    def push_masters(self) -> None:
+        """Copy the masters of this optimizer to their parameters."""
+        self._masters.push(self._pairs.values())
+
     # ---- the replaced methods -----------------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +250,7 @@ class OptimizerBinding:
             result = original(*args, **kwargs)
         self.steps += 1
         self._skips_in_a_row = 0
-        self._masters.push(self._pairs.values())
+        self.push_masters()
         self.gradients.drop()
         return result
 
@@ -256,7 +266,7 @@ class OptimizerBinding:
 
         def evaluate() -> Any:
             with self._switch.region(Mode.BY_LISTS):
-                self._masters.push(self._pairs.values())
+                self.push_masters()
                 loss = closure()
             self.gradients.settle()
             return loss
@@ -272,7 +282,7 @@ class OptimizerBinding:
         self.gradients.drop()
         for scaler in dict.fromkeys(check.scaler for check in overflowed):
             index, scale = list(self._scalers).index(scaler), scaler.loss_scale()
-            logger.info("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", index, scale)
+            say_on_every_rank("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", index, scale)
             floor = scaler.min_loss_scale or 1.0
             if scale <= floor and not self._has_warned:
                 self._has_warned = True
@@ -343,9 +353,10 @@ def _masters_exist() -> None:
     """What scripts call to have Apex make its masters before they restore saved ones. Here they exist from the start."""
 
 
-def _delete_attributes(reference: Callable[[], Any], names: Iterable[str]) -> None:
-    for name in names:
-        vars(reference()).pop(name, None) if reference() is not None else None
+def _delete_attribute(reference: Callable[[], Any], name: str) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        vars(optimizer).pop(name, None)
 
 
 def _restore_method(reference: "weakref.ref[Optimizer]", binding: OptimizerBinding, name: str, had_own: bool) -> None:

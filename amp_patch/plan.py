@@ -30,6 +30,8 @@ def plan_patches(
         if (id(spelling.owner), spelling.name) not in overridden:
             yield Patch(spelling.owner, spelling.name, _wrapping(casts, spelling.kind))
     for owner, name, kind in registered:
+        if kind == "neutral":  # taken off whatever list it was on
+            continue
         yield Patch(owner, name, _wrapping(casts, kind))
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
     if any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in oplists.spellings):

@@ -1,4 +1,7 @@
-"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers look for Apex's messages."""
+"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers look for Apex's messages.
+
+The stand-in for Apex prints instead, as Apex did: a script that configures logging must not lose the lines it looks for, or get them twice.
+"""
 
 import logging
 import sys
@@ -28,9 +31,17 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
 _handler = _StdoutHandler()
 
 
-def set_verbosity(verbosity: int) -> None:
-    """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0)."""
-    if verbosity > 0:
+_is_printing = False
+
+
+def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
+    """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
+
+    With `is_printing` they are shown by `print`, and no logging handler sees them.
+    """
+    global _is_printing
+    _is_printing = is_printing and verbosity > 0
+    if verbosity > 0 and not is_printing:
         logger.addHandler(_handler)
         logger.setLevel(logging.INFO)
     else:
@@ -38,8 +49,16 @@ def set_verbosity(verbosity: int) -> None:
 
 
 def say(message: str, *args: object) -> None:
-    """Log one informational line, in a distributed run on rank 0 only."""
+    """Give one informational line, in a distributed run on rank 0 only."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
         return
-    logger.info(message, *args)
+    say_on_every_rank(message, *args)
+
+
+def say_on_every_rank(message: str, *args: object) -> None:
+    """Give one informational line, whatever the rank."""
+    if _is_printing:
+        print(message % args)
+    else:
+        logger.info(message, *args)

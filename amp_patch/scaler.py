@@ -71,7 +71,7 @@ class LossScaler:
         self.is_dynamic = loss_scale == "dynamic"
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self._growth_interval = growth_interval
+        self.growth_interval = growth_interval
         start = max(min(max_loss_scale, INIT_SCALE), min_loss_scale or 0.0) if loss_scale == "dynamic" else float(loss_scale)
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32)
@@ -115,13 +115,24 @@ class LossScaler:
             found_inf = torch.maximum(found_inf, check.found_inf.to(scale.device))
         if not self.is_dynamic:
             return scale, good_steps + 1
-        torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self._growth_interval)
+        torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for good
         return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
 
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
         return float(self._next_state()[0].item())
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Multiply the next losses by `loss_scale`, also under a static scale. A decision that is due is taken first.
+
+        Raises ValueError unless it is finite and positive.
+        """
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
+        self.decide()
+        self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
+        self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes. Waits for the device."""
@@ -140,7 +151,7 @@ class LossScaler:
         if self.is_dynamic:
             self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
         # at the interval or beyond it the equality test of the growth rule would never hold again
-        self._good_steps = torch.tensor(min(unskipped, self._growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
+        self._good_steps = torch.tensor(min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
         self._good_steps = self._good_steps.to(self._scale.device)
 
 

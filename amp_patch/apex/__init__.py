@@ -1,0 +1,90 @@
+"""An opt-in stand-in for NVIDIA's `apex` package, made of torch's own parts and of amp_patch.
+
+    import amp_patch.apex
+
+    amp_patch.apex.install()
+    from apex import amp  # from here on
+
+or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` gives this package: `amp`, `parallel`, `optimizers` and
+the other parts are imported when they are first asked for. Parts of Apex that are not here fail to import and say what to use today.
+
+An `apex` that is installed is respected. One that still has `amp` is left alone, unless `force` is given. One that has lost it keeps what it has
+and gets from here what it lacks. Another project's package of that name (PyPI has one) is named in a warning and stepped in front of.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from . import _finder
+from ._finder import ApexFinder
+from ._gone import advise
+from ._settings import Settings, in_force
+
+__all__ = ["DeprecatedFeatureWarning", "Installed", "install", "uninstall"]
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """What Apex warned with from 2022 on. Nothing here does; scripts name it to silence it."""
+
+
+class Installed:
+    """What one `install` did. `remove()`, or leaving it as a `with` block, undoes just that; twice is harmless."""
+
+    def __init__(self, finder: ApexFinder | None, settings_before: Settings) -> None:
+        self._finder = finder
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(setattr, in_force, "settings", settings_before)
+        if finder is not None:
+            self._undo.callback(finder.remove)
+
+    def remove(self) -> None:
+        """Undo."""
+        self._undo.close()
+
+    def __enter__(self) -> "Installed":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.remove()
+
+
+def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
+    """Have `import apex` and what lies below it, and `import amp_C`, find the stand-in. Calling it twice is harmless.
+
+    Args:
+        opt_level: use this level, of Apex's or the presets', whatever `amp.initialize` is told.
+        lists: op lists (names or paths) to lay over the list `apex` at levels that patch functions; later ones win.
+        force: stand in front of an installed `apex` even if it has what is asked for.
+
+    Returns a handle whose `remove()` undoes this call; it works as a `with` block.
+    """
+    before = in_force.settings
+    if opt_level is not None or lists:
+        in_force.settings = Settings(opt_level, tuple(lists))
+    finder = None if _finder.installed() is not None else ApexFinder(__name__, force=force)
+    if finder is not None:
+        finder.insert()
+    return Installed(finder, before)
+
+
+def uninstall() -> None:
+    """Undo every `install`: `sys.meta_path`, and what `sys.modules` held under these names, are as they were. Harmless without one."""
+    finder = _finder.installed()
+    if finder is not None:
+        finder.remove()
+    in_force.settings = Settings()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _finder.PARTS and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    advice = advise(f"apex.{name}")
+    raise AttributeError(advice or f"module 'apex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_finder.PARTS})

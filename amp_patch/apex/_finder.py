@@ -1,0 +1,232 @@
+"""`ApexFinder`: makes `import apex...` find the modules of this package, beside or in front of an `apex` that is installed.
+
+A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is `sys.modules["amp_patch.apex.amp"]`.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ._gone import advise
+
+logger = logging.getLogger("amp_patch")
+
+PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+"""What the stand-in has of `apex`, and what tells NVIDIA's package from others of that name."""
+
+_TOP_LEVEL = ("amp_C", "apex_C")
+_NVIDIA_PARTS = (*PARTS, "fused_dense", "mlp", "transformer")
+
+
+class _AliasLoader(importlib.abc.Loader):
+    """Gives a module of the stand-in under its name in `apex`."""
+
+    def __init__(self, real_name: str) -> None:
+        self._real_name = real_name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module itself. The import machinery then sets its `__spec__`; `exec_module` puts the right one back."""
+        module = importlib.import_module(self._real_name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give what lies below the module its name too: an import of it later on would bind its name in the package anew."""
+        alias = getattr(module.__spec__, "name", self._real_name)
+        module.__spec__ = self._spec
+        for name, below in list(sys.modules.items()):
+            if name.startswith(self._real_name + ".") and alias != "apex":
+                sys.modules.setdefault(alias + name.removeprefix(self._real_name), below)
+
+
+class ApexFinder(importlib.abc.MetaPathFinder):
+    """Serves `apex`, what lies below it, `amp_C` and `apex_C`.
+
+    Args:
+        package: the name of the stand-in.
+        force: take no account of an `apex` that is installed.
+    """
+
+    def __init__(self, package: str, *, force: bool) -> None:
+        self._package = package
+        self._force = force
+        self._is_whole: bool | None = None  # whether all of apex is served, or only what the installed one lacks; None: not known yet
+        self._is_idle = False  # the installed one has amp and is left alone
+        self._displaced: dict[str, ModuleType] = {}
+        self._completed: list[ModuleType] = []
+        self._local = threading.local()
+
+    # ---- in and out -----------------------------------------------------------------------------------------------------------------------
+
+    def insert(self) -> None:
+        """Put the finder first, and modules of other packages under its names aside. An `apex` that is imported already is judged now."""
+        apex = sys.modules.get("apex")
+        if apex is not None:
+            self._judge(apex.__spec__, getattr(apex, "__path__", ()))
+            if self._is_idle:
+                pass
+            elif self._is_whole:
+                self._displaced = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)}
+            else:
+                self._complete(apex)
+        for name in self._displaced:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Take the finder out, and every module out of `sys.modules` that it put in; what it put aside comes back. Harmless twice."""
+        if self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("apex", *_TOP_LEVEL) and self._is_ours(module):
+                del sys.modules[name]
+        for module in self._completed:
+            _forget(module, [name for name, value in vars(module).items() if self._is_ours(value) or name == "__getattr__"])
+        sys.modules.update(self._displaced)
+
+    def _is_ours(self, value: object) -> bool:
+        return isinstance(value, ModuleType) and (value.__name__ + ".").startswith(self._package + ".")
+
+    # ---- finding --------------------------------------------------------------------------------------------------------------------------
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of a module of the stand-in; None for what others are to find.
+
+        Raises ModuleNotFoundError, saying what to use today, for a part of Apex that nobody has.
+        """
+        root, _, rest = fullname.partition(".")
+        if fullname.startswith(self._package + "."):  # what `from apex import X` looks for, since the package goes by its own name
+            _raise_if_gone("apex" + fullname.removeprefix(self._package))
+        if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
+            return None
+        if self._is_whole is None:
+            spec = self._find_elsewhere("apex", None, None)
+            self._judge(spec, () if spec is None else spec.submodule_search_locations or ())
+        if self._is_idle:
+            return None
+        if root != "apex":
+            is_free = self._force or self._find_elsewhere(fullname, path, target) is None
+            return self._alias(fullname, fullname) if self._is_whole and is_free else None
+        elsewhere = None if self._is_whole else self._find_elsewhere(fullname, path, target)
+        if elsewhere is None:
+            return self._find_part(fullname, rest) if rest else self._alias(fullname, "")
+        if not rest:
+            self._complete_after(elsewhere.loader)
+        return elsewhere
+
+    def _find_elsewhere(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Ask the other finders. Some of them ask all finders in turn, which then hear nothing from this one."""
+        self._local.is_asking = True
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(fullname, path, target)
+                    if spec is not None:
+                        return spec
+            return None
+        finally:
+            self._local.is_asking = False
+
+    def _find_part(self, fullname: str, rest: str) -> ModuleSpec | None:
+        spec = self._alias(fullname, rest)
+        if spec is None:
+            _raise_if_gone(fullname)
+        return spec
+
+    def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
+        real_name = f"{self._package}.{rest}" if rest else self._package
+        try:
+            real = importlib.util.find_spec(real_name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(self._package):
+                raise
+            real = None  # not even what it would lie below
+        if real is None:
+            return None
+        spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin, is_package=real.submodule_search_locations is not None)
+        if real.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(real.submodule_search_locations)
+        return spec
+
+    # ---- an apex that is installed --------------------------------------------------------------------------------------------------------
+
+    def _judge(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
+        """Decide what to serve beside the `apex` found elsewhere, and say so once."""
+        if self._is_whole is not None:
+            return
+        folders = [os.fspath(folder) for folder in path]
+        parts = {part for part in _NVIDIA_PARTS for folder in folders if os.path.exists(os.path.join(folder, part, "__init__.py"))}
+        is_there = spec is not None and spec.origin is not None  # a folder without __init__.py, such as a checkout, is no package to respect
+        self._is_whole = self._force or not (is_there and parts)
+        self._is_idle = not self._is_whole and "amp" in parts
+        where = folders[0] if folders else getattr(spec, "origin", None) or ""
+        if self._is_idle:
+            logger.warning("amp_patch: the apex in %s has amp itself and is left alone; force=True (`amp-patch run --force`) uses amp_patch's", where)
+        elif is_there and not parts:
+            said = _describe_distribution(where)
+            logger.warning("amp_patch: the apex in %s%s is not NVIDIA's; the stand-in for that comes before it", where, said)
+
+    def _complete_after(self, loader: Any) -> None:
+        """Have the installed apex, once it has run, look here for parts that it lacks."""
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._complete(module)
+
+        loader.exec_module = exec_module
+
+    def _complete(self, module: ModuleType) -> None:
+        if "__getattr__" in vars(module):
+            return  # its own way to serve names
+
+        def get_part(name: str) -> Any:
+            if name in PARTS:
+                try:
+                    return importlib.import_module(f"apex.{name}")
+                except ModuleNotFoundError as error:
+                    if error.name != f"apex.{name}":
+                        raise
+            raise AttributeError(f"module 'apex' has no attribute {name!r}")
+
+        vars(module)["__getattr__"] = get_part
+        self._completed.append(module)
+
+
+def installed() -> ApexFinder | None:
+    """Return the finder that is in `sys.meta_path`, or None."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
+
+
+def _raise_if_gone(name: str) -> None:
+    advice = advise(name)
+    if advice is not None:
+        raise ModuleNotFoundError(f"No module named {name!r}: {advice}")  # with name=, `from apex import X` would drop the message
+
+
+def _describe_distribution(where: str) -> str:
+    """Return ` (apex 1.0: summary)` for the distribution named apex, if it is what lies in `where`."""
+    try:
+        distribution = importlib.metadata.distribution("apex")
+        if os.path.realpath(str(distribution.locate_file("apex"))) != os.path.realpath(where):
+            return ""
+        return f" ({distribution.metadata['Name']} {distribution.version}: {distribution.metadata['Summary']})"
+    except (importlib.metadata.PackageNotFoundError, KeyError):
+        return ""
+
+
+def _forget(module: ModuleType, names: list[str]) -> None:
+    for name in names:
+        delattr(module, name)

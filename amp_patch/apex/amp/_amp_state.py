@@ -1,0 +1,61 @@
+"""`_amp_state`: the object through which scripts look into amp, and now and then reach in.
+
+As in Apex, this module and the object in it share a name: `amp._amp_state` is the object, `apex.amp._amp_state` in an import the module.
+"""
+
+from typing import Any
+
+from amp_patch import current
+from amp_patch.api import master_params as master_params
+from amp_patch.errors import PolicyError
+from amp_patch.reporting import say, say_on_every_rank
+
+from .scaler import LossScaler
+
+
+class AmpState:
+    """What amp is doing. `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
+
+    Attributes:
+        hard_override: accept options that contradict the opt_level, with a printed warning.
+        allow_incoming_model_not_fp32: accept models that are in 16 bits already.
+        verbosity: 0 prints nothing.
+    """
+
+    opt_properties: Any
+    handle: Any
+    min_loss_scale: float | None
+    max_loss_scale: float
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self._views: list[LossScaler] = []
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The loss scalers, of which `_loss_scale` and the like may be set; empty when amp is disabled. AttributeError before `initialize`."""
+        session = current.state.session
+        if session is None and not current.state.is_disabled:
+            raise AttributeError("loss_scalers: amp.initialize has not been called yet")
+        scalers = [] if session is None else session.scalers
+        if len(self._views) != len(scalers) or not all(view.is_view_of(scaler) for view, scaler in zip(self._views, scalers, strict=True)):
+            self._views = [LossScaler.of(scaler) for scaler in scalers]
+        return self._views
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise PolicyError (a RuntimeError); under `hard_override` print a warning instead."""
+    if not _amp_state.hard_override:
+        raise PolicyError(f"{msg} To have it all the same, set amp._amp_state.hard_override = True.")
+    say_on_every_rank("Warning:  %s", msg)
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print `msg` if the verbosity is above 0; with `rank0`, in a distributed run on rank 0 only."""
+    if _amp_state.verbosity > 0:
+        (say if rank0 else say_on_every_rank)("%s", msg)

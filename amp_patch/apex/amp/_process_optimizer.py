@@ -1,0 +1,168 @@
+"""What Apex put on an optimizer besides `step`: `_amp_stash` and the private methods that scripts call.
+
+Right where Apex was not: masters exist from `initialize` on, so nothing is lazy; they never forget a gradient, and parameters that are unfrozen
+later have theirs.
+"""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch import current
+from amp_patch.optimizers import OptimizerBinding
+
+from .scaler import LossScaler
+
+
+class AmpOptimizerState:
+    """`optimizer._amp_stash`. The lists of groups are parallel to `optimizer.param_groups`; all lists are made anew at each reading."""
+
+    def __init__(self, binding: OptimizerBinding) -> None:
+        self._binding = binding
+        self.lazy_init_called = True
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next `step()` will be skipped. Waits for the device."""
+        return self._binding.is_next_step_skipped()
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients carry the loss scale: after `delay_unscale=True`. Setting it to False unscales them."""
+        return self._binding.gradients.is_scaled
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if not value:
+            self._binding.gradients.settle()
+
+    def _pairs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield each group as pairs: the model's parameter, and what the optimizer steps on."""
+        optimizer = self._binding.optimizer
+        if optimizer is not None:
+            model_parameters = self._binding.model_parameters()
+            for group in optimizer.param_groups:
+                yield [(next(model_parameters), parameter) for parameter in group["params"]]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The 16-bit parameters that have masters."""
+        return [[parameter for parameter, master in group if parameter is not master] for group in self._pairs()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters."""
+        return [[master for parameter, master in group if parameter is not master] for group in self._pairs()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The float32 parameters."""
+        return [
+            [master for parameter, master in group if parameter is master and master.dtype is torch.float32] for group in self._pairs()
+        ]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The 16-bit parameters, with masters or without."""
+        return [parameter for group in self._pairs() for parameter, _ in group if parameter.dtype in (torch.float16, torch.bfloat16)]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters of 16-bit parameters."""
+        return [master for group in self.fp32_from_fp16_groups for master in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The float32 parameters of the model."""
+        return [parameter for group in self.fp32_from_fp32_groups for parameter in group]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+
+def attach_apex_names(optimizer: Optimizer) -> None:
+    """Give a bound optimizer its `_amp_stash` and the private methods, until it is unbound."""
+    session = current.require()
+    binding = session.binding_of(optimizer)
+    binding.attach("_amp_stash", AmpOptimizerState(binding))
+    methods: dict[str, Callable[..., Any]] = {
+        "_amp_lazy_init": _masters_exist,
+        "_prepare_amp_backward": _prepare_amp_backward,
+        "_post_amp_backward": _post_amp_backward,
+    }
+    if session.policy.master_weights:
+        methods["_master_params_to_model_params"] = _master_params_to_model_params
+    for name, function in methods.items():
+        binding.attach(name, types.MethodType(function, optimizer))
+
+
+def _masters_exist(optimizer: Optimizer) -> None:
+    """Masters exist from `initialize` on."""
+
+
+def _master_params_to_model_params(optimizer: Any) -> None:
+    """Copy the masters to the 16-bit parameters."""
+    current.require().binding_of(optimizer).push_masters()
+
+
+def _prepare_amp_backward(optimizer: Optimizer) -> None:
+    """Before a backward pass of a loss that the caller multiplied by the first scaler's scale: let gradients sum up right."""
+    session = current.require()
+    scaler = session.scaler(0)
+    session.binding_of(optimizer).gradients.enter(None if scaler.is_identity else scaler.scale_on(torch.device(session.device_type)))
+
+
+def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
+    """After it: unscale, and have `scaler.update_scale()` and the next `step()` know of an overflow."""
+    session = current.require()
+    binding = session.binding_of(optimizer)
+    binding.gradients.leave()
+    binding.add_check(scaler.open_check(torch.device(session.device_type)))
+    binding.gradients.settle()
+    binding.close_checks()
+
+
+# ---- a skip that shows before the step ----------------------------------------------------------------------------------------------------
+
+
+def show_skip(optimizer: Any) -> None:
+    """While the next `step()` will be skipped, let `optimizer.step` be another object than usual: scripts compare. Waits for the device."""
+    step = vars(optimizer)["step"]
+    usual = _usual_step(step)
+    is_skipped = current.require().binding_of(optimizer).is_next_step_skipped()
+    if is_skipped and step is usual:
+        optimizer.step = _make_skip_step(optimizer, usual)
+    elif not is_skipped and step is not usual:
+        optimizer.step = usual
+
+
+def _function_of(step: Any) -> Any:
+    """Return the function of a method; an LR scheduler puts a plain function in the place of the method."""
+    return getattr(step, "__func__", step)
+
+
+def _usual_step(step: Any) -> Any:
+    """Return what a skip step stands for; any other step itself, also one that wraps a skip step and has taken over its attributes."""
+    function = _function_of(step)
+    shown, usual = vars(function).get("_amp_skip_step", (None, step))
+    return usual if shown is not None and shown() is function else step
+
+
+def _make_skip_step(optimizer: Optimizer, usual: Any) -> Any:
+    """Return a method that puts the usual `step` back and calls it: the usual one skips, and says so."""
+
+    @functools.wraps(_function_of(usual))
+    def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _function_of(vars(self)["step"]) is shown():  # not if an LR scheduler has wrapped it meanwhile
+            self.step = usual
+        return usual(*args, **kwargs)
+
+    shown = weakref.ref(skip_step)
+    # undoing the binding looks for the original there, if the optimizer had a `step` of its own
+    vars(skip_step).update(_amp_skip_step=(shown, usual), __wrapped__=getattr(usual, "__wrapped__", None))
+    return types.MethodType(skip_step, optimizer)

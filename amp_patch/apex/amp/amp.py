@@ -1,0 +1,74 @@
+"""The decorators, registration and `init`: Apex's `apex.amp.amp`, which also has everything of `frontend`.
+
+`_DECORATOR_HANDLE` is the handle of the casts in force, or None. Registered functions stay registered for every later `initialize`; Apex forgot
+them after the first.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from amp_patch import current
+from amp_patch.api import float_function as float_function
+from amp_patch.api import half_function as half_function
+from amp_patch.api import promote_function as promote_function
+from amp_patch.api import register_float_function as register_float_function
+from amp_patch.api import register_half_function as register_half_function
+from amp_patch.api import register_promote_function as register_promote_function
+from amp_patch.policy import make_policy, parse_loss_scale
+
+from .._settings import in_force
+from ._amp_state import _amp_state
+from .frontend import *  # noqa: F403
+from .handle import AmpHandle, NoOpHandle
+from .handle import disable_casts as disable_casts
+from .handle import scale_loss as scale_loss
+from .lists import register_edits
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_DECORATOR_HANDLE":
+        return getattr(_amp_state, "handle", None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
+
+    They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if there is one, else the CPU's.
+
+    Args:
+        enabled: False gives a handle that does nothing.
+        loss_scale: what `wrap_optimizer` of the handle scales losses by.
+        enable_caching, verbose: what the handle says of itself.
+        allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
+
+    Raises SessionError if `initialize` is in force.
+    """
+    if not enabled:
+        _amp_state.handle = inert = NoOpHandle()
+        return inert
+    session = current.state.session
+    if session is not None and not session.has_models:
+        current.reset()
+    overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
+    policy = make_policy("O1", overrides, device_type="cuda")
+    register_edits()
+    bce = (torch.nn.functional, "binary_cross_entropy", "blacklist")
+    registered = current.state.registered
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    opened = contextlib.ExitStack()
+    try:
+        registered.extend([bce] if allow_banned else [])
+        session = opened.enter_context(current.without_model(policy, "cpu" if device is None else device.type))
+    finally:
+        registered[:] = [entry for entry in registered if entry is not bce]
+    _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose, opened=opened)
+    return handle

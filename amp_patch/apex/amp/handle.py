@@ -1,0 +1,159 @@
+"""`scale_loss` and `disable_casts`, and the handles of Apex's older interface.
+
+Right where Apex was not: gradients are unscaled whatever the body raises; `disable_casts` nests, survives exceptions, belongs to its thread and
+is harmless at levels that cast nothing; a tuple of optimizers is as good as a list.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch import api, current
+from amp_patch.api import disable_casts as disable_casts
+from amp_patch.errors import SessionError
+from amp_patch.optimizers import as_optimizers
+from amp_patch.sessions import Session
+
+from ._amp_state import _amp_state
+from ._process_optimizer import show_skip
+from .opt import OptimWrapper
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """See `amp_patch.scale_loss`. As in Apex, an overflow shows at the exit: in `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step`.
+
+    Waits for the device at the exit under a dynamic scale, unless delayed.
+    """
+    properties = getattr(_amp_state, "opt_properties", None)
+    session = current.state.session
+    if session is not None and properties is not None and not properties.enabled:
+        yield loss
+        return
+    if session is not None and _is_plain(session, loss_id):  # Apex did not look at the optimizers then, so scripts may pass any
+        bound = [binding.optimizer for binding in session.bindings()]
+        known = [optimizer for optimizer in as_optimizers(optimizers) if any(optimizer is other for other in bound)]
+        context = session.scale_loss(loss, known, loss_id, delay_unscale)
+    else:
+        known = [] if session is None else as_optimizers(optimizers)
+        context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
+    with context as scaled_loss:
+        yield scaled_loss
+    if not delay_unscale and not delay_overflow_check:
+        for optimizer in known:
+            show_skip(optimizer)
+
+
+def _is_plain(session: Session, loss_id: int) -> bool:
+    """Tell whether nothing is scaled and there are no masters."""
+    return session.scaler(loss_id).is_identity and not session.policy.master_weights
+
+
+class AmpHandle:
+    """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
+
+    def __init__(self, session: Session, *, enable_caching: bool = True, verbose: bool = False, opened: contextlib.ExitStack | None = None) -> None:
+        self._session = session
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._opened = opened  # what closes the session, if it is this handle's own
+        self._is_deactivated = False
+
+    def is_active(self) -> bool:
+        """Tell whether functions cast their arguments."""
+        return self._session.switch.is_on_here()
+
+    @property
+    def _is_active(self) -> bool:
+        return self._session.switch.is_on_here()
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        if not value:
+            self._session.switch.turn_off()
+        elif not self._is_deactivated:
+            self._session.switch.turn_on()
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return disable_casts()
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return the optimizer with `num_loss` loss scalers of its own."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Apex took this out in favour of `amp.scale_loss`. Raises SessionError."""
+        raise SessionError(
+            "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer = amp.initialize(model, optimizer) "
+            "instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+        )
+        yield loss
+
+    def _clear_cache(self) -> None:
+        api.refresh()
+
+    def _deactivate(self) -> None:
+        """Put the original functions back. What `initialize` did to models and optimizers stays: loss scaling goes on."""
+        self._is_deactivated = True
+        self._session.switch.turn_off()
+        self._session.patcher.undo()
+        if self._opened is not None:
+            self._opened.close()
+
+    def has_ended(self, session: Session | None) -> bool:
+        """Tell whether this is the handle of `session`, and `_deactivate` was called."""
+        return self._is_deactivated and self._session is session
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether caching was asked for."""
+        return self._enable_caching
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Have low-precision weights made anew before their next use."""
+        api.refresh()
+
+    @property
+    def verbose(self) -> bool:
+        """Whether the caller asked for much output."""
+        return self._verbose
+
+
+class NoOpHandle:
+    """What `init(enabled=False)` gives: the same names, all inert."""
+
+    _is_active = False
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return a wrapper that changes nothing."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Give the loss as it is."""
+        yield loss
+
+    def _clear_cache(self) -> None:
+        """There is none."""
+
+    def _deactivate(self) -> None:
+        """There is nothing to put back."""

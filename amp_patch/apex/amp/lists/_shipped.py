@@ -1,0 +1,16 @@
+"""Reads the list `apex` by owner and rule."""
+
+import functools
+
+from amp_patch.entries import OpEntry
+from amp_patch.oplists import load_oplists
+
+
+@functools.cache
+def _entries() -> tuple[OpEntry, ...]:
+    return tuple(dict.fromkeys(spelling.entry for spelling in load_oplists("apex").spellings))
+
+
+def shipped_names(owner: str, rule: str) -> list[str]:
+    """Return the names that the shipped list `apex` has for an owner such as `torch.Tensor` on one of its lists, without in-place twins."""
+    return [entry.op.rpartition(".")[2] for entry in _entries() if entry.rule == rule and entry.op.rpartition(".")[0] == owner]

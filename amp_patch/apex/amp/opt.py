@@ -1,0 +1,52 @@
+"""`OptimWrapper`: the optimizer that `amp.init().wrap_optimizer(...)` gives, Apex's interface from before `initialize`."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch import current
+
+
+class OptimWrapper:
+    """An optimizer with loss scalers of its own, one for each of `num_loss` losses in a step. Everything else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._first_scaler = 0
+        if amp_handle.is_active():
+            session = current.require()
+            self._first_scaler = len(session.scalers)
+            session.add_scalers(self._first_scaler + num_loss)
+            session.adopt([], [optimizer])
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Give the loss times the scale of its scaler: the first loss since the last step has the first, and so on."""
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx == self._num_loss:
+            raise IndexError(f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}")
+        loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
+        with current.require().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
+            yield scaled_loss
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, or skip if any of the losses overflowed. Raises NotImplementedError for a closure."""
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure=closure)
+        self._loss_idx = 0
+        if closure is not None:
+            raise NotImplementedError("step(closure) does not work where a step may be skipped: call step() without a closure")
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)

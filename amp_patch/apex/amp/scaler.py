@@ -1,0 +1,217 @@
+"""`LossScaler` under Apex's names: a view of one of the session's scalers, or a scaler of its own.
+
+Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass. `_unskipped` counts optimizer
+steps, where Apex counted backward passes. Right where Apex was not: overflow is judged element by element, and the scale never falls to 0.
+
+Files that hold a pickled `apex.amp.scaler.LossScaler`, as those of the old `FP16_Optimizer` do, load into this class.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from amp_patch import scaler as core
+from amp_patch.scaler import OverflowCheck, unscale_
+
+
+class LossScaler:
+    """A loss scale: "dynamic", or a number. `scale_factor` is always 2, as it was in Apex whatever was passed."""
+
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+
+    def __init__(
+        self,
+        loss_scale: float | Literal["dynamic"],
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self._core = core.LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, growth_interval=scale_window)
+        if self.dynamic:
+            self._core.set_loss_scale(min(max_loss_scale, init_scale))
+        self._check: OverflowCheck | None = None
+
+    @classmethod
+    def of(cls, scaler: core.LossScaler) -> "LossScaler":
+        """Return a view of a session's scaler."""
+        view = cls.__new__(cls)
+        view._core, view._check = scaler, None
+        return view
+
+    def is_view_of(self, scaler: core.LossScaler) -> bool:
+        """Tell whether this is a view of `scaler`."""
+        return self._core is scaler
+
+    # ---- Apex's attributes ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows the gradients."""
+        return self._core.is_dynamic
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._core.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._core.set_loss_scale(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._core.state_dict()["unskipped"])
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._core.decide()
+        self._core.load_state_dict({"loss_scale": self._core.loss_scale(), "unskipped": value})
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._core.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._core.growth_interval = int(value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self._core.min_loss_scale
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._core.min_loss_scale = value
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self._core.max_loss_scale
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._core.max_loss_scale = value
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._check is not None and bool(self._check.found_inf.item())
+
+    def loss_scale(self) -> float:
+        """Return the scale that the next backward pass will use. Waits for the device."""
+        return self._core.loss_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{"loss_scale": float, "unskipped": int}`."""
+        return self._core.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved scale and count; a static scaler keeps its scale."""
+        self._core.load_state_dict(state)
+
+    # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale ----------------------------------------------------------------
+
+    def clear_overflow_state(self) -> None:
+        """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
+        if self._check is not None:
+            self._core.discard(self._check)
+        self._check = None
+
+    def unscale(
+        self,
+        model_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        unused_scale: object = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads` divided by the scale to `master_grads`, of any dtype; the same tensors may be both. Non-finite ones are noted.
+
+        Under a static scale of 1.0 with `models_are_masters`, do nothing, as Apex did.
+        """
+        scale = self._scale_or(scale_override)
+        if scale == 1.0 and models_are_masters and not self.dynamic:
+            return
+        sources, targets = list(model_grads), list(master_grads)
+        full = [
+            source if source is target else source.detach().to(torch.float32, copy=True) for source, target in zip(sources, targets, strict=True)
+        ]
+        self._unscale_in_place(full, scale)
+        _copy(full, targets)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Iterable[Tensor],
+        stashed_master_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`. Non-finite model gradients are noted.
+
+        `scale_override` holds the scale of the model gradients, that of the stashed ones, and the scale that the result is to have.
+        """
+        of_model, of_stash, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
+        full = [gradient.detach().to(torch.float32, copy=True) for gradient in model_grads]
+        self._unscale_in_place(full, of_model / wanted)
+        for gradient, stashed in zip(full, stashed_master_grads, strict=True):
+            gradient.add_(stashed.float(), alpha=wanted / of_stash)
+        _copy(full, list(master_grads))
+
+    def update_scale(self) -> bool:
+        """Judge the gradients unscaled since `clear_overflow_state` and return whether the step is to be skipped. Waits for the device.
+
+        Called without any, it counts a good step, as Apex's did.
+        """
+        check = self._check or self._core.open_check(torch.device("cpu"))
+        self._check, check.is_open = None, False
+        is_overflow = self.dynamic and check.is_overflow()
+        self._core.decide()
+        return is_overflow
+
+    def _scale_or(self, override: float | None) -> float:
+        return self.loss_scale() if override is None else override
+
+    def open_check(self, device: torch.device) -> OverflowCheck:
+        """Return the overflow check of the pass that is under way, for gradients on `device`."""
+        if self._check is None:
+            self._check = self._core.open_check(device)
+            self._check.is_open = True
+        return self._check
+
+    def _unscale_in_place(self, gradients: Sequence[Tensor], scale: float) -> None:
+        if gradients:
+            device = gradients[0].device
+            unscale_(gradients, torch.tensor(scale, dtype=torch.float32, device=device), self.open_check(device))
+
+    # ---- pickles, Apex's among them -------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "dynamic": self.dynamic,
+            "_loss_scale": self._loss_scale,
+            "_unskipped": self._unskipped,
+            "_scale_seq_len": self._scale_seq_len,
+            "_min_loss_scale": self._min_loss_scale,
+            "_max_loss_scale": self._max_loss_scale,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        scale = float(state["_loss_scale"])
+        self._core = core.LossScaler(
+            "dynamic" if state["dynamic"] else scale,
+            min_loss_scale=state.get("_min_loss_scale"),
+            max_loss_scale=state.get("_max_loss_scale", 2.0**24),
+            growth_interval=state.get("_scale_seq_len", core.GROWTH_INTERVAL),
+        )
+        self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
+        self._check = None
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            if source is not target:
+                target.copy_(source)

@@ -1,0 +1,263 @@
+"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`: tensors of any device and floating dtype, contiguous or not.
+
+Every function takes a chunk size (ignored), a flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1
+when a checked tensor holds inf or NaN, and is never cleared. What Apex had beyond these (the capturable and mixed-precision variants, the two
+stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` leaves the gradients as they are.
+
+Waits for the device: only `multi_tensor_sgd`, which reads the flag.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import updates
+from .updates import Tensors
+
+Lists = Sequence[Tensors]
+
+
+def _multiply(tensors: Tensors, factor: float | Tensor, flag: Tensor | None = None) -> list[Tensor]:
+    """Return copies at full precision, multiplied, and raise the flag if a tensor was not finite."""
+    copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))
+    for indices in updates.get_places(copies):
+        part = [copies[index] for index in indices]
+        found = torch.zeros((), dtype=torch.float32, device=part[0].device)
+        scale = torch.as_tensor(factor, dtype=torch.float32, device=found.device).reshape(())
+        torch._amp_foreach_non_finite_check_and_unscale_(part, found, scale)
+        if flag is not None:
+            _raise_flag(flag, found)
+    return copies
+
+
+def _raise_flag(flag: Tensor, found: Tensor) -> None:
+    flag.copy_(torch.maximum(flag, found.to(flag)))
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+    """[inputs, outputs]: output = scale * input, in the output's dtype. Checks the inputs."""
+    inputs, outputs = tensor_lists
+    _copy(outputs, _multiply(inputs, scale, noop_flag))
+
+
+@torch.no_grad()
+def multi_tensor_axpby(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int) -> None:
+    """[xs, ys, outputs]: output = a x + b y. Checks the xs (`arg_to_check` 0), the ys (1) or both (-1)."""
+    xs, ys, outputs = tensor_lists
+    terms = _multiply(xs, a, None if arg_to_check == 1 else noop_flag)
+    others = _multiply(ys, b, None if arg_to_check == 0 else noop_flag)
+    if terms:
+        torch._foreach_add_(terms, others)
+    _copy(outputs, terms)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False) -> tuple[Tensor, Tensor]:
+    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,), or (0,) without `per_tensor`; float32.
+
+    Raises the flag if the norm is not finite.
+    """
+    xs = tensor_lists[0]
+    total = updates.total_norm(xs, noop_flag.device).float()
+    _raise_flag(noop_flag, ~torch.isfinite(total))
+    each = [norm.to(noop_flag.device, torch.float32) for norm in updates.norms(xs)] if per_tensor else []
+    return total.reshape(1), torch.stack(each) if each else torch.empty(0, device=noop_flag.device)
+
+
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """The norms of inv_scale * x, as `multi_tensor_l2norm` gives them. Leaves the xs as they are."""
+    return multi_tensor_l2norm(chunk_size, noop_flag, [_multiply(tensor_lists[0], inv_scale)], per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """[inputs, outputs]: output = scale * input, and the norms of the inputs as `multi_tensor_l2norm` gives them."""
+    result = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists[:1], per_tensor)
+    _copy(tensor_lists[1], _multiply(tensor_lists[0], scale))
+    return result
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """[gradients, params, momenta] and perhaps [16-bit copies of params]: `updates.sgd_` on scale * gradient; nothing if the flag is up."""
+    if bool(noop_flag.any()):
+        return
+    gradients, params, momenta, *copies = tensor_lists
+    updates.sgd_(
+        gradients,
+        params,
+        momenta,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=wd,
+        is_nesterov=nesterov,
+        is_first=first_run,
+        decays_late=wd_after_momentum,
+        gradient_factor=scale,
+    )
+    for outputs in copies:
+        _copy(outputs, params)
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """[gradients, params, exp_avgs, exp_avg_sqs]: `updates.adam_`, with decoupled weight decay if `mode` is 1."""
+    updates.adam_(
+        *tensor_lists,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        step=step,
+        weight_decay=weight_decay,
+        is_decoupled=mode == 1,
+        corrects_bias=bool(bias_correction),
+    )
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, epsilon: float, mode: int, weight_decay: float
+) -> None:
+    """[gradients, params, sums]: `updates.adagrad_`, with decoupled weight decay if `mode` is 1."""
+    updates.adagrad_(*tensor_lists, lr=lr, eps=epsilon, weight_decay=weight_decay, is_decoupled=mode == 1)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """[gradients, params, exp_avgs] and `grad_norms` of shape (n,): `updates.novograd_`, with weight decay inside the moment if `mode` is 0."""
+    gradients, params, exp_avgs = tensor_lists
+    updates.novograd_(
+        gradients,
+        params,
+        exp_avgs,
+        grad_norms.unbind(),
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        step=step,
+        weight_decay=weight_decay,
+        decays_inside=mode == 0,
+        corrects_bias=bool(bias_correction),
+        averages_gradients=bool(grad_averaging),
+        norm_type=norm_type,
+    )
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """[gradients, params, exp_avgs, exp_avg_sqs]: `updates.lamb_`, with decoupled weight decay if `mode` is 1."""
+    updates.lamb_(
+        *tensor_lists,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        step=step,
+        weight_decay=weight_decay,
+        is_decoupled=mode == 1,
+        corrects_bias=bool(bias_correction),
+        averages_gradients=bool(grad_averaging),
+        gradient_norm=global_grad_norm.reshape(()),
+        max_gradient_norm=max_grad_norm,
+        always_adapts=bool(use_nvlamb),
+    )
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Update a loss scale (float32) and its two counters (int32), one element each, in place; return the scale. Waits for nothing.
+
+    After `hysteresis` overflows without a good step between them, each overflow multiplies the scale by `backoff_factor`; `growth_interval` good
+    steps in a row multiply it by `growth_factor`, unless that gives inf.
+    """
+    is_bad = found_inf > 0
+    left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
+    good_steps = torch.where(is_bad, 0, growth_tracker + 1)
+    is_due = ~is_bad & (good_steps == growth_interval)
+    grown = current_scale * growth_factor
+    scale = torch.where(is_bad & (left <= 0), current_scale * backoff_factor, current_scale)
+    current_scale.copy_(torch.where(is_due & torch.isfinite(grown), grown, scale))
+    growth_tracker.copy_(torch.where(is_due, 0, good_steps))
+    hysteresis_tracker.copy_(left)
+    return current_scale
+
+
+def _copy(targets: Tensors, sources: Tensors) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

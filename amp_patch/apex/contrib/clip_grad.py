@@ -1,0 +1,13 @@
+"""`apex.contrib.clip_grad`: torch's `clip_grad_norm_`, which is as fast today."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """See torch.nn.utils.clip_grad_norm_; looked up at each call, so that amp's warning about master weights is heard."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -1,0 +1,270 @@
+"""`FP16_Optimizer`: float32 masters and loss scaling around an optimizer, for a model that the user has cast."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...errors import CheckpointError, OptimizerError
+from ...reporting import say, set_verbosity
+from ...scaler import LossScaler, rescale_, unscale_
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class FP16_Optimizer:
+    """Wraps an optimizer: its 16-bit parameters are replaced by float32 masters at once, and it steps on those.
+
+    The model's gradients stay what backward made of them, scaled; `update_master_grads` makes the masters' gradients from them anew. So gradients
+    add up over several backward passes as they do in torch, until `zero_grad`. A change of the loss scale in between is made up for, and a
+    float32 parameter may be unscaled as often as one likes; Apex got both wrong.
+
+    Args:
+        init_optimizer: holds the parameters of a model on its device that has been cast, as by `network_to_half`. 16-bit parameters that do not
+            require gradients are left alone.
+        static_loss_scale: the loss scale, if it is not dynamic.
+        dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000 good steps.
+        dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`; `scale_factor` is 2.
+        verbose: show the package's messages on stdout: when a step is skipped.
+
+    Waits for the device in `update_master_grads` if the scale is dynamic.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        if verbose:
+            set_verbosity(1)
+        self._dynamic_loss_args = dict(dynamic_loss_args or {})
+        self.loss_scaler = self._make_scaler(dynamic_loss_scale, static_loss_scale)
+        self.overflow = False
+        self._carried: Tensor | None = None  # the scale of the gradients of 16-bit parameters
+        self._is_unscaled = False  # whether those of float32 parameters have been divided by it
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        for group in self.optimizer.param_groups:
+            self._adopt(group)
+        if self.optimizer.state:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts what state there is to the masters' dtype
+
+    def _make_scaler(self, is_dynamic: bool, static_loss_scale: float) -> LossScaler:
+        if not is_dynamic:
+            return LossScaler(float(static_loss_scale))
+        args = {**self._dynamic_loss_args}
+        init_scale = args.pop("init_scale", None)
+        if args.pop("scale_factor", 2) != 2:
+            raise OptimizerError("FP16_Optimizer: scale_factor is always 2; leave it out of dynamic_loss_args")
+        if "scale_window" in args:
+            args["growth_interval"] = args.pop("scale_window")
+        try:
+            scaler = LossScaler("dynamic", **args)
+        except TypeError:
+            allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
+            raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {self._dynamic_loss_args} may hold {allowed}") from None
+        if init_scale is not None:
+            scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
+        return scaler
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        low: list[Tensor] = []
+        masters: list[Tensor] = []
+        full: list[Tensor] = []
+        for index, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            if parameter.dtype not in LOW:
+                full.append(parameter)
+                continue
+            master = torch.nn.Parameter(parameter.detach().float())
+            group["params"][index] = master
+            low.append(parameter)
+            masters.append(master)
+            if parameter in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+        self.fp16_groups.append(low)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(full)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with masters for its 16-bit parameters."""
+        self.optimizer.add_param_group(param_group)
+        self._adopt(self.optimizer.param_groups[-1])
+
+    # ---- gradients ------------------------------------------------------------------------------------------------------------------------
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each 16-bit parameter with its master."""
+        groups = zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
+        return [pair for low, masters in groups for pair in zip(low, masters, strict=True)]
+
+    def _full_gradients(self) -> list[Tensor]:
+        return [parameter.grad for group in self.fp32_from_fp32_groups for parameter in group if parameter.grad is not None]
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Set the gradients of the model's parameters to zero, or to None; the masters' to None."""
+        pairs = self._pairs()
+        for _, master in pairs:
+            master.grad = None
+        for parameter in (*(low for low, _ in pairs), *(full for group in self.fp32_from_fp32_groups for full in group)):
+            if set_grads_to_None:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        self._carried, self._is_unscaled = None, False
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Go backward from the scaled loss, then `update_master_grads`, unless more passes are to come first."""
+        scale = self.loss_scaler.scale_on(loss.device)
+        low = [parameter.grad for parameter, _ in self._pairs() if parameter.grad is not None]
+        with torch.no_grad():
+            if self._carried is not None and self._carried is not scale:
+                rescale_(low, scale / self._carried)
+            if self._is_unscaled:
+                rescale_(self._full_gradients(), scale)
+            elif self._carried is not None and self._carried is not scale:
+                rescale_(self._full_gradients(), scale / self._carried)
+        self._carried, self._is_unscaled = scale, False
+        (loss.float() * scale).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Write true gradients to the masters and to float32 parameters, and decide the loss scale; sets `overflow`."""
+        pairs = self._pairs()
+        for parameter, master in pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        gradients = [master.grad for _, master in pairs if master.grad is not None]
+        if not self._is_unscaled:
+            gradients += self._full_gradients()
+        self.overflow = False
+        if self._carried is None or not gradients:
+            return
+        check = self.loss_scaler.open_check(self._carried.device)
+        unscale_(gradients, self._carried, check)
+        self._is_unscaled = True
+        self.loss_scaler.decide()
+        self.overflow = self.loss_scaler.is_dynamic and check.is_overflow()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
+        """Clip the norm of all gradients that the optimizer steps on, and return what it was; -1 after an overflow."""
+        if self.overflow:
+            return -1
+        return torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Return the gradients that the optimizer steps on, by group; None after an overflow."""
+        if self.overflow:
+            return None
+        return [[None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]] for group in self.param_groups]
+
+    # ---- steps ----------------------------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on the masters and copy them to the model; after an overflow do nothing. Returns what the optimizer returns.
+
+        `closure` calls `zero_grad` and `backward` of this object and returns the loss; only with a static loss scale, else OptimizerError.
+        """
+        if closure is None:
+            if self.overflow:
+                say("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
+                return None
+            result = self.optimizer.step()
+        else:
+            if self.loss_scaler.is_dynamic:
+                raise OptimizerError("step(closure) does not work with dynamic_loss_scale: use a static_loss_scale, or call step() without a closure")
+            result = self.optimizer.step(self._wrap(closure))
+        self._push_masters()
+        return result
+
+    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self._push_masters()  # the optimizer may have moved them since its last evaluation
+            return closure()
+
+        return evaluate
+
+    def _push_masters(self) -> None:
+        pairs = self._pairs()
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+
+    # ---- what the optimizer inside has ------------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward pass; setting it makes it that. Waits for the device."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self.loss_scaler.is_dynamic:
+            self.loss_scaler.load_state_dict({"loss_scale": value, "unskipped": 0})
+        else:
+            self.loss_scaler = LossScaler(float(value))
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the optimizer inside, with masters in the place of 16-bit parameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise RuntimeError("an FP16_Optimizer belongs to its model: save state_dict() instead of pickling it")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on, the masters included, in Apex's layout; `loss_scaler` is plain numbers.
+
+        Loads with weights_only=True. Waits for the device.
+        """
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.loss_scaler.is_dynamic,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": True,  # Apex kept it between steps; nothing here depends on it
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` (or Apex's) returned, and copy the masters to the model. Raises CheckpointError if the masters do not fit."""
+        masters = [master for group in self.fp32_from_fp16_groups for master in group]
+        values = [value for group in state_dict["fp32_from_fp16"] for value in group]
+        if [master.shape for master in masters] != [value.shape for value in values]:
+            raise CheckpointError(
+                f"the saved state has {len(values)} masters, and they do not fit the {len(masters)} here: load it for the same model, cast alike"
+            )
+        saved = state_dict["loss_scaler"]
+        if not isinstance(saved, Mapping):  # Apex pickled the scaler itself
+            saved = {"loss_scale": saved._loss_scale, "unskipped": saved._unskipped}
+        self.loss_scaler = self._make_scaler(state_dict["dynamic_loss_scale"], saved["loss_scale"])
+        self.loss_scaler.load_state_dict(dict(saved))
+        self.overflow = state_dict["overflow"]
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        with torch.no_grad():
+            for master, value in zip(masters, values, strict=True):
+                master.copy_(value)
+        self._push_masters()

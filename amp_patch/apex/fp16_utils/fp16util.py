@@ -1,0 +1,115 @@
+"""Casting networks to float16, and moving values between their parameters and float32 masters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_
+
+clip_grad_norm = clip_grad_norm_
+
+
+class tofp16(nn.Module):
+    """Returns its input as float16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Cast `input`, whatever it was."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Cast affine BatchNorm layers in `module` (itself included) back to float32, in place; return `module`."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and layer.affine:
+            layer.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Cast `network` to float16 but for affine BatchNorm layers, in place; return it behind a cast of its input."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the module's own floating parameters, their gradients, and buffers to `dtype`, in place; not those of its children."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+    for buffer in module._buffers.values():
+        if buffer is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast all modules of `network` but affine BatchNorm layers to `dtype`, in place, with `convert_module`; return `network`."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """`network`, cast to float16 with `convert_network`; casts every positional input. The output stays as the network returns it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the network with float16 inputs."""
+        return self.network(*(input.half() for input in inputs))
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the trainable parameters and their float32 masters: copies, or a single flat Parameter with a gradient of zeros.
+
+    Raises RuntimeError if a flat master is asked for parameters of several dtypes.
+    """
+    params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not flat_master:
+        return params, [nn.Parameter(parameter.detach().clone().float()) for parameter in params]
+    dtypes = {parameter.dtype for parameter in params}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise RuntimeError(f"one flat master needs parameters of one dtype, not {names}: leave out flat_master, or BN_convert_float")
+    master = nn.Parameter(_flatten_dense_tensors([parameter.detach() for parameter in params]).float())
+    master.grad = torch.zeros_like(master)
+    return params, [master]
+
+
+def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False) -> None:
+    """Copy gradients to the masters'. A parameter without one: its master's becomes None, or zeros in a flat master."""
+    if flat_master:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        flat = _flatten_dense_tensors(gradients).to(master_params[0].dtype)
+        master_params[0].grad = flat
+        return
+    for parameter, master in zip(model_params, master_params, strict=True):
+        if parameter.grad is None or master.grad is None:
+            master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
+    _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
+
+
+def master_params_to_model_params(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False) -> None:
+    """Copy the masters' values to the parameters."""
+    sources = _unflatten_dense_tensors(master_params[0].detach(), model_params) if flat_master else master_params
+    _copy(model_params, sources)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def to_python_float(t: Any) -> float:
+    """Return the value of a one-element tensor, or the first element of a sequence. Waits for the device."""
+    return float(t.item() if hasattr(t, "item") else t[0])

@@ -1,0 +1,61 @@
+"""The two loss scalers of old. amp has its own, and so has `FP16_Optimizer`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..updates import norms
+
+
+class LossScaler:
+    """A static loss scale. Never finds an overflow."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.cur_scale = scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Return False."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Leave the scale as it is."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
+        """A backward hook: return the gradients of the inputs times the scale."""
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Go backward from the scaled loss."""
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that falls by `scale_factor` at each overflow, to no less than 1, and rises by it after `scale_window` steps without one."""
+
+    def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        super().__init__(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Tell whether a gradient holds inf or NaN: element by element, where Apex judged their sum. Waits for the device."""
+        gradients = [parameter.grad for parameter in params if parameter.grad is not None]
+        return any(not bool(torch.isfinite(norm)) for norm in norms(gradients, float("inf")))
+
+    def update_scale(self, overflow: bool) -> None:
+        """Count an iteration and decide the scale of the next."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1

@@ -1,0 +1,117 @@
+"""`FusedOptimizer`: what Apex's optimizers have in common."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, OptimizerError
+from ..updates import full_dtype
+
+Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
+"""For each parameter group that has gradients: the group, its parameters that have one, and these gradients."""
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of Apex's optimizers. A subclass says in `_update` what one step is.
+
+    Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises OptimizerError in `step`.
+    """
+
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes beside the groups, which copies must take along
+
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
+        for name in ("lr", "eps", "weight_decay", "momentum"):
+            value = defaults.get(name, 0.0)
+            if isinstance(value, (int, float)) and not value >= 0.0:
+                raise OptimizerError(f"{type(self).__name__}: {name}={value!r} must not be negative")
+        betas = defaults.get("betas", ())
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise OptimizerError(f"{type(self).__name__}: betas={betas!r} must be at least 0 and below 1")
+        super().__init__(params, defaults)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Set gradients to None or to zero; by default as `set_grad_none` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; with a closure, first evaluate it, and return what it returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update(self._collect())
+        return loss
+
+    def _update(self, work: Work) -> None:
+        raise NotImplementedError
+
+    def _collect(self) -> Work:
+        work: Work = []
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in params:
+                if parameter.grad.layout != torch.strided:
+                    name = type(self).__name__
+                    raise OptimizerError(f"{name} takes no sparse gradients: give that parameter to torch.optim.SparseAdam or torch.optim.SGD")
+                if not parameter.is_floating_point():
+                    raise OptimizerError(f"{type(self).__name__} takes real floating parameters, not {parameter.dtype}")
+            if params:
+                work.append((group, params, [parameter.grad for parameter in params]))
+        return work
+
+    def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
+        """Return a state tensor for each parameter, of its shape and at full precision, zeros at first."""
+        moments = []
+        for parameter in params:
+            state, dtype = self.state[parameter], full_dtype(parameter)
+            moment = state.get(name)
+            if moment is None:
+                moment = state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            elif moment.dtype is not dtype:  # amp.initialize casts state together with the parameters when there are no masters
+                moment = state[name] = moment.to(dtype)
+            moments.append(moment)
+        return moments
+
+    def _count_step(self, group: dict[str, Any]) -> int:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                f"{type(self).__name__} counts steps in Python, which a CUDA graph would freeze: use torch.optim.AdamW(capturable=True) in a graph"
+            )
+        group["step"] = int(group.get("step", 0)) + 1
+        return int(group["step"])
+
+    # ---- copies and checkpoints -----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, here or in Apex, or in the torch optimizer of the same formulas.
+
+        State stays at full precision. Raises CheckpointError if the saved optimizer did what this one cannot do, ValueError if the groups differ.
+        """
+        saved = self._as_own(state_dict)
+        super().load_state_dict(saved)
+        keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, params, strict=True):
+            for name, value in saved["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point():  # torch has rounded it to the parameter's dtype
+                    self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
+
+    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved state with the options that it does not know filled in from the defaults."""
+        groups = []
+        for group in state_dict["param_groups"]:
+            for name in ("maximize", "amsgrad", "lr_decay"):
+                if group.get(name):
+                    own = type(self).__name__
+                    raise CheckpointError(f"the saved optimizer ran with {name}={group[name]!r}, which {own} cannot do: resume it in torch.optim")
+            groups.append({**self.defaults, **group})
+        state = {key: {name: value for name, value in entry.items() if value is not None} for key, entry in state_dict["state"].items()}
+        return {**state_dict, "state": state, "param_groups": groups}

@@ -1,0 +1,72 @@
+"""`FusedLAMB`: LAMB with Apex's arguments. torch has none."""
+
+from typing import Any, ClassVar
+
+from ...errors import OptimizerError
+from ..updates import lamb_, total_norm
+from .base import FusedOptimizer, Work
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB with clipping by the norm of all gradients; `updates.lamb_` has the formula. Leaves `.grad` alone, where Apex wrote the update there.
+
+    Args:
+        adam_w_mode: weight decay decoupled from the gradient.
+        grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
+        max_grad_norm: the norm of all gradients of all groups to clip to; 0 or None: do not clip.
+        use_nvlamb: adapt the learning rate of parameters without weight decay too.
+        amsgrad: raises OptimizerError if true.
+    """
+
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise OptimizerError("FusedLAMB has no AMSGrad variant: leave amsgrad out")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none)
+        self.adam_w_mode = bool(adam_w_mode)
+        self.use_nvlamb = use_nvlamb
+
+    def _update(self, work: Work) -> None:
+        gradient_norm = total_norm([gradient for _, _, gradients in work for gradient in gradients])
+        for group, params, gradients in work:
+            lamb_(
+                gradients,
+                params,
+                self._moments(params, "exp_avg"),
+                self._moments(params, "exp_avg_sq"),
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                step=self._count_step(group),
+                weight_decay=group["weight_decay"],
+                is_decoupled=self.adam_w_mode,
+                corrects_bias=bool(group["bias_correction"]),
+                averages_gradients=bool(group["grad_averaging"]),
+                gradient_norm=gradient_norm,
+                max_gradient_norm=self.defaults["max_grad_norm"],
+                always_adapts=self.use_nvlamb,
+            )

@@ -1,0 +1,128 @@
+"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has none."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, OptimizerError
+from ..updates import full_dtype, norms, novograd_
+from .base import FusedOptimizer, Work
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad; `updates.novograd_` has the formula. Which parameters have gradients may change from step to step, which Apex did not allow.
+
+    In the state dict the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape (n,), for the 16-bit and
+    for the other parameters of the group that have stepped, in their order.
+
+    Args:
+        reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
+        grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
+        norm_type: 2 for the L2 norm of gradients, 0 for their maximum.
+        init_zero: start the second moment at 0 instead of the first norm.
+        amsgrad: raises OptimizerError if true.
+    """
+
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise OptimizerError("FusedNovoGrad has no AMSGrad variant: leave amsgrad out")
+        if norm_type not in (0, 2):
+            raise OptimizerError(f"FusedNovoGrad: norm_type={norm_type!r} must be 2 (the L2 norm) or 0 (the maximum)")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none)
+        self.moment_mode = 0 if reg_inside_moment else 1
+
+    def _update(self, work: Work) -> None:
+        for group, params, gradients in work:
+            novograd_(
+                gradients,
+                params,
+                self._moments(params, "exp_avg"),
+                self._norm_averages(group, params, gradients),
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                step=self._count_step(group),
+                weight_decay=group["weight_decay"],
+                decays_inside=self.moment_mode == 0,
+                corrects_bias=bool(group["bias_correction"]),
+                averages_gradients=bool(group["grad_averaging"]),
+                norm_type=group["norm_type"],
+            )
+
+    def _norm_averages(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        """Return the second moment of each parameter, 0-dim; a parameter without one starts with the norm of its gradient, or 0."""
+        fresh = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
+        starts = norms([gradients[index] for index in fresh], 2.0 if group["norm_type"] == 2 else float("inf"))
+        for index, start in zip(fresh, starts, strict=True):
+            self.state[params[index]]["exp_avg_sq"] = torch.zeros_like(start) if group["init_zero"] else start
+        for parameter in params:
+            state = self.state[parameter]
+            state["exp_avg_sq"] = state["exp_avg_sq"].to(full_dtype(parameter))
+        return [self.state[parameter]["exp_avg_sq"] for parameter in params]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in Apex's layout. The second moments are copies."""
+        saved = super().state_dict()
+        state = {key: {name: value for name, value in entry.items() if name != "exp_avg_sq"} for key, entry in saved["state"].items()}
+        for own, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            parts = self._split(own["params"], [parameter in self.state for parameter in own["params"]])
+            if any(parts):
+                group["exp_avg_sq"] = [
+                    torch.stack([self.state[parameter]["exp_avg_sq"].float() for parameter in part]) if part else torch.empty(0) for part in parts
+                ]
+        return {**saved, "state": state}
+
+    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        saved = super()._as_own(state_dict)
+        for own, group in zip(self.param_groups, saved["param_groups"], strict=False):
+            averages = group.pop("exp_avg_sq", None)
+            if averages is None:
+                continue
+            parts = self._split(own["params"], [key in saved["state"] for key in group["params"]], group["params"])
+            if [len(part) for part in parts] != [len(values) for values in averages]:
+                raise CheckpointError(
+                    f"the saved group has second moments for {len(averages[0])} 16-bit and {len(averages[1])} other parameters, but this one has "
+                    f"{len(parts[0])} and {len(parts[1])} with state: load it into the model and opt_level that it was saved from"
+                )
+            for part, values in zip(parts, averages, strict=True):
+                for key, value in zip(part, values.unbind(), strict=True):
+                    saved["state"][key]["exp_avg_sq"] = value.clone()
+        return saved
+
+    @staticmethod
+    def _split(params: list[Tensor], is_chosen: list[bool], keys: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
+        """Return the chosen parameters, or their keys, in two lists: 16-bit ones and others."""
+        low: list[Any] = []
+        other: list[Any] = []
+        for parameter, chosen, key in zip(params, is_chosen, params if keys is None else keys, strict=True):
+            if chosen:
+                (low if parameter.dtype in (torch.float16, torch.bfloat16) else other).append(key)
+        return low, other

@@ -1,0 +1,68 @@
+"""`FusedSGD`: SGD with Apex's arguments."""
+
+from typing import Any, ClassVar
+
+from torch.optim.optimizer import required
+
+from ...errors import OptimizerError
+from ..updates import sgd_
+from .base import FusedOptimizer, Work
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum; `updates.sgd_` has the formula. The momentum of a parameter starts with its own first gradient, as in torch.optim.SGD.
+
+    Args:
+        wd_after_momentum: add weight decay to the step instead of the gradient.
+        materialize_master_grads: accepted; under amp, gradients always are in the masters.
+
+    `most_recent_scale` and `scale_set_by_backward` are what Apex's amp set here; gradients hold true values now, so the scale is 1.
+    """
+
+    _options: ClassVar[tuple[str, ...]] = (
+        "set_grad_none",
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "most_recent_scale",
+        "scale_set_by_backward",
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise OptimizerError(f"FusedSGD: Nesterov momentum needs momentum above 0 (not {momentum!r}) and dampening 0 (not {dampening!r})")
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, set_grad_none)
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+
+    def _update(self, work: Work) -> None:
+        for group, params, gradients in work:
+            is_first = [group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params]
+            for first in (True, False):
+                chosen = [index for index, is_so in enumerate(is_first) if is_so is first]
+                part = [params[index] for index in chosen]
+                sgd_(
+                    [gradients[index] for index in chosen],
+                    part,
+                    self._moments(part, "momentum_buffer") if group["momentum"] != 0 else None,
+                    lr=float(group["lr"]),
+                    momentum=group["momentum"],
+                    dampening=group["dampening"],
+                    weight_decay=group["weight_decay"],
+                    is_nesterov=group["nesterov"],
+                    is_first=first,
+                    decays_late=self.wd_after_momentum,
+                )

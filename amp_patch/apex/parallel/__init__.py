@@ -1,0 +1,18 @@
+"""`apex.parallel`, over torch.distributed. Importing it starts nothing; `LARC` is the submodule, as in Apex, and the class is `LARC.LARC`."""
+
+from torch.distributed import ReduceOp
+
+from . import LARC, distributed
+from .distributed import DistributedDataParallel, Reducer
+from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "ReduceOp",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "distributed",
+]

@@ -1,0 +1,245 @@
+"""`DistributedDataParallel` with Apex's arguments over torch's, `Reducer`, and calls on flattened tensors.
+
+Needs an initialized process group. Any backend, device and floating dtype will do; Apex needed CUDA, and had no bfloat16.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients are summed over the ranks: all_reduce(gradient / predivide), times predivide / world size if they are averaged.
+
+    With `in_float32` 16-bit gradients are divided and summed in float32, and rounded once.
+    """
+
+    world_size: int
+    averages: bool
+    predivide: float
+    in_float32: bool
+
+    def start(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Reduce `buffer` in place; the future is `buffer`."""
+        total = buffer.float() if self.in_float32 and buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+        if self.predivide != 1.0:
+            total.div_(self.predivide)
+        work = dist.all_reduce(total, async_op=True)
+
+        def finish(_: torch.futures.Future[Any]) -> Tensor:
+            if self.averages:
+                total.mul_(self.predivide / self.world_size)
+            return buffer if total is buffer else buffer.copy_(total)
+
+        future: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return future
+
+
+def reduce_bucket(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """A communication hook for torch's DistributedDataParallel that reduces as `state` says."""
+    return state.start(bucket.buffer())
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0; buffers never are.
+
+    For several backward passes between `zero_grad`s with allreduce disabled in between, under amp levels with masters, pass `delay_unscale=True`
+    to `scale_loss` for all but the last: else what was not reduced yet is in the masters already.
+
+    Args:
+        module: on its device, and initialized by amp before.
+        delay_allreduce: reduce the gradients that exist when backward is over, instead of overlapping. This mode allows parameters without
+            gradients and several backward passes after one forward. A parameter that has a gradient on some ranks counts as zero on the others.
+        allreduce_always_fp32: sum 16-bit gradients in float32.
+        gradient_average: divide by the number of ranks. Without it, gradients must be zeroed before each backward pass.
+        gradient_predivide_factor: divide by it before the sum, and multiply the average by it afterwards.
+        shared_param: raises ValueError, as in Apex: there is nothing to say about shared parameters.
+        message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams, allreduce_communicators,
+        gradient_average_split_factor, prof: for tuning in Apex; without effect.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        if shared_param is not None:
+            raise ValueError("shared_param is not used any more: leave it out; pass delay_allreduce=True if backward is irregular")
+        if delay_allreduce and num_allreduce_streams > 1:
+            raise ValueError(f"num_allreduce_streams={num_allreduce_streams} is for overlapping, which delay_allreduce=True rules out")
+        if delay_allreduce and allreduce_trigger_params is not None:
+            raise ValueError("allreduce_trigger_params are for overlapping, which delay_allreduce=True rules out")
+        with warnings.catch_warnings():
+            # newer torch asks for another argument, but that one broadcasts buffers once
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(module, broadcast_buffers=False)
+        self._reduction = Reduction(dist.get_world_size(), gradient_average, gradient_predivide_factor, allreduce_always_fp32)
+        self.delay_allreduce = delay_allreduce
+        self._reduced_pass = -1
+        self.enable_allreduce()
+        if delay_allreduce:
+            reduce_later = _DelayedHook(self)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(reduce_later)
+        elif allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            self.register_comm_hook(self._reduction, reduce_bucket)
+
+    def enable_allreduce(self) -> None:
+        """Reduce gradients in backward passes whose forward comes after this call (with `delay_allreduce`: in all backward passes after it)."""
+        self._set_allreduce(True)
+
+    def disable_allreduce(self) -> None:
+        """Leave gradients as they are in backward passes whose forward comes after this call (with `delay_allreduce`: in all after it)."""
+        self._set_allreduce(False)
+
+    def _set_allreduce(self, is_on: bool) -> None:
+        self._is_reducing = is_on
+        self.require_backward_grad_sync = is_on and not self.delay_allreduce  # torch's own reducer
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager: the same as `disable_allreduce`, and back to what it was."""
+        before = self._is_reducing
+        self._set_allreduce(False)
+        try:
+            yield
+        finally:
+            self._set_allreduce(before)
+
+    def reduce_after_backward(self) -> None:
+        """Called in a backward pass: once it is over, reduce the gradients of all parameters."""
+        current = torch._C._current_graph_task_id()
+        if self._is_reducing and current != self._reduced_pass:
+            self._reduced_pass = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)
+
+    def _reduce_all(self) -> None:
+        params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in params], dtype=torch.int32, device=params[0].device)
+        dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, is_used in zip(params, has_gradient.tolist(), strict=True):
+            if is_used:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        with torch.no_grad():
+            _on_buckets(gradients, lambda flat: self._reduction.start(flat).wait())
+
+
+class _DelayedHook:
+    """Post-accumulate-grad hook. It stays on the parameters when the wrapper is gone, and then does nothing."""
+
+    def __init__(self, owner: DistributedDataParallel) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, parameter: Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.reduce_after_backward()
+
+    def __deepcopy__(self, memo: Any) -> "_DelayedHook":
+        return self
+
+
+class Reducer:
+    """Averages gradients over the ranks when told to, for training loops of one's own.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are broadcast from rank 0 now and whose gradients `reduce` averages; or tensors, in any
+            nesting of lists, tuples and dicts, which `reduce` averages in place.
+    """
+
+    def __init__(self, module_or_grads_list: Any) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads: list[Tensor] = []
+        if self.module is not None:
+            flat_dist_call([parameter.detach() for parameter in self.module.parameters()], dist.broadcast, (0,))
+        else:
+            self.grads = list(_find_tensors(module_or_grads_list))
+
+    def reduce(self) -> None:
+        """Average: the gradients of parameters that have one (on every rank the same parameters), or the tensors given."""
+        params = () if self.module is None else self.module.parameters()
+        flat_dist_call([*self.grads, *(parameter.grad for parameter in params if parameter.grad is not None)], dist.all_reduce)
+
+
+def _find_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _find_tensors(item)
+
+
+# ---- calls on flattened tensors -------------------------------------------------------------------------------------------------------------
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a new tensor of shape (n,) with all elements of tensors of one dtype and device."""
+    flat: Tensor = _flatten_dense_tensors(tuple(tensors))
+    return flat
+
+
+def unflatten(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of `flat` in the shapes of `tensors`: what `flatten` was given."""
+    return tuple(_unflatten_dense_tensors(flat, tuple(tensors)))
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Return the tensors by `Tensor.type()`, such as "torch.FloatTensor" and "torch.cuda.BFloat16Tensor", in order of appearance."""
+    buckets: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets
+
+
+def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the float16, bfloat16, float32 and float64 tensors as up to four lists, in this order, without empty ones."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
+
+
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None) -> None:
+    """Run `call(flat, *extra_args)` on the flattened tensors, which are of one dtype and device, and put the result back into them.
+
+    After `dist.all_reduce` the sum is divided by the number of ranks.
+    """
+    with torch.no_grad():
+        flat = flatten(bucket)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        torch._foreach_copy_(list(bucket), list(unflatten(flat, bucket)))
+
+
+def flat_dist_call(tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None) -> None:
+    """Run `apply_flat_dist_call` once for each dtype (and kind of device) among the tensors."""
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+def _on_buckets(tensors: Sequence[Tensor], change: Callable[[Tensor], Any]) -> None:
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, change)

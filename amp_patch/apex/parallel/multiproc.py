@@ -1,0 +1,19 @@
+"""`python -m amp_patch.apex.parallel.multiproc script.py ...`: runs torchrun with a process for each GPU of this machine.
+
+Apex's launcher appended `--world-size` and `--rank` to the script's arguments; torchrun sets WORLD_SIZE, RANK and LOCAL_RANK in its environment.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import run
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `torchrun --standalone --nproc-per-node=N *arguments`, with N the number of GPUs, or 1 without any."""
+    run.main(["--standalone", f"--nproc-per-node={max(torch.cuda.device_count(), 1)}", *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

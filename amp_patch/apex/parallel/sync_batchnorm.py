@@ -1,0 +1,153 @@
+"""`SyncBatchNorm` with Apex's arguments over torch's, and what makes a model and its process groups use it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...errors import ModelError
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks: torch.nn.SyncBatchNorm, on the CPU too, with Apex's `channel_last`, `fuse_relu` and `z`.
+
+    Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones too); the output has the
+    dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback got these wrong.
+
+    It runs torch.nn.SyncBatchNorm's code, but is none: torch's DistributedDataParallel refuses those on the CPU.
+
+    Args:
+        channel_last: inputs are (N, ..., C) instead of (N, C, ...).
+        fuse_relu: apply ReLU to the output, after `z` is added.
+        process_group: the ranks to join; default: all.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize `input` of at least two dimensions; `z`, of the same shape, is added to the result. Shapes and dtype are those of `input`."""
+        moves = self.channel_last and input.dim() > 2
+        x = input.movedim(-1, 1) if moves else input
+        if self.training and x.device.type == "cpu" and dist.is_available() and dist.is_initialized():
+            output = self._normalize_on_cpu(x)
+        else:
+            output = nn.SyncBatchNorm.forward(self, x)  # type: ignore[arg-type]
+        output = output.to(input.dtype)
+        if moves:
+            output = output.movedim(1, -1)
+        if z is not None:
+            output = output + z
+        return F.relu(output) if self.fuse_relu else output
+
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def _normalize_on_cpu(self, input: Tensor) -> Tensor:
+        """torch has no kernels for this: sums over the ranks, in float32 and in two passes, in operations that autograd knows."""
+        self._check_input_dim(input)
+        if input.size(1) != self.num_features:
+            raise ValueError(f"SyncBatchNorm expects {self.num_features} channels, not {input.size(1)}")
+        x = input.double() if input.dtype is torch.float64 else input.float()
+        dims = [0, *range(2, x.dim())]
+        count = x.new_tensor([x.numel() / x.size(1)])
+        sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
+        total = sums[-1].detach()
+        if total <= 1:
+            raise ValueError(f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all ranks together")
+        shape = (1, -1, *(1 for _ in dims[1:]))
+        centered = x - (sums[:-1] / total).view(shape)
+        variance = _sum_over_ranks(centered.square().sum(dims), self.process_group) / total
+        self._track(sums[:-1].detach() / total, variance.detach() * total / (total - 1))
+        output = centered * (variance + self.eps).rsqrt().view(shape)
+        return output * self.weight.view(shape) + self.bias.view(shape) if self.affine else output
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(running * (1 - factor) + value * factor)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group; so is its gradient, since every rank's output depends on every rank's input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_ranks(gradient, ctx.group), None
+
+
+def _sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
+    total: Tensor = SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+    """Return `module` with every BatchNorm layer (torch's SyncBatchNorm too, InstanceNorm not) replaced by a SyncBatchNorm.
+
+    Layers are replaced in place; a module that is a BatchNorm itself is returned as a new one. Parameters and buffers are taken over as they are, so
+    optimizers that hold them stay right; so are the training mode and `requires_grad`, both of which Apex lost. Hooks are not: call this before
+    `amp.initialize`. Raises ModelError for a lazy layer that has seen no input yet.
+    """
+    return _convert(module, process_group, channel_last, {})
+
+
+def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in known:  # used in several places
+        return known[module]
+    result = known[module] = _replace(module, process_group, channel_last) if isinstance(module, _BatchNorm) else module
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            result._modules[name] = _convert(child, process_group, channel_last, known)
+    return result
+
+
+def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise ModelError(f"{type(module).__name__} has uninitialized parameters: run one forward pass before convert_syncbn_model")
+    layer = SyncBatchNorm(
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_group, channel_last=channel_last
+    )
+    layer._parameters.update(module._parameters)
+    layer._buffers.update(module._buffers)
+    return layer.train(module.training)
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Return the process group of this rank among consecutive groups of `group_size` ranks, or None, meaning all ranks, for 0.
+
+    Every rank must call it. Raises ValueError if the number of ranks is no multiple of `group_size`.
+    """
+    if group_size == 0:
+        return None
+    world_size = dist.get_world_size()
+    if group_size < 0 or world_size % group_size:
+        raise ValueError(f"group_size={group_size} must divide the number of ranks, {world_size}, or be 0 for one group of all")
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world_size, group_size)]
+    return groups[dist.get_rank() // group_size]

@@ -1,0 +1,260 @@
+"""The update formulas of Apex's optimizers, over lists of tensors, through `torch._foreach_*`.
+
+Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are only read. The arithmetic is
+float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are copied to float32, and what was changed is rounded
+once, when it is copied back. Nothing here waits for the device. Call under `torch.no_grad()`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+Part = list[Tensor] | tuple[Tensor, ...]
+"""Tensors of one device and dtype: what foreach functions take, and return."""
+
+
+def full_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype to compute in for `tensor`: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def get_places(*lists: Tensors) -> list[list[int]]:
+    """Return the indices of lists of equal length, in groups of the same device and dtype: what one foreach kernel can take."""
+    places: dict[tuple[object, ...], list[int]] = {}
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        places.setdefault(tuple((tensor.device, tensor.dtype) for tensor in tensors), []).append(index)
+    return list(places.values())
+
+
+def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
+    """Yield the lists at full precision, in parts that are on one device and of one dtype each, so that foreach kernels take them whole.
+
+    What the loop body does to the `changed` lists is copied back when it has run.
+    """
+    for indices in get_places(read, *changed):
+        targets = [[tensors[index] for index in indices] for tensors in changed]
+        values: list[Part] = [_to_full(tensors) for tensors in targets]
+        yield [_to_full([read[index] for index in indices]), *values]
+        for target, value in zip(targets, values, strict=True):
+            if target is not value:
+                torch._foreach_copy_(target, value)
+
+
+def _to_full(tensors: list[Tensor]) -> list[Tensor]:
+    if tensors[0].dtype is full_dtype(tensors[0]):
+        return tensors
+    full = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(full, tensors)
+    return full
+
+
+def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
+    """Return the norm of each tensor, 0-dim, at full precision. The norm of no elements is 0."""
+    results: dict[int, Tensor] = {}
+    for indices in get_places(tensors):
+        # the maximum of nothing is an error to torch
+        part = [tensors[index] if tensors[index].numel() else tensors[index].new_zeros(1) for index in indices]
+        results.update(zip(indices, torch._foreach_norm(part, order, dtype=full_dtype(part[0])), strict=True))
+    return [results[index] for index in range(len(tensors))]
+
+
+def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
+    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision, on `device` or that of the first tensor."""
+    each = norms(tensors)
+    if not each:
+        return torch.zeros((), device=device)
+    target = each[0].device if device is None else device
+    dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in each) else torch.float32
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(target, dtype) for norm in each]))
+    return total
+
+
+def sgd_(
+    gradients: Tensors,
+    params: Tensors,
+    momenta: Tensors | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    is_nesterov: bool,
+    is_first: bool,
+    decays_late: bool = False,
+    gradient_factor: float = 1.0,
+) -> None:
+    """g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m) with Nesterov.
+
+    `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
+    """
+    with_momenta = momentum != 0 and momenta is not None
+    for g, p, *rest in in_full(gradients, params, *([momenta] if with_momenta and momenta is not None else [])):
+        if gradient_factor != 1.0:
+            g = torch._foreach_mul(g, gradient_factor)
+        if weight_decay and not decays_late:
+            g = torch._foreach_add(g, p, alpha=weight_decay)
+        step = g
+        for m in rest:
+            if is_first:
+                torch._foreach_copy_(m, g)
+            else:
+                torch._foreach_mul_(m, momentum)
+                torch._foreach_add_(m, g, alpha=1 - dampening)
+            step = torch._foreach_add(g, m, alpha=momentum) if is_nesterov else m
+        if weight_decay and decays_late:
+            step = torch._foreach_add(step, p, alpha=weight_decay)
+        torch._foreach_add_(p, step, alpha=-lr)
+
+
+def adam_(
+    gradients: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    weight_decay: float,
+    is_decoupled: bool,
+    corrects_bias: bool,
+) -> None:
+    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1; with `is_decoupled` the weight decay of Loshchilov & Hutter (arXiv:1711.05101).
+
+    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand. `step` counts from 1.
+    """
+    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
+        if weight_decay and not is_decoupled:
+            g = torch._foreach_add(g, p, alpha=weight_decay)
+        _update_moments_(m, v, g, betas, 1 - betas[0])
+        if weight_decay and is_decoupled:
+            torch._foreach_mul_(p, 1 - lr * weight_decay)
+        torch._foreach_addcdiv_(p, m, _get_denominators(v, correction2, eps), -lr / correction1)
+
+
+def lamb_(
+    gradients: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    weight_decay: float,
+    is_decoupled: bool,
+    corrects_bias: bool,
+    averages_gradients: bool,
+    gradient_norm: Tensor,
+    max_gradient_norm: float | None,
+    always_adapts: bool,
+) -> None:
+    """LAMB of You et al. (arXiv:1904.00962), algorithm 2, with the clipping of NVIDIA's BERT.
+
+    g /= max(1, gradient_norm / max_gradient_norm), with the 0-dim norm of the gradients of all parameters, not just these; no clipping if the
+    maximum is None or 0. Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr |p| / |u| u for each tensor. The ratio is 1 where a
+    norm is 0, and everywhere if there is no weight decay, unless `always_adapts`. Without `averages_gradients`, m = b1 m + g.
+    """
+    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    share = 1 - betas[0] if averages_gradients else 1.0
+    for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
+        if max_gradient_norm:
+            g = torch._foreach_div(g, (gradient_norm.to(g[0].device) / max_gradient_norm).clamp(min=1.0))
+        if weight_decay and not is_decoupled:
+            g = torch._foreach_add(g, p, alpha=weight_decay)
+        _update_moments_(m, v, g, betas, share)
+        update = torch._foreach_div(m, _get_denominators(v, correction2, eps))
+        torch._foreach_div_(update, correction1)
+        if weight_decay and is_decoupled:
+            torch._foreach_add_(update, p, alpha=weight_decay)
+        if weight_decay or always_adapts:
+            own, other = torch.stack(norms(p)), torch.stack(norms(update))
+            ratios = torch.where((own > 0) & (other > 0), own / other, 1.0)
+            torch._foreach_mul_(update, ratios.unbind())
+        torch._foreach_add_(p, update, alpha=-lr)
+
+
+def novograd_(
+    gradients: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    norm_avgs: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    weight_decay: float,
+    decays_inside: bool,
+    corrects_bias: bool,
+    averages_gradients: bool,
+    norm_type: int,
+) -> None:
+    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor, a 0-dim tensor in `norm_avgs`.
+
+    n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
+    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment in the place of g.
+    Without `averages_gradients` the share of g in m is 1.
+    """
+    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    share = 1 - betas[0] if averages_gradients else 1.0
+    for g, p, m, n in in_full(gradients, params, exp_avgs, norm_avgs):
+        found = norms(g, 2.0 if norm_type == 2 else math.inf)
+        if norm_type == 2:
+            blended = torch._foreach_mul(torch._foreach_mul(n, n), betas[1])
+            torch._foreach_addcmul_(blended, found, found, 1 - betas[1])
+            torch._foreach_copy_(n, torch._foreach_sqrt(blended))
+        else:
+            torch._foreach_mul_(n, betas[1])
+            torch._foreach_add_(n, found, alpha=1 - betas[1])
+        denominators = torch._foreach_div(n, math.sqrt(correction2))
+        torch._foreach_add_(denominators, eps)
+        if decays_inside:
+            g = torch._foreach_div(g, denominators)
+            if weight_decay:
+                torch._foreach_add_(g, p, alpha=weight_decay)
+        torch._foreach_mul_(m, betas[0])
+        torch._foreach_add_(m, g, alpha=share)
+        update = torch._foreach_div(m, correction1)
+        if not decays_inside:
+            torch._foreach_div_(update, denominators)
+            if weight_decay:
+                torch._foreach_add_(update, p, alpha=weight_decay)
+        torch._foreach_add_(p, update, alpha=-lr)
+
+
+def adagrad_(gradients: Tensors, params: Tensors, sums: Tensors, *, lr: float, eps: float, weight_decay: float, is_decoupled: bool) -> None:
+    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal: h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand."""
+    for g, p, h in in_full(gradients, params, sums):
+        if weight_decay and not is_decoupled:
+            g = torch._foreach_add(g, p, alpha=weight_decay)
+        torch._foreach_addcmul_(h, g, g, 1.0)
+        if weight_decay and is_decoupled:
+            torch._foreach_mul_(p, 1 - lr * weight_decay)
+        denominators = torch._foreach_sqrt(h)
+        torch._foreach_add_(denominators, eps)
+        torch._foreach_addcdiv_(p, g, denominators, -lr)
+
+
+def _bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
+    return (1 - betas[0] ** step, 1 - betas[1] ** step) if corrects_bias else (1.0, 1.0)
+
+
+def _update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], share: float) -> None:
+    torch._foreach_mul_(m, betas[0])
+    torch._foreach_add_(m, g, alpha=share)
+    torch._foreach_mul_(v, betas[1])
+    torch._foreach_addcmul_(v, g, g, 1 - betas[1])
+
+
+def _get_denominators(v: Part, correction: float, eps: float) -> tuple[Tensor, ...]:
+    roots = torch._foreach_sqrt(v)
+    torch._foreach_div_(roots, math.sqrt(correction))
+    torch._foreach_add_(roots, eps)
+    return roots

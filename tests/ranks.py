@@ -1,0 +1,65 @@
+"""Two processes joined by gloo, which run functions of the tests and give back what they return."""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD_SIZE = 2
+PATIENCE = 120  # seconds; a function takes milliseconds
+
+
+def serve(rank: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    while True:
+        order = pickle.loads(connection.recv_bytes())
+        if order is None:
+            break
+        try:
+            torch.manual_seed(0)
+            function, args = order
+            answer = (function(rank, *args), None)
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Call it with a function of a test module, which gets the rank and the arguments; returns the list of results, by rank."""
+
+    def __init__(self, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._connections = []
+        self._processes = []
+        for rank in range(WORLD_SIZE):
+            own, other = context.Pipe()
+            process = context.Process(target=serve, args=(rank, str(folder / "store"), other), daemon=True)
+            process.start()
+            self._connections.append(own)
+            self._processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((function, args)))
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            assert connection.poll(PATIENCE), f"rank {rank} does not answer"
+            answers.append(pickle.loads(connection.recv_bytes()))
+        for rank, (_, error) in enumerate(answers):
+            assert error is None, f"rank {rank}:\n{error}"
+        return [result for result, _ in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(PATIENCE)
+            process.kill()

@@ -1,0 +1,533 @@
+"""`apex.amp` as scripts know it: its names, and that what it trains is what amp_patch trains with float16 and the list `apex`."""
+
+import copy
+import importlib
+import logging
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from apex_training import (
+    LEVELS,
+    assert_equal,
+    make_batches,
+    make_model,
+    make_optimizer,
+    overflow,
+    start,
+    state_of_a_new_process,  # noqa: F401 - a fixture
+    train,
+    weights,
+)
+from torch import nn
+
+import amp_patch
+from amp_patch.apex import amp
+from amp_patch.apex.amp import frontend
+from amp_patch.apex.amp._amp_state import _amp_state
+
+OURS = {
+    "O0": {},
+    "O1": {"patch_torch_functions_type": torch.float16, "lists": "apex"},
+    "O2": {"cast_model_type": torch.float16},
+    "O3": {"cast_model_type": torch.float16},
+}
+
+# ---- names ---------------------------------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = [
+    "initialize",
+    "scale_loss",
+    "master_params",
+    "state_dict",
+    "load_state_dict",
+    "disable_casts",
+    "half_function",
+    "float_function",
+    "promote_function",
+    "register_half_function",
+    "register_float_function",
+    "register_promote_function",
+    "init",
+]
+SUBMODULES = [
+    "amp",
+    "frontend",
+    "handle",
+    "scaler",
+    "opt",
+    "utils",
+    "wrap",
+    "compat",
+    "rnn_compat",
+    "lists",
+    "_initialize",
+    "_process_optimizer",
+    "__version__",
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_there_and_in_the_submodule_of_the_same_name(name):
+    assert callable(getattr(amp, name))
+    if name != "master_params":
+        assert getattr(amp.amp, name) is getattr(amp, name)
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules_are_attributes(name):
+    assert isinstance(getattr(amp, name), types.ModuleType)
+    assert getattr(amp, name) is importlib.import_module(f"amp_patch.apex.amp.{name}")
+
+
+def test_the_state_is_an_object_where_the_submodule_has_its_name():
+    module = importlib.import_module("amp_patch.apex.amp._amp_state")
+    assert amp._amp_state is module._amp_state and amp._amp_state is not module
+    assert callable(module.maybe_print) and callable(module.warn_or_err) and module.master_params is amp.master_params
+    assert amp.__version__.VERSION == (0, 1, 0)
+
+
+def test_the_signature_is_apexs():
+    import inspect
+
+    parameters = inspect.signature(amp.initialize).parameters
+    assert {name: parameter.default for name, parameter in parameters.items() if name != "models"} == {
+        "optimizers": None,
+        "enabled": True,
+        "opt_level": "O1",
+        "cast_model_type": None,
+        "patch_torch_functions": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": None,
+        "cast_model_outputs": None,
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": None,
+        "max_loss_scale": 2.0**24,
+    }
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_equals_amp_patch_with_float16_and_the_list_apex(level):
+    losses, states = [], []
+    for api, options in ((amp, {}), (amp_patch, OURS[level])):
+        model = make_model()
+        optimizer = make_optimizer(model)
+        model, optimizer = api.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        losses.append(train(model, optimizer, make_batches(4), api))
+        states.append(weights(model))
+        assert model[0].weight.dtype is (torch.float16 if level in ("O2", "O3") else torch.float32)
+        amp_patch.reset()
+    assert losses[0] == losses[1]
+    assert_equal(*states)
+
+
+def test_o0_trains_bitwise_as_plain_torch():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    expected = []
+    for images, targets in make_batches(4):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    expected_weights = weights(model)
+    model, optimizer = start("O0")
+    assert train(model, optimizer, make_batches(4)) == expected
+    assert_equal(weights(model), expected_weights)
+
+
+def test_the_recipe_for_saved_masters_resumes_bitwise():
+    model, optimizer = start("O2")
+    train(model, optimizer, make_batches(3))
+    checkpoint = copy.deepcopy(
+        {
+            "model": {name: value.half().float() if "1." not in name else value for name, value in model.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "master params": list(amp.master_params(optimizer)),
+            "amp": amp.state_dict(),
+        }
+    )
+    expected = train(model, optimizer, make_batches(3, seed=2))
+    amp_patch.reset()
+    model, optimizer = start("O2")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(checkpoint["amp"])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for param, saved_param in zip(amp.master_params(optimizer), checkpoint["master params"], strict=True):
+        param.data.copy_(saved_param.data)
+    assert train(model, optimizer, make_batches(3, seed=2)) == expected
+
+
+# ---- what goes in and comes out ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+@pytest.mark.parametrize(
+    ("models", "optimizers"),
+    [
+        pytest.param("one", "one", id="module-optimizer"),
+        pytest.param("one", "list", id="module-list"),
+        pytest.param("list", "one", id="list-optimizer"),
+        pytest.param("list", "list", id="list-list"),
+        pytest.param("one", "empty", id="module-empty"),
+        pytest.param("one", None, id="module-none"),
+        pytest.param("list", None, id="list-none"),
+    ],
+)
+def test_arguments_come_back_in_their_shape(models, optimizers, enabled):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given_models = model if models == "one" else [model]
+    given_optimizers = {"one": optimizer, "list": [optimizer], "empty": [], None: None}[optimizers]
+    returned = amp.initialize(given_models, given_optimizers, enabled=enabled, verbosity=0)
+    if optimizers is None:
+        assert returned is given_models
+    else:
+        assert returned[0] is given_models and returned[1] is given_optimizers and len(returned) == 2
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "options", "said"),
+    [
+        pytest.param(make_model, None, {"opt_level": "o1"}, r"'o1' is none of Apex's \(O0, O1, O2, O3.*Did you mean 'O1'", id="letter"),
+        pytest.param(make_model, None, {"opt_level": None}, r"None is none of Apex's", id="none"),
+        pytest.param(make_model, None, {"opt_level": "O4"}, r"amp-patch run --opt-level", id="not-apexs"),
+        pytest.param(lambda: nn.DataParallel(make_model()), None, {}, r"parallel wrapper", id="wrapped"),
+        pytest.param(lambda: make_model().half(), None, {}, r"16 bits already", id="half"),
+        pytest.param(lambda: [], None, {}, r"at least one model", id="no-model"),
+        pytest.param(make_model, 3, {}, r"not int", id="optimizer"),
+    ],
+)
+def test_what_does_not_fit_is_a_runtime_error_and_changes_nothing(models, optimizers, options, said):
+    with pytest.raises(RuntimeError, match=said):
+        amp.initialize(models(), optimizers, verbosity=0, **options)
+    assert not hasattr(_amp_state, "opt_properties")
+    assert amp_patch.stats().opt_level is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_may_come_one_after_another(level):
+    """GANs do it, and cross-validation, with earlier models alive or not."""
+    kept = [start(level) for _ in range(2)]
+    for model, optimizer in kept:
+        train(model, optimizer, make_batches(2))
+    assert_equal(weights(kept[0][0]), weights(kept[1][0]))
+    for _ in range(3):
+        model, optimizer = start(level)
+        train(model, optimizer, make_batches(2))
+    assert_equal(weights(kept[0][0]), weights(model))
+
+
+def test_levels_may_follow_each_other_once_models_are_gone():
+    for level in [*LEVELS, "O1", "O2"]:
+        model = make_model()
+        model, optimizer = amp.initialize(model, make_optimizer(model), opt_level=level, verbosity=0)
+        train(model, optimizer, make_batches(1))
+        assert _amp_state.opt_properties.opt_level == level
+
+
+def test_a_model_may_get_a_second_optimizer():
+    model, optimizer = start("O2")
+    train(model, optimizer, make_batches(2))
+    model, second = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    before = weights(model)
+    train(model, second, make_batches(1))
+    assert not all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+
+
+def test_an_optimizer_that_amp_does_not_know_is_fine_where_nothing_is_scaled():
+    model = amp.initialize(make_model(), opt_level="O0", verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, make_batches(1))
+    assert all(p.grad is not None for p in model.parameters())
+    amp_patch.reset()
+    model = amp.initialize(make_model(), opt_level="O1", verbosity=0)
+    with pytest.raises(RuntimeError, match="was not passed to initialize"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), make_batches(1))
+
+
+def test_low_models_are_taken_when_the_script_says_so():
+    """A half parameter beside a float32 one, no cast: at O2 the half one gets a master, at O1 it is stepped on as it is."""
+    for level, masters in (("O1", 0), ("O2", 1)):
+        model = nn.ParameterList([torch.ones(2), torch.ones(2, dtype=torch.float16)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        _amp_state.allow_incoming_model_not_fp32 = True
+        amp.initialize(model, optimizer, opt_level=level, cast_model_type=False, loss_scale=128.0, verbosity=0)
+        _amp_state.allow_incoming_model_not_fp32 = False
+        assert [p.dtype for p in model] == [torch.float32, torch.float16]
+        assert len(optimizer._amp_stash.fp32_from_fp16_groups[0]) == masters
+        with amp.scale_loss((model[0] * 2).sum() + (model[1].float() * 2).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [[2, 2], [2, 2]]
+        optimizer.step()
+        assert [p.tolist() for p in model] == [[0, 0], [0, 0]]
+        amp_patch.reset()
+
+
+# ---- disabled ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_disabled_amp_is_not_there_for_a_script():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (model, optimizer)
+    assert _amp_state.opt_properties.enabled is False and _amp_state.loss_scalers == []
+    loss = model(make_batches(1)[0][0]).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    with amp.disable_casts():
+        assert list(amp.master_params(optimizer)) == list(model.parameters())
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    assert not hasattr(optimizer, "_amp_stash") and amp.float_function(torch.exp)(torch.zeros(1).half()).dtype is torch.float16
+
+
+def test_before_initialize_scale_loss_says_what_is_missing():
+    context = amp.scale_loss(torch.ones(1), torch.optim.SGD([torch.ones(1)], lr=1))
+    with pytest.raises(RuntimeError, match=r"amp\.initialize has not been called"), context:
+        pass
+    assert not hasattr(_amp_state, "loss_scalers") and not hasattr(_amp_state, "opt_properties")
+
+
+def test_a_script_may_switch_scaling_off_through_the_options():
+    model, optimizer = start("O1")
+    _amp_state.opt_properties.enabled = False
+    loss = model(make_batches(1)[0][0]).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+
+
+# ---- options -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "value", "expected"),
+    [
+        pytest.param("O1", "cast_model_type", torch.float16, RuntimeError, id="O1-cast"),
+        pytest.param("O1", "cast_model_type", torch.float32, torch.float32, id="O1-cast-float32"),
+        pytest.param("O1", "cast_model_type", False, False, id="O1-cast-false"),
+        pytest.param("O2", "cast_model_type", False, False, id="O2-cast-false"),
+        pytest.param("O2", "cast_model_type", torch.bfloat16, torch.bfloat16, id="O2-bfloat16"),
+        pytest.param("O2", "patch_torch_functions", True, RuntimeError, id="O2-patch"),
+        pytest.param("O1", "patch_torch_functions", False, False, id="O1-no-patch"),
+        pytest.param("O1", "keep_batchnorm_fp32", "False", RuntimeError, id="O1-batchnorm"),
+        pytest.param("O2", "keep_batchnorm_fp32", "False", False, id="O2-batchnorm-False"),
+        pytest.param("O3", "keep_batchnorm_fp32", "True", True, id="O3-batchnorm-True"),
+        pytest.param("O3", "keep_batchnorm_fp32", "true", RuntimeError, id="O3-batchnorm-true"),
+        pytest.param("O1", "master_weights", False, RuntimeError, id="O1-masters"),
+        pytest.param("O3", "master_weights", True, True, id="O3-masters"),
+        pytest.param("O0", "loss_scale", "dynamic", "dynamic", id="dynamic"),
+        pytest.param("O2", "loss_scale", "128.0", 128.0, id="number-in-quotes"),
+        pytest.param("O2", "loss_scale", "high", ValueError, id="no-number"),
+    ],
+)
+def test_options_are_checked_against_the_level(level, name, value, expected):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": level, "verbosity": 0, name: value}
+    if isinstance(expected, type):
+        with pytest.raises(expected, match=name):
+            amp.initialize(model, optimizer, **options)
+        assert amp_patch.stats().opt_level is None
+    else:
+        amp.initialize(model, optimizer, **options)
+        assert getattr(_amp_state.opt_properties, name) == _amp_state.opt_properties.options[name] == expected
+
+
+def test_options_reach_the_training():
+    model, optimizer = start("O2", keep_batchnorm_fp32="False", master_weights=False, loss_scale="4")
+    assert {p.dtype for p in model.parameters()} == {torch.float16} == {p.dtype for p in amp.master_params(optimizer)}
+    assert _amp_state.loss_scalers[0].loss_scale() == 4.0
+    amp_patch.reset()
+    model, optimizer = start("O1", patch_torch_functions=False)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32 and _amp_state.loss_scalers[0].dynamic
+    amp_patch.reset()
+    model, optimizer = start("O1", cast_model_outputs=torch.float16, num_losses=3, min_loss_scale=128.0, max_loss_scale=256.0)
+    assert model(make_batches(1)[0][0]).dtype is torch.float16
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [256.0] * 3
+    for _ in range(3):
+        overflow(model, optimizer)
+        optimizer.step()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
+
+
+def test_hard_override_takes_what_contradicts_the_level(capsys):
+    _amp_state.hard_override = True
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", patch_torch_functions=True)
+    assert "Warning:  patch_torch_functions=True" in capsys.readouterr().out
+    assert model[0].weight.dtype is torch.float16 and torch.ones(2).half().exp().dtype is torch.float32
+    train(model, optimizer, make_batches(2))
+
+
+def test_properties_by_themselves():
+    properties = frontend.Properties()
+    assert list(properties.options) == list(frontend.OPTIONS) and properties.enabled is False and properties.loss_scale == 1.0
+    assert frontend.opt_levels["O2"](properties) is properties and properties.master_weights is True
+    assert set(frontend.opt_levels) == set(LEVELS) and isinstance(frontend.opt_levels["O1"], frontend.O1)
+    properties.anything_else = 3
+    assert properties.anything_else == 3 and "anything_else" not in properties.options
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = properties.nothing
+    with pytest.raises(ValueError, match="nothing"):
+        properties._update_options_dict({"nothing": 1})
+    twin = copy.deepcopy(properties)
+    twin.master_weights = False
+    assert properties.master_weights is True and twin.master_weights is False
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_printed_twice_even_where_logging_is_off(capsys):
+    logging.disable(logging.CRITICAL)
+    try:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=64)
+        model(make_batches(1)[0][0])
+    finally:
+        logging.disable(logging.NOTSET)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("amp: opt_level O1, ")
+    values = [line for line in lines if line[22:25] == " : "]
+    assert [line.partition(" ")[0] for line in values] == [*frontend.OPTIONS, *frontend.OPTIONS]
+    assert values[6] == "loss_scale             : dynamic" and values[13] == "loss_scale             : 64.0"
+    assert any("loss_scale" in line and line not in values for line in lines)
+
+
+def test_verbosity_0_prints_nothing(capsys):
+    model, optimizer = start("O1")
+    overflow(model, optimizer)
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+def test_messages_are_not_logged_as_well(caplog, capsys):
+    caplog.set_level(logging.INFO)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1")
+    overflow(model, optimizer)
+    optimizer.step()
+    assert caplog.records == []
+    assert capsys.readouterr().out.count("Gradient overflow.") == 1
+
+
+def test_amp_patch_logs_again_after_apex_printed(caplog, capsys):
+    start("O1")
+    amp_patch.reset()
+    caplog.set_level(logging.INFO, logger="amp_patch")
+    amp_patch.initialize(make_model(), opt_level="O4", verbosity=1)
+    assert any("opt_level O4" in record.message for record in caplog.records)
+    assert "opt_level O4" in capsys.readouterr().out
+    amp_patch.initialize(make_model(), opt_level="O4", verbosity=0)
+
+
+# ---- casts ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_binary_cross_entropy_is_banned_at_o1():
+    start("O1")
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+        F.binary_cross_entropy(torch.rand(2).half(), torch.rand(2).half())
+    assert F.binary_cross_entropy(torch.rand(2), torch.rand(2)).dtype is torch.float32
+
+
+def test_in_place_float32_functions_refuse_half():
+    start("O1")
+    with pytest.raises(NotImplementedError, match="exp_"):
+        torch.ones(2).half().exp_()
+    x = torch.ones(2).half()
+    y = x
+    x += torch.ones(2)
+    assert x.dtype is torch.float32 and y.tolist() == [1, 1]
+
+
+def test_disable_casts_is_a_decorator_and_harmless_at_o2():
+    start("O1")
+    product = amp.handle.disable_casts()(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16 and product().dtype is torch.float32
+    amp_patch.reset()
+    start("O2")
+    assert product().dtype is torch.float32
+
+
+def test_edits_of_the_lists_are_followed(monkeypatch):
+    functional, tensor = amp.lists.functional_overrides, amp.lists.tensor_overrides
+    monkeypatch.setattr(functional, "FP32_FUNCS", [name for name in functional.FP32_FUNCS if name != "softmax"])
+    monkeypatch.setattr(functional, "FP16_FUNCS", [*functional.FP16_FUNCS, "selu"])
+    monkeypatch.setattr(functional, "BANNED_FUNCS", [])
+    monkeypatch.setattr(tensor, "FP32_FUNCS", [*tensor.FP32_FUNCS, "sigmoid"])
+    start("O1")
+    half, full = torch.rand(2).half(), torch.rand(2)
+    assert F.softmax(half, -1).dtype is torch.float16 and F.selu(full).dtype is torch.float16
+    assert F.binary_cross_entropy(half, half).dtype is torch.float16 and half.sigmoid().dtype is torch.float32
+    amp_patch.reset()
+    monkeypatch.undo()
+    start("O1")
+    assert F.softmax(half, -1).dtype is torch.float32 and F.selu(full).dtype is torch.float32
+
+
+def test_lists_name_what_the_list_apex_patches():
+    functional, torch_, tensor = amp.lists.functional_overrides, amp.lists.torch_overrides, amp.lists.tensor_overrides
+    assert (len(functional.FP16_FUNCS), len(functional.FP32_FUNCS)) == (8, 29) and functional.MODULE is F
+    assert [entry[0] for entry in functional.BANNED_FUNCS] == ["binary_cross_entropy"]
+    assert (len(torch_.FP16_FUNCS), len(torch_.FP32_FUNCS), len(torch_.CASTS), torch_.SEQUENCE_CASTS) == (17, 23, 16, ["cat", "stack"])
+    assert "__iadd__" in tensor.CASTS and "cpu" in tensor.FP32_FUNCS and "exp_" not in tensor.FP32_FUNCS
+
+
+def test_wrapping_one_more_function():
+    start("O1")
+    sigmoid = torch.sigmoid
+    amp.wrap.cached_cast(torch, "sigmoid", amp.utils.maybe_float, amp._amp_state.handle)
+    amp.wrap.err_if_any_half(torch, "selu", amp._amp_state.handle)
+    assert torch.sigmoid(torch.ones(1).half()).dtype is torch.float32
+    with pytest.raises(NotImplementedError, match="selu"):
+        torch.selu(torch.ones(1).half())
+    amp_patch.reset()
+    assert torch.sigmoid is sigmoid and torch.selu(torch.ones(1).half()).dtype is torch.float16
+    start("O2")
+    with pytest.raises(RuntimeError, match="O2 patches nothing"):
+        amp.wrap.promote(torch, "sigmoid", None)
+
+
+# ---- amp's checkpoints ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_apexs_and_comes_back():
+    start("O1", num_losses=2)
+    assert amp.state_dict() == {f"loss_scaler{i}": {"loss_scale": 65536.0, "unskipped": 0} for i in (0, 1)}
+    into = {"mine": 1}
+    assert amp.state_dict(into) is into and set(into) == {"mine", "loss_scaler0", "loss_scaler1"}
+    saved = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 1024.0, "unskipped": 9}}
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
+
+
+@pytest.mark.parametrize("saved", [1, 3], ids=["fewer", "more"])
+def test_another_number_of_scalers_is_told_and_loaded_as_far_as_it_goes(saved, capsys):
+    start("O1", num_losses=2)
+    amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(saved)})
+    assert f"{saved} loss scalers" in capsys.readouterr().out
+    expected = [2.0**i if i < saved else 65536.0 for i in range(2)]
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == expected
+
+
+def test_foreign_entries_are_refused_before_anything_is_loaded():
+    start("O1")
+    with pytest.raises(RuntimeError, match="epoch"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "epoch": 3})
+    assert _amp_state.loss_scalers[0].loss_scale() == 65536.0

@@ -1,0 +1,256 @@
+"""`amp_C` and `multi_tensor_applier`: each function against the same thing written for one tensor."""
+
+import pytest
+import torch
+
+from amp_patch.apex import amp_C, updates
+from amp_patch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+LOW = torch.bfloat16
+
+
+def make(count=4, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3, 2), (4,), (), (2, 1, 2)][:count]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def flag():
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def apply(op, *args, noop=None):
+    return multi_tensor_applier(op, flag() if noop is None else noop, *args)
+
+
+def clone(tensors):
+    return [tensor.clone() for tensor in tensors]
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_applier_is_available_and_passes_everything_on():
+    assert MultiTensorApply.available and multi_tensor_applier.available and multi_tensor_applier.chunk_size == 2048 * 32
+    assert MultiTensorApply(7)(lambda *args: args, "flag", [[]], 1, 2) == (7, "flag", [[]], 1, 2)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, LOW, torch.float64], ids=str)
+@pytest.mark.parametrize("in_dtype", [torch.float32, LOW, torch.float64], ids=str)
+def test_scale(in_dtype, out_dtype):
+    inputs = make(dtype=in_dtype)
+    before, outputs, noop = clone(inputs), [torch.zeros_like(x, dtype=out_dtype) for x in inputs], flag()
+    apply(amp_C.multi_tensor_scale, [inputs, outputs], 0.25, noop=noop)
+    assert_equal(outputs, [(x.double() / 4).to(out_dtype) for x in inputs])
+    assert noop.item() == 0 and all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    apply(amp_C.multi_tensor_scale, [inputs, inputs], 2.0)  # in place
+    assert_equal(inputs, [2 * x for x in before])
+
+
+def test_scale_of_tensors_of_several_dtypes_and_of_none():
+    inputs = [*make(2), *make(2, LOW), *make(1, torch.float64)]
+    outputs = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
+    apply(amp_C.multi_tensor_scale, [inputs, outputs], 3.0)
+    assert_equal(outputs, [(3 * x.double()).float() for x in inputs])
+    apply(amp_C.multi_tensor_scale, [[], []], 3.0)
+
+
+@pytest.mark.parametrize("which", [-1, 0, 1])
+def test_axpby(which):
+    xs, ys = make(dtype=LOW), make(seed=1)
+    outputs = [torch.zeros_like(x, dtype=torch.float32) for x in xs]
+    apply(amp_C.multi_tensor_axpby, [xs, ys, outputs], 2.0, -0.5, which)
+    assert_equal(outputs, [2 * x.float() - y / 2 for x, y in zip(xs, ys, strict=True)])
+    for bad, checked_by in ((xs, (-1, 0)), (ys, (-1, 1))):
+        noop, value = flag(), bad[1].clone()
+        bad[1][0] = float("nan")
+        apply(amp_C.multi_tensor_axpby, [xs, ys, outputs], 2.0, -0.5, which, noop=noop)
+        assert noop.item() == (which in checked_by)
+        bad[1].copy_(value)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, LOW], ids=str)
+def test_the_flag_goes_up_and_stays_up(dtype, bad):
+    xs = make(dtype=dtype)
+    outputs, noop = clone(xs), flag()
+    xs[1][2] = bad
+    calls = {
+        "scale": lambda: apply(amp_C.multi_tensor_scale, [xs, outputs], 1.0, noop=noop),
+        "l2norm": lambda: apply(amp_C.multi_tensor_l2norm, [xs], True, noop=noop),
+        "unscale_l2norm": lambda: apply(amp_C.multi_tensor_unscale_l2norm, [xs], torch.tensor([0.5]), noop=noop),
+        "l2norm_scale": lambda: apply(amp_C.multi_tensor_l2norm_scale, [xs, outputs], 0.5, noop=noop),
+    }
+    for name, call in calls.items():
+        noop.zero_()
+        call()
+        assert noop.tolist() == [1], name
+    xs[1][2] = 0.0
+    for name, call in calls.items():
+        call()
+        assert noop.tolist() == [1], name
+        noop.zero_()
+        call()
+        assert noop.tolist() == [0], name
+        noop.fill_(1)
+
+
+@pytest.mark.parametrize("op", [amp_C.multi_tensor_l2norm, amp_C.multi_tensor_l2norm_mp], ids=["l2norm", "l2norm_mp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_l2norm(op, dtype):
+    xs = [x * 300 for x in make(dtype=dtype)]  # squares that float16 cannot hold
+    total, each = apply(op, [xs], True)
+    expected = torch.stack([x.double().norm() for x in xs])
+    assert total.shape == (1,) and each.shape == (4,) and total.dtype is each.dtype is torch.float32
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(total.double(), expected.norm().reshape(1), rtol=1e-5, atol=0)
+    for per_tensor in ((), (False,), (None,)):
+        assert apply(op, [xs], *per_tensor)[1].shape == (0,)
+    assert [tensor.tolist() for tensor in apply(op, [[]], True)] == [[0.0], []]
+
+
+def test_norms_of_scaled_tensors():
+    xs, outputs = make(dtype=LOW), make()
+    before = clone(xs)
+    scaled, plain = (apply(amp_C.multi_tensor_l2norm, [[x.float() * factor for x in xs]], True) for factor in (0.25, 1.0))
+    assert_equal(apply(amp_C.multi_tensor_unscale_l2norm, [xs], torch.tensor([0.25]), True), scaled)
+    assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
+    assert_equal(apply(amp_C.multi_tensor_l2norm_scale, [xs, outputs], 0.25, True), plain)
+    assert_equal(outputs, [x.float() * 0.25 for x in xs])
+
+
+ADAM = (0.01, 0.8, 0.9, 1e-3)  # lr, beta1, beta2, eps
+
+
+def step_of(cls, **options):
+    """The values of parameters and state after each of two steps of an optimizer."""
+    params = [torch.nn.Parameter(p) for p in make()]
+    optimizer = cls(params, **options)
+    for seed in (1, 2):
+        for p, g in zip(params, make(seed=seed), strict=True):
+            p.grad = g
+        optimizer.step()
+    return [[p.detach() for p in params], *zip(*(tuple(optimizer.state[p].values()) for p in params), strict=True)]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam(mode, decay):
+    lists = [make(), [torch.zeros_like(p) for p in make()], [torch.zeros_like(p) for p in make()]]
+    for step in (1, 2):
+        apply(amp_C.multi_tensor_adam, [make(seed=step), *lists], *ADAM, step, mode, 1, decay)
+    expected = step_of(FusedAdam, lr=0.01, betas=(0.8, 0.9), eps=1e-3, adam_w_mode=bool(mode), weight_decay=decay)
+    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad(mode):
+    lists = [make(), [torch.zeros_like(p) for p in make()]]
+    for step in (1, 2):
+        apply(amp_C.multi_tensor_adagrad, [make(seed=step), *lists], 0.01, 1e-3, mode, 0.1)
+    expected = step_of(FusedAdagrad, lr=0.01, eps=1e-3, adagrad_w_mode=bool(mode), weight_decay=0.1)
+    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+
+
+@pytest.mark.parametrize("norm_type", [0, 2])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_novograd(mode, norm_type):
+    lists = [make(), [torch.zeros_like(p) for p in make()]]
+    norms = torch.zeros(4)
+    for step in (1, 2):
+        apply(amp_C.multi_tensor_novograd, [make(seed=step), *lists], norms, *ADAM, step, 1, 0.1, 1, mode, norm_type)
+    options = {"reg_inside_moment": mode == 0, "norm_type": norm_type, "init_zero": True, "weight_decay": 0.1}
+    expected = step_of(FusedNovoGrad, lr=0.01, betas=(0.8, 0.9), eps=1e-3, **options)
+    found = [*lists, norms.unbind()]
+    assert all(torch.equal(a, b) for one, values in zip(found, expected, strict=True) for a, b in zip(one, values, strict=True))
+
+
+@pytest.mark.parametrize("nvlamb", [(), (False,), (None,), (True,)], ids=["left out", "False", "None", "True"])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_lamb(mode, nvlamb):
+    lists = [make(), [torch.zeros_like(p) for p in make()], [torch.zeros_like(p) for p in make()]]
+    for step in (1, 2):
+        gradients = make(seed=step)
+        norm = apply(amp_C.multi_tensor_l2norm, [gradients])[0]
+        apply(amp_C.multi_tensor_lamb, [gradients, *lists], *ADAM, step, 1, 0.0, 1, mode, norm, 0.5, *nvlamb)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, make(seed=step), strict=True))
+    options = {"adam_w_mode": bool(mode), "use_nvlamb": nvlamb == (True,), "weight_decay": 0.0, "max_grad_norm": 0.5}
+    expected = step_of(FusedLAMB, lr=0.01, betas=(0.8, 0.9), eps=1e-3, **options)
+    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_divides_by_the_scale_writes_copies_and_obeys_the_flag(nesterov, late):
+    lists = [make(), [torch.full_like(p, 7.0) for p in make()]]
+    copies = make(dtype=torch.float16)
+    for step in (1, 2):
+        gradients = [g * 128 for g in make(seed=step)]
+        args = (0.1, 0.9, 0.0, 0.05, nesterov, step == 1, late, 1 / 128)  # wd, momentum, dampening, lr, ...
+        apply(amp_C.multi_tensor_sgd, [gradients, *lists, copies], *args)
+    expected = step_of(FusedSGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=nesterov, wd_after_momentum=late)
+    for found, values in zip(lists, expected, strict=True):
+        assert_equal(found, values)
+    assert all(torch.equal(a, b.half()) for a, b in zip(copies, lists[0], strict=True))
+    before = clone(lists[0])
+    apply(amp_C.multi_tensor_sgd, [gradients, *lists], *args, noop=torch.ones(1, dtype=torch.int32))
+    assert all(torch.equal(a, b) for a, b in zip(before, lists[0], strict=True))
+    apply(amp_C.multi_tensor_sgd, [gradients, *lists], 0.0, 0.0, 0.0, 0.5, False, False, False, 1 / 128)
+    assert_equal(lists[0], [p - 0.5 * g / 128 for p, g in zip(before, gradients, strict=True)])
+
+
+def test_sixteen_bit_lists_are_rounded_once():
+    gradients, lists = make(dtype=LOW, seed=1), [make(dtype=LOW), make(), make()]
+    wide = [[tensor.float().clone() for tensor in tensors] for tensors in lists]
+    wide[2] = lists[2] = [tensor.abs() for tensor in lists[2]]
+    wide[2] = clone(wide[2])
+    apply(amp_C.multi_tensor_adam, [gradients, *lists], *ADAM, 3, 1, 1, 0.1)
+    apply(amp_C.multi_tensor_adam, [[g.float() for g in gradients], *wide], *ADAM, 3, 1, 1, 0.1)
+    for found, expected in zip(lists, wide, strict=True):
+        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_is_left_out_is_missing_by_name():
+    with pytest.raises(ImportError, match="multi_tensor_lamb_mp"):
+        exec("from amp_patch.apex.amp_C import multi_tensor_lamb_mp", {})
+
+
+def test_strided_views_are_updated_in_place():
+    base = torch.zeros(4, 6)
+    view = base[:, ::2].t()
+    updates.sgd_(
+        [torch.ones(3, 4)], [view], None, lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, is_nesterov=False, is_first=False
+    )
+    assert base.sum().item() == -12 and base[:, 1::2].count_nonzero() == 0
+
+
+# ---- update_scale_hysteresis -------------------------------------------------------------------------------------------------------------------
+
+
+def hysteresis_by_hand(state, found_inf, growth, backoff, interval, hysteresis):
+    scale, good, left = state
+    if found_inf:
+        left -= 1
+        return (scale, 0, left) if left > 0 else (scale * backoff, 0, left)
+    good += 1
+    if good == interval:
+        scale, good = scale * growth if scale * growth < 3.4e38 else scale, 0
+    return scale, good, hysteresis
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("start", [65536.0, 2.0**126])
+def test_hysteresis_follows_the_rule(start, hysteresis, interval):
+    events = torch.rand(200, generator=torch.Generator().manual_seed(hysteresis)) < 0.4
+    state = (start, 0, hysteresis)
+    tensors = [torch.tensor([start]), torch.zeros(1, dtype=torch.int32), torch.tensor([hysteresis], dtype=torch.int32)]
+    for found in events.tolist():
+        state = hysteresis_by_hand(state, found, 2.0, 0.5, interval, hysteresis)
+        result = amp_C.update_scale_hysteresis(*tensors, torch.tensor([float(found)]), 2.0, 0.5, interval, hysteresis)
+        assert result is tensors[0]
+        assert tuple(tensor.item() for tensor in tensors) == state and [tensor.dtype for tensor in tensors] == [torch.float32] + [torch.int32] * 2

@@ -1,0 +1,320 @@
+"""`import apex` after `amp_patch.apex.install()`: what it gives, beside or before an `apex` that is installed, and that nothing is left behind."""
+
+import importlib
+import importlib.util
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+from apex_training import make_model, make_optimizer, state_of_a_new_process  # noqa: F401 - the last is a fixture
+
+import amp_patch
+import amp_patch.apex
+from amp_patch.apex import _gone
+from amp_patch.apex.amp._amp_state import _amp_state
+
+ROOTS = ("apex", "amp_C", "apex_C")
+
+
+def held():
+    """What the process holds under the names that are served."""
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ROOTS}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    """A test starts without `apex`, and `uninstall` must leave what was there."""
+    finders = list(sys.meta_path)
+    assert held() == {}
+    yield
+    amp_patch.apex.uninstall()
+    for name in held():
+        del sys.modules[name]
+    assert sys.meta_path == finders
+
+
+def write_package(folder, files):
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    importlib.invalidate_caches()
+
+
+def names_after(*lines):
+    names = {}
+    for line in lines:
+        exec(line, names)
+    return names
+
+
+# ---- what is served --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "real"),
+    [
+        pytest.param(["import apex"], "apex", "amp_patch.apex", id="import"),
+        pytest.param(["from apex import amp"], "amp", "amp_patch.apex.amp", id="from"),
+        pytest.param(["import apex.amp as a"], "a", "amp_patch.apex.amp", id="as"),
+        pytest.param(["import apex", "a = apex.amp"], "a", "amp_patch.apex.amp", id="attribute"),
+        pytest.param(["from apex.amp import amp"], "amp", "amp_patch.apex.amp.amp", id="submodule"),
+        pytest.param(["import apex.amp.scaler", "a = apex.amp.scaler"], "a", "amp_patch.apex.amp.scaler", id="dotted"),
+        pytest.param(["from apex.amp import __version__"], "__version__", "amp_patch.apex.amp.__version__", id="version"),
+        pytest.param(["import apex", "a = apex.optimizers"], "a", "amp_patch.apex.optimizers", id="optimizers"),
+        pytest.param(["from apex.optimizers import fused_adam"], "fused_adam", "amp_patch.apex.optimizers.fused_adam", id="fused-adam"),
+        pytest.param(["from apex import parallel"], "parallel", "amp_patch.apex.parallel", id="parallel"),
+        pytest.param(["import amp_C"], "amp_C", "amp_patch.apex.amp_C", id="amp_C"),
+    ],
+)
+def test_a_module_is_one_object_under_both_names(lines, name, real):
+    with amp_patch.apex.install():
+        assert names_after(*lines)[name] is importlib.import_module(real)
+        assert importlib.import_module(real).__spec__.name == real
+    assert held() == {}
+
+
+@pytest.mark.parametrize("line", ["from apex.amp._amp_state import _amp_state", "from apex.amp import _amp_state"])
+def test_the_state_is_the_object_whatever_is_imported_first(line):
+    with amp_patch.apex.install():
+        names = names_after(line, "import apex", "from apex.amp._amp_state import master_params, maybe_print, warn_or_err")
+        assert names["_amp_state"] is _amp_state is names["apex"].amp._amp_state
+
+
+def test_questions_are_answered():
+    assert importlib.util.find_spec("apex") is None
+    with amp_patch.apex.install():
+        assert importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.amp.handle") is not None
+        import apex
+
+        assert not hasattr(apex, "transformer") and hasattr(apex.optimizers, "FusedAdam") and "amp" in dir(apex)
+        assert importlib.util.find_spec("apex.nonsense") is None
+        assert apex.amp.__path__ and issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
+    assert importlib.util.find_spec("apex") is None
+
+
+@pytest.mark.parametrize("name", sorted(_gone._GONE))
+@pytest.mark.parametrize("form", ["import {0}", "from {1} import {2}", "import {0}.below", "from {0} import Thing"])
+def test_what_is_not_here_says_what_to_use(name, form):
+    parent, _, last = name.rpartition(".")
+    with amp_patch.apex.install(), pytest.raises(ModuleNotFoundError) as raised:
+        exec(form.format(name, parent, last))
+    assert f"no {name} (" in str(raised.value) and "use" in str(raised.value)
+
+
+def test_what_apex_never_had_is_missing_as_usual():
+    with amp_patch.apex.install():
+        with pytest.raises(ModuleNotFoundError, match=r"^No module named 'apex\.nonsense'$"):
+            importlib.import_module("apex.nonsense")
+        assert importlib.import_module("apex._finder") is amp_patch.apex._finder  # no second copy of it
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = importlib.import_module("apex").nonsense
+        with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+            exec("from apex import nonsense")
+        with pytest.raises(ModuleNotFoundError, match="apex_C"):
+            importlib.import_module("apex_C")
+
+
+def test_classes_unpickle_under_the_paths_that_apex_wrote():
+    """An FP16_Optimizer's file: a pickle by reference to `apex.amp.scaler.LossScaler`, with the state as a plain dict."""
+    state = {"dynamic": True, "_loss_scale": 512.0, "_unskipped": 3, "_max_loss_scale": 2.0**24, "_min_loss_scale": None, "_scale_seq_len": 2000}
+
+    def by_hand(protocol):
+        body = pickle.dumps(state, protocol)[2:-1]  # without the header and the final STOP
+        return b"\x80\x02capex.amp.scaler\nLossScaler\n)\x81" + body + b"b."
+
+    with amp_patch.apex.install():
+        scaler = pickle.loads(by_hand(2))
+        assert (scaler.loss_scale(), scaler._unskipped) == (512.0, 3)
+        assert type(scaler) is importlib.import_module("apex.amp.scaler").LossScaler
+        again = pickle.loads(pickle.dumps(scaler))
+    assert type(pickle.loads(pickle.dumps(again))) is type(scaler)
+
+
+# ---- in and out ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_installing_and_uninstalling_twice_is_harmless():
+    finders = list(sys.meta_path)
+    first, second = amp_patch.apex.install(), amp_patch.apex.install()
+    assert len(sys.meta_path) == len(finders) + 1
+    second.remove()
+    import apex
+
+    assert apex is amp_patch.apex
+    first.remove()
+    first.remove()
+    assert sys.meta_path == finders and held() == {}
+    amp_patch.apex.install()
+    amp_patch.apex.uninstall()
+    amp_patch.apex.uninstall()
+    assert sys.meta_path == finders and held() == {}
+
+
+def test_a_block_that_raises_uninstalls():
+    with pytest.raises(ZeroDivisionError), amp_patch.apex.install():
+        import apex.amp  # noqa: F401
+
+        _ = 1 / 0
+    assert held() == {}
+
+
+def test_settings_come_and_go_with_their_install():
+    def level(**options):
+        model = make_model()
+        amp_patch.apex.amp.initialize(model, make_optimizer(model), verbosity=0, **options)
+        amp_patch.reset()
+        return _amp_state.opt_properties.opt_level
+
+    with amp_patch.apex.install(opt_level="O5"):
+        assert level(opt_level="O2", keep_batchnorm_fp32=True) == "O5"
+        with amp_patch.apex.install(opt_level="O4"):
+            assert level(opt_level="O2", keep_batchnorm_fp32=True, cast_model_type=torch.float16, master_weights=True, loss_scale=2.0) == "O4"
+        assert level(opt_level="O0") == "O5"
+    assert level(opt_level="O0") == "O0"
+
+
+def test_a_level_laid_over_drops_what_belongs_to_the_scripts_level(capsys):
+    with amp_patch.apex.install(opt_level="O1"):
+        model = make_model()
+        amp_patch.apex.amp.initialize(model, make_optimizer(model), opt_level="O2", keep_batchnorm_fp32="True", loss_scale="64")
+    said = capsys.readouterr().out
+    assert "opt_level O1 instead of O2 and ignore keep_batchnorm_fp32" in said and _amp_state.opt_properties.loss_scale == 64.0
+
+
+def test_lists_are_laid_over_the_list_apex(tmp_path):
+    (tmp_path / "mine.yaml").write_text("blacklist: [torch.sigmoid]\nneutral: [torch.nn.functional.binary_cross_entropy]\n")
+    with amp_patch.apex.install(lists=[str(tmp_path / "mine.yaml")]):
+        model = make_model()
+        amp_patch.apex.amp.initialize(model, make_optimizer(model), opt_level="O1", verbosity=0)
+        half = torch.rand(2).half()
+        assert torch.sigmoid(half).dtype is torch.float32 and torch.exp(half).dtype is torch.float32
+        assert torch.nn.functional.binary_cross_entropy(half, half).dtype is torch.float16
+
+
+# ---- beside and before an apex that is installed ---------------------------------------------------------------------------------------------
+
+WITH_AMP = {"apex/__init__.py": "from . import amp\n", "apex/amp/__init__.py": "theirs = True\n", "amp_C.py": "theirs = True\n"}
+WITHOUT_AMP = {
+    "apex/__init__.py": "from . import optimizers\n",
+    "apex/optimizers/__init__.py": "theirs = True\n",
+    "apex/transformer/__init__.py": "theirs = True\n",
+    "apex/contrib/__init__.py": "",
+    "apex/contrib/xentropy/__init__.py": "theirs = True\n",
+}
+PYRAMID = {
+    "apex/__init__.py": "theirs = True\n",
+    "apex/models.py": "",
+    "apex/lib/__init__.py": "",
+    "apex-0.9.10.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\nSummary: Toolkit for Pyramid\n",
+    "apex-0.9.10.dist-info/RECORD": "apex/__init__.py,,\n",
+}
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["imported-before", "imported-after"])
+def test_an_apex_that_has_amp_is_left_alone(imported, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, WITH_AMP)
+    before = dict(vars(importlib.import_module("apex"))) if imported else None
+    with amp_patch.apex.install():
+        import amp_C
+        import apex
+        from apex import amp
+
+        assert amp.theirs and apex.amp is amp and amp_C.theirs
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("apex.optimizers")
+    assert [record.message for record in caplog.records if str(tmp_path) in record.message and "force=True" in record.message]
+    assert sys.modules["apex"] is apex and (before is None or set(vars(apex)) == set(before))
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["imported-before", "imported-after"])
+def test_force_stands_before_it_and_gives_it_back(imported, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, WITH_AMP)
+    if imported:
+        importlib.import_module("apex.amp")
+        importlib.import_module("amp_C")
+    before = held()
+    with amp_patch.apex.install(force=True):
+        import amp_C
+        from apex import amp
+
+        assert amp is amp_patch.apex.amp and amp_C is sys.modules["amp_patch.apex.amp_C"]
+    assert held() == before
+    assert importlib.import_module("apex.amp").theirs and importlib.import_module("amp_C").theirs
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["imported-before", "imported-after"])
+def test_an_apex_without_amp_keeps_its_own_and_gets_the_rest(imported, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, WITHOUT_AMP)
+    before = set(vars(importlib.import_module("apex"))) if imported else None
+    with amp_patch.apex.install():
+        import apex
+
+        assert apex.amp is amp_patch.apex.amp and apex.optimizers.theirs
+        from apex import parallel, transformer
+        from apex.amp import scaler
+        from apex.contrib import xentropy
+
+        assert parallel.__name__ == "amp_patch.apex.parallel" and scaler.__name__ == "amp_patch.apex.amp.scaler"
+        assert transformer.theirs and xentropy.theirs
+        with pytest.raises(ModuleNotFoundError, match="MultiheadAttention"):
+            importlib.import_module("apex.contrib.multihead_attn")
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = apex.nonsense
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("amp_C")  # its optimizers would take ours for the compiled one
+    assert caplog.records == []
+    assert {name for name in held() if "amp_patch" in held()[name].__name__} == set()
+    assert not hasattr(apex, "amp") and not hasattr(apex, "parallel")
+    if before is not None:
+        assert before <= set(vars(apex)) and set(vars(apex)) - before <= {"transformer", "contrib"}
+
+
+def test_the_unrelated_package_of_that_name_is_recognised(tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, PYRAMID)
+    theirs = importlib.import_module("apex")
+    with amp_patch.apex.install():
+        from apex import amp
+
+        assert amp is amp_patch.apex.amp
+    (said,) = [record.message for record in caplog.records]
+    assert str(tmp_path / "apex") in said and "apex 0.9.10: Toolkit for Pyramid" in said and "not NVIDIA's" in said
+    assert sys.modules["apex"] is theirs
+
+
+def test_a_project_of_that_name_is_stepped_in_front_of_and_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, {"apex.py": "theirs = True\n"})
+    with amp_patch.apex.install():
+        import apex.amp
+
+        assert apex is amp_patch.apex
+    assert [record.message for record in caplog.records if str(tmp_path / "apex.py") in record.message]
+
+
+@pytest.mark.parametrize("kind", ["checkout", "stub"])
+def test_what_is_no_package_does_not_count(kind, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    if kind == "checkout":
+        write_package(tmp_path, {"apex/setup.py": "", "apex/apex/amp/__init__.py": ""})
+    else:
+        sys.modules["apex"] = stub = types.ModuleType("apex")
+    with amp_patch.apex.install():
+        from apex import amp
+
+        assert amp is amp_patch.apex.amp
+    assert caplog.records == []
+    assert sys.modules.get("apex") is (stub if kind == "stub" else None)
+
+
+def test_an_amp_C_that_is_installed_is_used(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_package(tmp_path, {"amp_C.py": "theirs = True\n"})
+    with amp_patch.apex.install():
+        assert importlib.import_module("amp_C").theirs
+        assert importlib.import_module("apex") is amp_patch.apex

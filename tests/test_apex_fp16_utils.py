@@ -1,0 +1,434 @@
+"""`apex.fp16_utils`, and `FP16_Optimizer`: training in 16 bits by hand is training in float32, but for rounding."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+
+import amp_patch as amp
+from amp_patch.apex import fp16_utils
+from amp_patch.apex.contrib.clip_grad import clip_grad_norm_
+from amp_patch.apex.contrib.optimizers import FP16_Optimizer as ContribFP16_Optimizer
+from amp_patch.apex.fp16_utils import FP16_Optimizer
+from amp_patch.apex.optimizers import FusedAdam
+
+NAMES = (
+    "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16 to_python_float "
+    "clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler DynamicLossScaler fp16util fp16_optimizer loss_scaler"
+)
+
+
+def test_a_star_import_gives_the_names_of_apex():
+    names = {}
+    exec("from amp_patch.apex.fp16_utils import *", names)
+    assert set(NAMES.split()) == set(fp16_utils.__all__) <= set(names)
+
+
+# ---- casting -----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+        self.rnn = nn.LSTM(4, 2)
+        self.own = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.rnn(self.inner(x))[0]
+
+
+def dtypes_of(module):
+    return {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+@pytest.mark.parametrize("way", ["network_to_half", "convert_network", "FP16Model"])
+def test_networks_are_cast_but_for_affine_batchnorm(way):
+    model = Mixed()
+    model.own.grad = torch.ones(2)
+    parameters = list(model.parameters())
+    before = dtypes_of(model)
+    if way == "network_to_half":
+        result = fp16_utils.network_to_half(model)
+        assert isinstance(result, nn.Sequential) and isinstance(result[0], fp16_utils.tofp16) and result[1] is model
+    elif way == "convert_network":
+        result = fp16_utils.convert_network(model, torch.float16)
+        assert result is model
+    else:
+        result = fp16_utils.FP16Model(model)
+        assert result.network is model
+    for name, dtype in dtypes_of(model).items():
+        is_kept = name.startswith("inner.1") or not before[name].is_floating_point
+        assert dtype is (before[name] if is_kept else torch.float16), name
+    assert model.own.grad.dtype is torch.float16
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    if way != "convert_network":
+        assert result(torch.randn(5, 3)).dtype is torch.float16
+
+
+def test_convert_module_leaves_the_children():
+    model = Mixed()
+    fp16_utils.convert_module(model, torch.bfloat16)
+    low = [name for name, dtype in dtypes_of(model).items() if dtype is torch.bfloat16]
+    assert low == ["own", "table"]
+    fp16_utils.BN_convert_float(model.half())
+    full = {name for name, dtype in dtypes_of(model).items() if dtype is torch.float32}
+    assert full == {f"inner.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
+
+
+@pytest.mark.parametrize("is_flat", [False, True], ids=["list", "flat"])
+def test_masters_by_hand_train_as_float32_does(is_flat):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = copy.deepcopy(reference).half()
+    model[0].bias.requires_grad_(False)
+    reference[0].bias.requires_grad_(False)
+    params, masters = fp16_utils.prep_param_lists(model, flat_master=is_flat)
+    assert len(params) == 3 and len(masters) == (1 if is_flat else 3) and all(master.dtype is torch.float32 for master in masters)
+    assert all(master.is_leaf and master.requires_grad for master in masters)
+    if is_flat:
+        assert masters[0].grad.tolist() == [0.0] * masters[0].numel()
+    optimizers = [torch.optim.SGD(masters, lr=0.1), torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)]
+    for _ in range(5):
+        x = torch.randn(6, 4)
+        for each, optimizer, scale in ((model, optimizers[0], 128.0), (reference, optimizers[1], 1.0)):
+            each.zero_grad()
+            (each(x.to(next(each.parameters()).dtype)).float().pow(2).mean() * scale).backward()
+            if each is model:
+                fp16_utils.model_grads_to_master_grads(params, masters, flat_master=is_flat)
+                for master in masters:
+                    master.grad.div_(scale)
+            optimizer.step()
+        fp16_utils.master_params_to_model_params(params, masters, flat_master=is_flat)
+    for parameter, expected in zip(params, (p for p in reference.parameters() if p.requires_grad), strict=True):
+        torch.testing.assert_close(parameter.float(), expected.detach(), rtol=1e-2, atol=2e-3)
+    params[0].grad = None
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=is_flat)
+    assert masters[0].grad is None if not is_flat else masters[0].grad[: params[0].numel()].count_nonzero() == 0
+
+
+def test_a_flat_master_needs_one_dtype():
+    with pytest.raises(RuntimeError, match=r"torch.float16, torch.float32"):
+        fp16_utils.prep_param_lists(nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2)), flat_master=True)
+
+
+def test_small_things():
+    assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5 and fp16_utils.to_python_float([3]) == 3.0
+    assert fp16_utils.tofp16()(torch.ones(2)).dtype is torch.float16
+    for clip in (fp16_utils.clip_grad_norm, clip_grad_norm_):
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert clip([parameter], 1.0).item() == 5.0
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    parameter.grad = torch.tensor([float("nan"), 0.0])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+
+
+# ---- the scalers of old --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_dynamic_scaler_follows_the_sequence_of_apex():
+    scaler = fp16_utils.DynamicLossScaler(init_scale=4, scale_window=3)
+    scales = []
+    for overflow in [False] * 4 + [True] + [False] * 4:
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [4, 4, 8, 8, 4, 4, 4, 8, 8]
+    for _ in range(10):
+        scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0
+
+
+@pytest.mark.parametrize("value", [1e38, float("inf"), float("nan")])
+def test_an_overflow_is_an_element_that_is_not_finite(value):
+    params = [nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(2))]
+    params[0].grad = torch.full((8,), value)  # the sum of finite ones would overflow
+    assert fp16_utils.DynamicLossScaler().has_overflow(params) is (value != 1e38)
+    assert fp16_utils.LossScaler().has_overflow(params) is False
+
+
+@pytest.mark.parametrize("scaler", [fp16_utils.LossScaler(8.0), fp16_utils.DynamicLossScaler(init_scale=8.0)], ids=["static", "dynamic"])
+def test_scalers_scale_losses_and_gradients(scaler):
+    parameter = nn.Parameter(torch.ones(2))
+    scaler.backward(parameter.sum())
+    assert parameter.grad.tolist() == [8.0, 8.0]
+    assert [g.item() for g in scaler.scale_gradient(None, (torch.tensor(1.0), torch.tensor(2.0)), None)] == [8.0, 16.0]
+    if not isinstance(scaler, fp16_utils.DynamicLossScaler):
+        scaler.update_scale(True)
+        assert scaler.loss_scale == 8.0
+
+
+# ---- FP16_Optimizer ------------------------------------------------------------------------------------------------------------------------------
+
+
+def low_model(seed=0):
+    """The small network in bfloat16 (float16 is slow here) with float32 BatchNorm."""
+    return fp16_utils.convert_network(make_model(seed), torch.bfloat16)
+
+
+def make(make_inner=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), cls=FP16_Optimizer, **options):
+    model = low_model()
+    return model, cls(make_inner(model.parameters()), verbose=False, **options)
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+
+def train(model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+INNERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+}
+SCALES = {"static": {"static_loss_scale": 128.0}, "dynamic": {"dynamic_loss_scale": True}}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_training_is_that_of_amp_at_o5(inner, scale):
+    batches = make_batches(5)
+    model, optimizer = make(inner, **scale)
+    assert all(master.dtype is torch.float32 for master in masters_of(optimizer))
+    losses = train(model, optimizer, batches)
+    reference = make_model()
+    with torch.no_grad():  # masters that start from the rounded weights
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.bfloat16())
+    steps = inner(reference.parameters())
+    amp.initialize(reference, steps, opt_level="O5", verbosity=0)
+    expected = []
+    for batch in batches:
+        steps.zero_grad()
+        loss = F.cross_entropy(reference(batch[0]), batch[1])
+        with amp.scale_loss(loss, steps) as scaled_loss:
+            scaled_loss.backward()
+        steps.step()
+        expected.append(loss.item())
+    assert losses == expected
+    for parameter, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, twin)
+
+
+def test_masters_have_the_exact_values_and_the_state_of_before():
+    model = low_model()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, make_batches(1)[0]).backward()
+    inner.step()
+    state = {id(p): {name: value.clone() for name, value in inner.state[p].items()} for p in model.parameters()}
+    model.fc.bias.requires_grad_(False)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    for parameter, master in zip(model.parameters(), masters_of(optimizer), strict=True):
+        if parameter is model.fc.bias:
+            assert master is parameter
+            continue
+        assert torch.equal(parameter.float(), master) and (master is parameter) is (parameter.dtype is torch.float32)
+        assert torch.equal(inner.state[master]["exp_avg"], state[id(parameter)]["exp_avg"].float())
+        assert inner.state[master]["exp_avg"].dtype is torch.float32
+
+
+def test_gradients_hold_what_apex_put_there():
+    batch = make_batches(1)[0]
+    model, optimizer = make(static_loss_scale=16.0)
+    twin = low_model()
+    loss_of(twin, batch).backward()
+    optimizer.backward(loss_of(model, batch))
+    for name, parameter in model.named_parameters():
+        expected = dict(twin.named_parameters())[name].grad
+        is_low = parameter.dtype is torch.bfloat16
+        torch.testing.assert_close(parameter.grad, expected * (16.0 if is_low else 1.0), rtol=1e-2, atol=1e-5)
+    for data, master in zip(optimizer.inspect_master_grad_data()[0], masters_of(optimizer), strict=True):
+        assert torch.equal(data, master.grad) and master.grad.dtype is torch.float32
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
+    optimizer.zero_grad(set_grads_to_None=True)
+    assert all(p.grad is None for p in (*model.parameters(), *masters_of(optimizer)))
+
+
+@pytest.mark.parametrize("change_scale", [False, True], ids=["same scale", "scale changes in between"])
+@pytest.mark.parametrize("updates_each", [False, True], ids=["update at the end", "update each time"])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_gradients_of_several_passes_add_up(scale, updates_each, change_scale):
+    batches = make_batches(3)
+    model, optimizer = make(**scale)
+    twin = low_model()
+    for index, batch in enumerate(batches):
+        loss_of(twin, batch).backward()
+        optimizer.backward(loss_of(model, batch), update_master_grads=updates_each)
+        if change_scale and index == 0:
+            optimizer.loss_scale = optimizer.loss_scale * 4
+    optimizer.update_master_grads()
+    optimizer.update_master_grads()
+    for parameter, master in zip(twin.parameters(), masters_of(optimizer), strict=True):
+        torch.testing.assert_close(master.grad, parameter.grad.float(), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model"])
+def test_an_abandoned_pass_is_forgotten_however_gradients_are_zeroed(way):
+    batches = make_batches(3)
+    model, optimizer = make(dynamic_loss_scale=True)
+    expected = train(model, optimizer, batches)
+    model, optimizer = make(dynamic_loss_scale=True)
+    optimizer.backward(loss_of(model, batches[2]))
+    model.load_state_dict(low_model().state_dict())  # BatchNorm statistics have moved
+    losses = []
+    for batch in batches:
+        (optimizer if way == "optimizer" else model).zero_grad()
+        losses.append(loss_of(model, batch))
+        optimizer.backward(losses[-1])
+        optimizer.step()
+    assert [loss.item() for loss in losses] == expected
+
+
+def test_an_overflow_skips_the_step_once_and_halves_the_scale(capsys):
+    batch = make_batches(1)[0]
+    model = low_model()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.05), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0})
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.backward(loss_of(model, batch) * float("inf"))
+    assert optimizer.overflow and optimizer.loss_scale == 32.0
+    assert optimizer.clip_master_grads(1.0) == -1 and optimizer.inspect_master_grad_data() is None
+    assert optimizer.step() is None
+    assert "Gradient overflow" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, batch))
+    assert not optimizer.overflow and optimizer.clip_master_grads(0.1) > 0.1
+    optimizer.step()
+    assert not torch.equal(before[0], next(model.parameters()))
+    assert torch.nn.utils.get_total_norm([p.grad for p in masters_of(optimizer)]).item() == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_static_scale_never_skips():
+    model, optimizer = make(static_loss_scale=2.0)
+    optimizer.backward(loss_of(model, make_batches(1)[0]) * float("inf"))
+    assert not optimizer.overflow and optimizer.loss_scale == 2.0
+    optimizer.loss_scale = 4.0
+    assert optimizer.loss_scale == 4.0
+
+
+BOUNDS = {"default": ({}, 2.0**16, 2000, None), "given": ({"init_scale": 4.0, "scale_window": 2, "min_loss_scale": 2.0}, 4.0, 2, 2.0)}
+
+
+@pytest.mark.parametrize(("args", "start", "growth", "floor"), BOUNDS.values(), ids=BOUNDS)
+def test_the_bounds_of_a_dynamic_scale(args, start, growth, floor):
+    _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=args)
+    scaler = optimizer.loss_scaler
+    assert (optimizer.loss_scale, scaler._growth_interval, scaler.min_loss_scale) == (start, growth, floor)
+    _, contrib = make(cls=ContribFP16_Optimizer, dynamic_loss_scale=True, dynamic_loss_args=args)
+    assert contrib.loss_scaler._growth_interval == (args.get("scale_window") or 1000)
+    assert contrib.loss_scaler.min_loss_scale == (args.get("min_loss_scale") or 1.0)
+
+
+def test_arguments_that_cannot_be_honoured_are_refused():
+    with pytest.raises(amp.OptimizerError, match="scale_factor is always 2"):
+        make(dynamic_loss_scale=True, dynamic_loss_args={"scale_factor": 4.0})
+    with pytest.raises(amp.OptimizerError, match="may hold init_scale"):
+        make(dynamic_loss_scale=True, dynamic_loss_args={"window": 4})
+    model, optimizer = make(dynamic_loss_scale=True)
+    with pytest.raises(amp.OptimizerError, match="static_loss_scale"):
+        optimizer.step(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="not FP16_Optimizer"):
+        amp.initialize(model, optimizer)
+    for serialize in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="state_dict"):
+            serialize(optimizer)
+
+
+def test_a_closure_sees_the_model_that_the_optimizer_has_moved():
+    model = nn.Linear(2, 1).bfloat16()
+    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), max_iter=8), static_loss_scale=4.0, verbose=False)
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]).bfloat16(), torch.tensor([[1.0], [2.0]])
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x).float(), y)
+        optimizer.backward(loss)
+        seen.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 2 and seen[-1] < seen[0] / 4
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), masters_of(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_resuming_is_bitwise_and_files_are_plain(inner, scale):
+    batches = make_batches(6)
+    model, optimizer = make(inner, **scale)
+    train(model, optimizer, batches[:2])
+    if scale.get("dynamic_loss_scale"):
+        optimizer.backward(loss_of(model, batches[0]) * float("inf"))
+        optimizer.step()
+    train(model, optimizer, batches[2:3])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, batches[3:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert set(saved["optimizer"]) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    model, optimizer = make(inner)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.loss_scale == (2.0**15 if scale.get("dynamic_loss_scale") else 128.0)
+    assert train(model, optimizer, batches[3:]) == expected
+
+
+def test_a_file_with_the_scaler_of_apex_in_it_is_read_and_one_of_another_model_is_not():
+    class ScalerOfApex:
+        _loss_scale = 512.0
+        _unskipped = 7
+
+    _, optimizer = make(dynamic_loss_scale=True)
+    saved = {**optimizer.state_dict(), "loss_scaler": ScalerOfApex()}
+    _, other = make()
+    other.load_state_dict(saved)
+    assert other.loss_scaler.is_dynamic and other.loss_scaler.state_dict() == {"loss_scale": 512.0, "unskipped": 7}
+    narrow = fp16_utils.convert_network(make_model(width=4), torch.bfloat16)
+    with pytest.raises(amp.CheckpointError, match="do not fit"):
+        FP16_Optimizer(torch.optim.SGD(narrow.parameters(), lr=0.1), verbose=False).load_state_dict(saved)
+
+
+def test_groups_may_come_later():
+    batches = make_batches(3)
+    model = low_model()
+    others = [p for name, p in model.named_parameters() if not name.startswith("fc")]
+    optimizer = FP16_Optimizer(torch.optim.SGD(others, lr=0.05), verbose=False)
+    train(model, optimizer, batches[:1])
+    optimizer.add_param_group({"params": list(model.fc.parameters()), "lr": 0.5})
+    before = model.fc.weight.detach().clone()
+    train(model, optimizer, batches[1:])
+    assert not torch.equal(before, model.fc.weight) and torch.equal(model.fc.weight, optimizer.param_groups[1]["params"][0].bfloat16())

@@ -1,0 +1,158 @@
+"""Apex's layer norms: torch's values, and the dtype that each of them promises, in every mixture and under amp."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch as amp
+from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FUSED = {FusedLayerNorm: nn.LayerNorm, FusedRMSNorm: nn.RMSNorm}
+MIXED = {MixedFusedLayerNorm: nn.LayerNorm, MixedFusedRMSNorm: nn.RMSNorm}
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def by_hand(x, shape, weight, bias, eps, is_rms):
+    """In float64."""
+    x, dims = x.double(), tuple(range(-len(shape), 0))
+    if not is_rms:
+        x = x - x.mean(dims, keepdim=True)
+    x = x / (x.pow(2).mean(dims, keepdim=True) + eps).sqrt()
+    x = x if weight is None else x * weight.double()
+    return x if bias is None else x + bias.double()
+
+
+def fill(layer, dtype):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer.to(dtype)
+
+
+def make_input(dtype):
+    return (torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(1)) * 5 + 3).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [4, (4,), [2, 4], torch.Size([2, 4])], ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("input_dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("cls", [*FUSED, *MIXED])
+def test_values_are_those_of_torch_and_the_dtype_is_the_promised_one(cls, input_dtype, weight_dtype, shape):
+    layer = fill(cls(shape, eps=0.1), weight_dtype)
+    x = make_input(input_dtype).requires_grad_()
+    output = layer(x)
+    assert output.dtype is (input_dtype if cls in FUSED else weight_dtype)
+    expected = by_hand(x, layer.normalized_shape, layer.weight, getattr(layer, "bias", None), 0.1, "RMS" in cls.__name__)
+    tolerance = max(TOLERANCE[dtype] for dtype in (input_dtype, weight_dtype, output.dtype))
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=5 * tolerance)
+    output.float().pow(2).sum().backward()
+    assert x.grad.dtype is input_dtype and layer.weight.grad.dtype is weight_dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("cls", FUSED)
+def test_without_a_weight_the_dtype_is_that_of_the_input(cls, dtype):
+    layer = cls(4, elementwise_affine=False)
+    assert list(layer.parameters()) == []
+    x = make_input(dtype)
+    assert layer(x).dtype is dtype
+    expected = by_hand(x, (4,), None, None, 1e-5, "RMS" in cls.__name__)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *MIXED])
+def test_squares_that_sixteen_bits_cannot_hold_do_no_harm(cls):
+    layer = cls(4).half()
+    x = torch.tensor([[3e4, -3e4, 3e4, -3e4]], dtype=torch.float16)
+    torch.testing.assert_close(layer(x), x.sign())
+
+
+@pytest.mark.parametrize(("cls", "torch_cls"), [*FUSED.items(), *MIXED.items()], ids=lambda cls: cls.__name__)
+def test_checkpoints_are_interchangeable_with_torchs_and_layers_can_be_pickled(cls, torch_cls):
+    layer, twin = fill(cls((2, 4), 1e-3), torch.float32), torch_cls((2, 4), 1e-3)
+    assert isinstance(layer, torch_cls)
+    twin.load_state_dict(layer.state_dict())
+    x = make_input(torch.float32)
+    assert torch.equal(layer(x), twin(x))
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), twin(x))
+
+
+def test_positional_arguments_are_in_the_order_of_apex():
+    for cls in FUSED:
+        layer = cls(4, 0.5, False, True)
+        assert (layer.eps, layer.elementwise_affine, layer.memory_efficient) == (0.5, False, True)
+        assert cls(4).eps == 1e-5
+    for cls in MIXED:
+        assert cls(4, 0.5, memory_efficient=True).eps == 0.5 and cls(4).eps == 1e-5
+
+
+@pytest.mark.parametrize("cls", MIXED)
+def test_a_mixed_norm_has_a_weight(cls):
+    with pytest.raises(RuntimeError, match="needs one: use Fused"):
+        cls(4, elementwise_affine=False)
+    with pytest.warns(UserWarning, match="leave elementwise_affine out"):
+        assert cls(4, elementwise_affine=True).weight is not None
+    with pytest.raises(TypeError, match="not device"):
+        cls(4, device="cpu")
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=name)
+def test_function_forms(low):
+    x, weight, bias = make_input(low), torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 0.0, -1.0, 1.0])
+    small = torch.full((1, 4), 1e-3)  # shows eps
+    cases = {
+        "fused_layer_norm": ((), (), low, False),
+        "fused_layer_norm_affine": ((weight, bias), (weight, bias), low, False),
+        "mixed_dtype_fused_layer_norm_affine": ((weight, bias), (weight, bias), torch.float32, False),
+        "fused_rms_norm": ((), (), low, True),
+        "fused_rms_norm_affine": ((weight,), (weight,), low, True),
+        "mixed_dtype_fused_rms_norm_affine": ((weight,), (weight,), torch.float32, True),
+    }
+    for function_name, (given, (w, b), dtype, is_rms) in {key: (g, (*p, None, None)[:2], d, r) for key, (g, p, d, r) in cases.items()}.items():
+        function = getattr(fused_layer_norm, function_name)
+        for value, eps in ((function(x, *given, 4), 1e-6), (function(x, *given, (4,), 0.5, True), 0.5)):
+            assert value.dtype is dtype
+            torch.testing.assert_close(value.double(), by_hand(x, (4,), w, b, eps, is_rms), rtol=TOLERANCE[low], atol=5 * TOLERANCE[low])
+        if is_rms:
+            expected = by_hand(small, (4,), w, b, 1e-6, True)
+            torch.testing.assert_close(function(small, *given, 4).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+class Model(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), norm(8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.seen = (hidden.dtype, self.norm(hidden).dtype)
+        return self.last(self.norm(hidden))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("norm", [*FUSED, *MIXED])
+def test_every_level_trains(norm, level):
+    torch.manual_seed(0)
+    model = Model(norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x, losses = torch.randn(6, 4), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    hidden = torch.float32 if level == "O0" else torch.bfloat16
+    weight = torch.bfloat16 if level in ("O2", "O3", "O5") else torch.float32
+    assert model.norm.weight.dtype is weight and model.seen == (hidden, hidden if norm in FUSED else weight)

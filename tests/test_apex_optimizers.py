@@ -1,0 +1,583 @@
+"""Apex's optimizers: against torch's, against their formulas in float64, and as optimizers that are copied, resumed and put under amp."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+
+import amp_patch as amp
+from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+
+SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
+ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
+
+
+FAST = {FusedSGD: {"lr": 0.05, "momentum": 0.9}, FusedNovoGrad: {"lr": 0.5}}
+
+
+def build(cls, params, **options):
+    return cls(params, **{**FAST.get(cls, {"lr": 0.01}), **options})
+
+
+def make_params(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def make_gradients(steps, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(shape, generator=generator).mul(2.0 ** (index - 1)).to(dtype) for index, shape in enumerate(SHAPES)] for _ in range(steps)]
+
+
+def run(optimizer, gradients):
+    """Step with given gradients; None in the place of a gradient means that the parameter has none."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in gradients:
+        for parameter, gradient in zip(params, step, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+    return params
+
+
+def assert_same(found, expected, rtol=2e-5, atol=2e-6):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=rtol, atol=atol)
+
+
+# ---- against torch ---------------------------------------------------------------------------------------------------------------------------
+
+AGAINST_TORCH = {
+    "adamw": (FusedAdam, {}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    "adamw, decay": (FusedAdam, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}, torch.optim.AdamW, None),
+    "adam": (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam, {}),
+    "adam, decay": (FusedAdam, {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+    "sgd": (FusedSGD, {}, torch.optim.SGD, None),
+    "sgd, decay": (FusedSGD, {"weight_decay": 0.1}, torch.optim.SGD, None),
+    "momentum": (FusedSGD, {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.SGD, None),
+    "dampening": (FusedSGD, {"momentum": 0.9, "dampening": 0.3}, torch.optim.SGD, None),
+    "nesterov": (FusedSGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD, None),
+    "adagrad": (FusedAdagrad, {}, torch.optim.Adagrad, None),
+    "adagrad, decay": (FusedAdagrad, {"weight_decay": 0.1, "eps": 1e-3}, torch.optim.Adagrad, None),
+}
+
+
+@pytest.mark.parametrize("case", AGAINST_TORCH.values(), ids=AGAINST_TORCH)
+def test_a_hundred_steps_are_those_of_torch(case):
+    cls, options, torch_cls, torch_options = case
+    gradients = make_gradients(100)
+    gradients[0][1] = gradients[1][1] = None  # a gradient that comes later, with its own first momentum
+    gradients[50][2] = None
+    if torch_cls in (torch.optim.Adam, torch.optim.AdamW):  # Apex counts steps for a group, torch for a parameter
+        gradients = make_gradients(100)
+    found = run(cls(make_params(), lr=0.01, **options), gradients)
+    expected = run(torch_cls(make_params(), lr=0.01, **(options if torch_options is None else torch_options)), gradients)
+    assert_same(found, expected)
+
+
+# ---- against the formulas, in float64 ----------------------------------------------------------------------------------------------------------
+
+
+def adam_by_hand(p, gradients, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True):
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        if not adam_w_mode:
+            g = g + weight_decay * p
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        m_hat, v_hat = (m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)) if bias_correction else (m, v)
+        u = m_hat / (v_hat.sqrt() + eps)
+        if adam_w_mode:
+            u = u + weight_decay * p
+        p = p - lr * u
+    return p
+
+
+def sgd_by_hand(p, gradients, lr=0.01, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False):
+    m = None
+    for g in gradients:
+        if not wd_after_momentum:
+            g = g + weight_decay * p
+        m = g if m is None else momentum * m + (1 - dampening) * g
+        d = g + momentum * m if nesterov else m if momentum else g
+        if wd_after_momentum:
+            d = d + weight_decay * p
+        p = p - lr * d
+    return p
+
+
+def adagrad_by_hand(p, gradients, lr=0.01, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
+    h = torch.zeros_like(p)
+    for g in gradients:
+        if not adagrad_w_mode:
+            g = g + weight_decay * p
+        h = h + g * g
+        p = p - lr * (g / (h.sqrt() + eps) + (weight_decay * p if adagrad_w_mode else 0.0))
+    return p
+
+
+def novograd_by_hand(
+    p,
+    gradients,
+    lr=0.01,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    bias_correction=True,
+    reg_inside_moment=False,
+    grad_averaging=True,
+    norm_type=2,
+    init_zero=False,
+):
+    m, n = torch.zeros_like(p), None
+    for t, g in enumerate(gradients, 1):
+        size = g.pow(2).sum().sqrt() if norm_type == 2 else g.abs().max()
+        if n is None:
+            n = torch.zeros_like(size) if init_zero else size
+        n = (betas[1] * n**2 + (1 - betas[1]) * size**2).sqrt() if norm_type == 2 else betas[1] * n + (1 - betas[1]) * size
+        c1, c2 = (1 - betas[0] ** t, math.sqrt(1 - betas[1] ** t)) if bias_correction else (1.0, 1.0)
+        share = 1 - betas[0] if grad_averaging else 1.0
+        if reg_inside_moment:
+            m = betas[0] * m + share * (g / (n / c2 + eps) + weight_decay * p)
+            p = p - lr * m / c1
+        else:
+            m = betas[0] * m + share * g
+            p = p - lr * (m / c1 / (n / c2 + eps) + weight_decay * p)
+    return p
+
+
+def lamb_by_hand(
+    params,
+    gradients,
+    lr=0.01,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    weight_decay=0.01,
+    bias_correction=True,
+    adam_w_mode=True,
+    grad_averaging=True,
+    max_grad_norm=1.0,
+    use_nvlamb=False,
+):
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
+    for t, step in enumerate(gradients, 1):
+        total = math.sqrt(sum(g.pow(2).sum().item() for g in step))
+        clip = max(1.0, total / max_grad_norm) if max_grad_norm else 1.0
+        for index, (p, g, (m, v)) in enumerate(zip(params, step, moments, strict=True)):
+            g = g / clip + (0.0 if adam_w_mode else weight_decay * p)
+            m = betas[0] * m + (1 - betas[0] if grad_averaging else 1.0) * g
+            v = betas[1] * v + (1 - betas[1]) * g * g
+            m_hat, v_hat = (m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)) if bias_correction else (m, v)
+            u = m_hat / (v_hat.sqrt() + eps) + (weight_decay * p if adam_w_mode else 0.0)
+            ratio = 1.0
+            if (weight_decay or use_nvlamb) and p.norm() > 0 and u.norm() > 0:
+                ratio = p.norm() / u.norm()
+            params[index], moments[index] = p - lr * ratio * u, (m, v)
+    return params
+
+
+def each(by_hand):
+    """A formula for one tensor, as one for many."""
+    return lambda params, gradients, **options: [by_hand(p, list(g), **options) for p, g in zip(params, zip(*gradients, strict=True), strict=True)]
+
+
+BY_HAND = [
+    (FusedAdam, each(adam_by_hand), {"bias_correction": False}),
+    (FusedAdam, each(adam_by_hand), {"bias_correction": False, "adam_w_mode": False, "weight_decay": 0.1}),
+    (FusedAdam, each(adam_by_hand), {"betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.2}),
+    (FusedSGD, each(sgd_by_hand), {"wd_after_momentum": True, "weight_decay": 0.1}),
+    (FusedSGD, each(sgd_by_hand), {"wd_after_momentum": True, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    (FusedSGD, each(sgd_by_hand), {"wd_after_momentum": True, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
+    (FusedAdagrad, each(adagrad_by_hand), {"adagrad_w_mode": True, "weight_decay": 0.1}),
+    (FusedAdagrad, each(adagrad_by_hand), {"adagrad_w_mode": False, "weight_decay": 0.1, "eps": 0.1}),
+    *[
+        (FusedNovoGrad, each(novograd_by_hand), {"norm_type": norm_type, "reg_inside_moment": inside, "init_zero": zero, "weight_decay": 0.1})
+        for norm_type in (2, 0)
+        for inside in (False, True)
+        for zero in (False, True)
+    ],
+    (FusedNovoGrad, each(novograd_by_hand), {}),
+    (FusedNovoGrad, each(novograd_by_hand), {"bias_correction": False, "grad_averaging": False, "betas": (0.95, 0.98), "eps": 0.1}),
+    (FusedNovoGrad, each(novograd_by_hand), {"reg_inside_moment": True, "grad_averaging": False}),
+    (FusedLAMB, lamb_by_hand, {}),
+    (FusedLAMB, lamb_by_hand, {"adam_w_mode": False, "weight_decay": 0.1}),
+    (FusedLAMB, lamb_by_hand, {"weight_decay": 0.0}),
+    (FusedLAMB, lamb_by_hand, {"weight_decay": 0.0, "use_nvlamb": True}),
+    (FusedLAMB, lamb_by_hand, {"max_grad_norm": 0.0}),
+    (FusedLAMB, lamb_by_hand, {"max_grad_norm": 1e3, "bias_correction": False}),
+    (FusedLAMB, lamb_by_hand, {"grad_averaging": False, "betas": (0.5, 0.6), "eps": 0.1}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(("cls", "by_hand", "options"), BY_HAND, ids=lambda value: getattr(value, "__name__", None) or str(value))
+def test_steps_follow_the_formula(cls, by_hand, options, dtype):
+    """From any dtype: float32 arithmetic, rounded once a step; float64 stays float64. With 16 bits, one step at a time."""
+    steps = 1 if dtype is torch.bfloat16 else 20
+    gradients = make_gradients(steps, dtype)
+    start = [p.detach().double() for p in make_params(dtype)]
+    expected = by_hand(start, [[g.double() for g in step] for step in gradients], lr=0.01, **options)
+    found = run(cls(make_params(dtype), lr=0.01, **options), gradients)
+    assert all(p.dtype is dtype for p in found)
+    if dtype is torch.bfloat16:
+        assert all(torch.equal(a, b.float().bfloat16()) for a, b in zip(found, expected, strict=True))
+    else:
+        tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {}
+        assert_same(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_sixteen_bit_parameters_have_float32_state(cls):
+    """Tiny second moments that float16 would flush to zero are kept, and so is the sum of many small gradients."""
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
+    optimizer = build(cls, params)
+    run(optimizer, [[torch.full((3,), 1e-4, dtype=torch.float16)]] * 3)
+    moments = [value for value in optimizer.state[params[0]].values() if isinstance(value, torch.Tensor)]
+    assert moments and all(moment.dtype is torch.float32 and moment.count_nonzero() == moment.numel() for moment in moments)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_parameters_of_several_dtypes_and_without_gradients_in_one_group(cls):
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bfloat16]
+
+    def make():
+        return [torch.nn.Parameter(torch.randn(4, generator=generator.manual_seed(index)).to(dtype)) for index, dtype in enumerate(dtypes)]
+
+    gradients = [[torch.randn(4, generator=generator).to(dtype) if index != 3 else None for index, dtype in enumerate(dtypes)] for _ in range(3)]
+    options = {"max_grad_norm": 0.0} if cls is FusedLAMB else {}
+    together = run(build(cls, make(), **options), gradients)
+    for index, parameter in enumerate(make()):
+        if index != 3:
+            run(build(cls, [parameter], **options), [[step[index]] for step in gradients])
+        assert torch.equal(together[index], parameter)
+
+
+def test_lamb_clips_by_the_norm_of_all_groups_and_leaves_the_gradients():
+    gradients = make_gradients(5)
+    groups = make_params()
+    optimizer = FusedLAMB([{"params": groups[:2]}, {"params": groups[2:]}], lr=0.01)
+    found = run(optimizer, gradients)
+    assert all(torch.equal(p.grad, g) for p, g in zip(found, gradients[-1], strict=True))
+    assert_same(found, lamb_by_hand([p.detach().double() for p in make_params()], [[g.double() for g in step] for step in gradients]))
+
+
+def test_empty_and_zero_tensors_do_no_harm():
+    for cls in ALL:
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3,))]
+        for norm_type in (2, 0) if cls is FusedNovoGrad else (None,):
+            optimizer = build(cls, params, **({} if norm_type is None else {"norm_type": norm_type}), **({"weight_decay": 0.1}))
+            run(optimizer, [[torch.zeros(0), torch.ones(3)]] * 2)
+            assert params[1].isfinite().all() and params[1].count_nonzero() == 3
+        run(build(cls, params), [[None, None]])
+
+
+# ---- as optimizers -----------------------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    FusedAdagrad: {"adagrad_w_mode": True, "weight_decay": 0.1},
+    FusedAdam: {"adam_w_mode": False, "weight_decay": 0.1},
+    FusedLAMB: {"use_nvlamb": True, "adam_w_mode": False},
+    FusedNovoGrad: {"reg_inside_moment": True, "weight_decay": 0.1},
+    FusedSGD: {"wd_after_momentum": True, "weight_decay": 0.1},
+}
+KEYS = {
+    FusedAdagrad: ({"sum"}, set()),
+    FusedAdam: ({"exp_avg", "exp_avg_sq"}, {"step"}),
+    FusedLAMB: ({"exp_avg", "exp_avg_sq"}, {"step"}),
+    FusedNovoGrad: ({"exp_avg"}, {"step", "exp_avg_sq"}),
+    FusedSGD: ({"momentum_buffer"}, set()),
+}
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_state_dicts_have_the_keys_of_apex(cls):
+    params = make_params()
+    optimizer = build(cls, params)
+    assert optimizer.state_dict()["state"] == {} and not KEYS[cls][1] & set(optimizer.state_dict()["param_groups"][0])
+    run(optimizer, make_gradients(3))
+    saved = optimizer.state_dict()
+    per_parameter, per_group = KEYS[cls]
+    assert all(set(entry) == per_parameter for entry in saved["state"].values()) and len(saved["state"]) == len(params)
+    group = saved["param_groups"][0]
+    assert per_group <= set(group) and ("step" not in per_group or group["step"] == 3)
+    if cls is FusedNovoGrad:
+        assert [tensor.shape for tensor in group["exp_avg_sq"]] == [(0,), (len(params),)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["state_dict", "file", "pickle", "deepcopy"])
+@pytest.mark.parametrize("cls", ALL)
+def test_training_goes_on_bitwise_from_a_copy(cls, way, dtype):
+    gradients = make_gradients(8, dtype)
+    for step in gradients[:4]:
+        step[3] = None  # steps for the first time after the copy
+    for step in gradients[2:6]:
+        step[0] = None  # pauses over the copy
+    expected = run(build(cls, make_params(dtype), **OPTIONS[cls]), gradients)
+    optimizer = build(cls, make_params(dtype), **OPTIONS[cls])
+    params = run(optimizer, gradients[:4])
+    if way in ("pickle", "deepcopy"):
+        twin = pickle.loads(pickle.dumps(optimizer)) if way == "pickle" else copy.deepcopy(optimizer)
+        assert twin.param_groups[0]["params"][0] is not params[0]
+    else:
+        saved = optimizer.state_dict()
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+        else:
+            saved = copy.deepcopy(saved)
+        before = copy.deepcopy(saved)
+        twin = build(cls, [torch.nn.Parameter(p.detach().clone()) for p in params], **OPTIONS[cls])
+        twin.load_state_dict(saved)
+        assert repr(saved) == repr(before)  # loading changes nothing in what is loaded
+        twin.state_dict()
+    run(optimizer, gradients[4:])  # the first goes on, and so must not disturb its twin
+    assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run(twin, gradients[4:]), expected, strict=True))
+
+
+@pytest.mark.parametrize("set_grad_none", [True, False])
+@pytest.mark.parametrize("argument", [None, True, False])
+@pytest.mark.parametrize("cls", ALL)
+def test_zero_grad_takes_the_argument_of_today_and_the_option_of_apex(cls, argument, set_grad_none):
+    params = make_params()
+    optimizer = build(cls, params, set_grad_none=set_grad_none)
+    params[0].grad = torch.ones(SHAPES[0])
+    optimizer.zero_grad(*([] if argument is None else [argument]))
+    if set_grad_none if argument is None else argument:
+        assert params[0].grad is None
+    else:
+        assert params[0].grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_groups_have_options_of_their_own_and_may_come_later(cls):
+    gradients = make_gradients(4)
+    params = make_params()
+    optimizer = build(cls, [{"params": params[:2], "lr": 0.2}])
+    for index, step in enumerate(gradients):
+        if index == 1:
+            optimizer.add_param_group({"params": params[2:], "lr": 0.0})
+        for parameter, gradient in zip(params, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    start = make_params()
+    assert all(torch.equal(a, b) for a, b in zip(params[2:], start[2:], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(params[:2], start[:2], strict=True))
+    if "step" in KEYS[cls][1]:
+        assert [group["step"] for group in optimizer.param_groups] == [4, 3]
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_closures_run_with_gradients_and_schedulers_are_obeyed(cls):
+    params = [torch.nn.Parameter(torch.ones(3))]
+    optimizer = build(cls, params)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = params[0].pow(2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    moved = params[0].detach().clone()
+    assert (moved < 1).all()
+    scheduler.step()
+    optimizer.step(closure)
+    assert torch.equal(params[0], moved)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_sparse_and_complex_parameters_are_refused_before_anything_moves(cls):
+    table = torch.nn.Parameter(torch.ones(4, 2))
+    table.grad = torch.ones(4, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match=f"{cls.__name__} takes no sparse gradients.*SparseAdam"):
+        build(cls, [table]).step()
+    wave = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    wave.grad = torch.ones_like(wave)
+    with pytest.raises(RuntimeError, match="real floating parameters, not torch.complex64"):
+        build(cls, [wave]).step()
+    assert torch.equal(table.detach(), torch.ones(4, 2))
+
+
+BAD = {
+    "amsgrad of Adam": (FusedAdam, {"amsgrad": True}, "no AMSGrad"),
+    "amsgrad of LAMB": (FusedLAMB, {"amsgrad": True}, "no AMSGrad"),
+    "amsgrad of NovoGrad": (FusedNovoGrad, {"amsgrad": True}, "no AMSGrad"),
+    "masters": (FusedAdam, {"master_weights": True, "capturable": True}, "amp.initialize"),
+    "betas in the place of bias_correction": (FusedAdam, {"bias_correction": (0.9, 0.999)}, "third argument"),
+    "betas": (FusedAdam, {"betas": (0.9, 1.0)}, "below 1"),
+    "learning rate": (FusedSGD, {"lr": -1.0}, "lr=-1.0 must not be negative"),
+    "momentum": (FusedSGD, {"momentum": -1.0}, "momentum=-1.0 must not be negative"),
+    "weight decay": (FusedAdagrad, {"weight_decay": -1.0}, "weight_decay=-1.0 must not be negative"),
+    "Nesterov without momentum": (FusedSGD, {"momentum": 0.0, "nesterov": True}, "Nesterov"),
+    "Nesterov with dampening": (FusedSGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": True}, "Nesterov"),
+    "norm type": (FusedNovoGrad, {"norm_type": 1}, "norm_type=1 must be 2"),
+    "mixed-precision LAMB": (FusedMixedPrecisionLamb, {}, "use FusedLAMB"),
+}
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), BAD.values(), ids=BAD)
+def test_arguments_that_cannot_be_honoured_are_refused(cls, options, message):
+    with pytest.raises(RuntimeError, match=message) as raised:
+        cls(make_params(), **{"lr": 0.1, **options})
+    assert isinstance(raised.value, ValueError)
+
+
+def test_sgd_needs_a_learning_rate_somewhere():
+    with pytest.raises(ValueError, match="lr"):
+        FusedSGD(make_params())
+    assert FusedSGD([{"params": make_params(), "lr": 0.5}]).param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms", "grad_scaler"])
+def test_arguments_of_an_older_step_are_refused(name):
+    with pytest.raises(RuntimeError, match="FusedAdam.step takes no"):
+        FusedAdam(make_params()).step(**{name: 1.0})
+
+
+def test_positional_arguments_are_in_the_order_of_apex():
+    adam = FusedAdam(make_params(), 0.5, False, (0.1, 0.2), 0.3, False, 0.4)
+    group = adam.param_groups[0]
+    assert (group["lr"], group["bias_correction"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, False, (0.1, 0.2), 0.3, 0.4)
+    assert adam.adam_w_mode is False
+    lamb = FusedLAMB(make_params(), 0.5, False, (0.1, 0.2), 0.3, 0.4, False, False, False, False, 7.0, True)
+    assert not lamb.param_groups[0]["grad_averaging"] and not lamb.adam_w_mode and not lamb.set_grad_none
+    assert lamb.defaults["max_grad_norm"] == 7.0 and lamb.use_nvlamb
+    novograd = FusedNovoGrad(make_params(), 0.5, False, (0.1, 0.2), 0.3, 0.4, False, True, False, 0, True, False)
+    group = novograd.param_groups[0]
+    assert (group["grad_averaging"], group["norm_type"], group["init_zero"]) == (False, 0, True)
+    assert novograd.moment_mode == 0 and not novograd.set_grad_none
+    sgd = FusedSGD(make_params(), 0.5, 0.9, 0.0, 0.1, True, True, False, True)
+    assert (sgd.param_groups[0]["nesterov"], sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (True, True, False, True)
+    adagrad = FusedAdagrad(make_params(), 0.5, 0.1, 0.2, False, True)
+    assert (adagrad.param_groups[0]["eps"], adagrad.param_groups[0]["weight_decay"], adagrad.adagrad_w_mode) == (0.1, 0.2, True)
+
+
+# ---- files of other optimizers -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw, decay", "adam, decay", "momentum", "nesterov", "adagrad, decay"])
+def test_a_state_dict_of_torch_can_be_resumed(name):
+    cls, options, torch_cls, torch_options = AGAINST_TORCH[name]
+    gradients = make_gradients(20)
+    original = torch_cls(make_params(), lr=0.02, **(options if torch_options is None else torch_options))
+    params = run(original, gradients[:10])
+    mode = {"adam_w_mode": options["adam_w_mode"]} if "adam_w_mode" in options else {}
+    twin = cls([torch.nn.Parameter(p.detach().clone()) for p in params], lr=123.0, **mode)
+    twin.load_state_dict(copy.deepcopy(original.state_dict()))
+    assert_same(run(twin, gradients[10:]), run(original, gradients[10:]))
+    again = cls(make_params(), lr=1.0, **mode)
+    again.load_state_dict(twin.state_dict())
+    assert again.param_groups[0]["lr"] == 0.02 and again.param_groups[0].get("step", 20) == 20
+
+
+def test_a_state_dict_that_cannot_be_honoured_is_refused():
+    def saved(cls, **options):
+        optimizer = cls(make_params(), lr=0.1, **options)
+        run(optimizer, make_gradients(1))
+        return optimizer.state_dict()
+
+    with pytest.raises(amp.CheckpointError, match="amsgrad=True"):
+        FusedAdam(make_params()).load_state_dict(saved(torch.optim.Adam, amsgrad=True))
+    with pytest.raises(amp.CheckpointError, match="maximize=True"):
+        FusedSGD(make_params(), lr=0.1).load_state_dict(saved(torch.optim.SGD, maximize=True))
+    with pytest.raises(amp.CheckpointError, match="lr_decay=0.5"):
+        FusedAdagrad(make_params()).load_state_dict(saved(torch.optim.Adagrad, lr_decay=0.5))
+    with pytest.raises(amp.CheckpointError, match="adam_w_mode=True"):
+        FusedAdam(make_params(), adam_w_mode=False).load_state_dict(saved(torch.optim.AdamW))
+    uneven = saved(torch.optim.Adam)
+    uneven["state"][0]["step"] += 1
+    with pytest.raises(amp.CheckpointError, match=r"at different steps \(1, 2\)"):
+        FusedAdam(make_params()).load_state_dict(uneven)
+    with pytest.raises(ValueError, match="group"):
+        FusedAdam(make_params()[:2]).load_state_dict(saved(FusedAdam))
+    with pytest.raises(amp.CheckpointError, match="0 16-bit and 4 other parameters"):
+        FusedNovoGrad(make_params(torch.float16)).load_state_dict(saved(FusedNovoGrad))
+
+
+# ---- under amp ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, batches, scheduler=None):
+    losses = []
+    for images, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("cls", ALL)
+def test_every_level_trains(cls, level):
+    model = make_model()
+    optimizer = build(cls, model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic" if level in ("O1", "O2") else None, verbosity=0)
+    batch = make_batches(1)[0]
+    losses = train(model, optimizer, [batch] * 12, scheduler)
+    assert losses[-1] < 0.8 * losses[0]
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert moments and all(moment.dtype is torch.float32 for moment in moments)
+    before = copy.deepcopy(model.state_dict())
+    with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    if level in ("O1", "O2"):
+        assert optimizer.step_was_skipped
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "running" not in name and "num_" not in name)
+
+
+TWINS = [
+    (FusedAdam, {"lr": 0.01}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0}),
+    (FusedSGD, {"lr": 0.05, "momentum": 0.9}, torch.optim.SGD, None),
+    (FusedAdagrad, {"lr": 0.01}, torch.optim.Adagrad, None),
+]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("cls", "options", "torch_cls", "torch_options"), TWINS, ids=[case[0].__name__ for case in TWINS])
+def test_under_amp_the_losses_are_those_of_torchs_optimizer(cls, options, torch_cls, torch_options, level):
+    found = []
+    for make, given in ((cls, options), (torch_cls, torch_options or options)):
+        model = make_model()
+        optimizer = make(model.parameters(), **given)
+        amp.initialize(model, optimizer, opt_level=level, cast_model_type=None if level == "O1" else torch.bfloat16, verbosity=0)
+        found.append(train(model, optimizer, make_batches(6)))
+        amp.reset()
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("cls", ALL)
+def test_resuming_under_amp_is_bitwise(cls, level):
+    batches = make_batches(6)
+
+    def start():
+        model = make_model()
+        return amp.initialize(model, build(cls, model.parameters(), **OPTIONS[cls]), opt_level=level, verbosity=0)
+
+    model, optimizer = start()
+    train(model, optimizer, batches[:3])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    expected = train(model, optimizer, batches[3:])
+    amp.reset()
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert train(model, optimizer, batches[3:]) == expected
