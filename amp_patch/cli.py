@@ -1,6 +1,7 @@
 """The `amp-patch` command: one parser over the subcommands in `COMMANDS`.
 
-Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line), 2 the command line cannot be used or an optional extra is missing.
+Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be used or an optional extra is
+missing.
 """
 
 import argparse
@@ -8,21 +9,24 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from amp_patch import demo
+from amp_patch import demo, doctor
 from amp_patch.errors import AmpError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` gets the arguments that `add_arguments` declared."""
+    """A subcommand: `run` gets the arguments that `add_arguments` declared; it returns the exit code, or None for 0."""
 
     name: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], int | None]
 
 
-COMMANDS: tuple[Command, ...] = (Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),)
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),
+    Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run),
+)
 
 
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
@@ -41,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     command: Command = arguments.command
     try:
-        command.run(arguments)
+        return command.run(arguments) or 0
     except demo.MissingExtraError as error:
         print(f"{arguments.parser.prog}: error: {error}", file=sys.stderr)
         return 2
     except AmpError as error:
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
         return 1
-    return 0

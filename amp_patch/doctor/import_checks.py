@@ -1,0 +1,90 @@
+"""Checks of what a script imports from `apex`, and of names that amp_patch does not have."""
+
+import ast
+from collections.abc import Iterator
+
+from .context import Context
+from .coverage import EXTENSIONS, has_public_name
+from .findings import Fault
+from .script import Script
+
+_RUN = "Run the script by `amp-patch run script.py`"
+
+
+def covered_imports(context: Context) -> Iterator[Fault]:
+    """An import of Apex all of whose names the stand-in has."""
+    for node in _import_statements(context.script):
+        names = _apex_names(node)
+        if names and all(_is_covered(context, name) for name in names):
+            is_amp = any(name == "apex.amp" or name.startswith("apex.amp.") for name in names)
+            fix = f"{_RUN}, or write `import amp_patch as amp`." if is_amp else f"{_RUN}."
+            yield Fault(node, "note", f"{_listed(names)}: covered by amp_patch's stand-in for apex", fix)
+
+
+def uncovered_names(context: Context) -> Iterator[Fault]:
+    """A name of Apex, imported or used, that the stand-in lacks; a name of amp_patch that it lacks."""
+    told: set[str] = set()
+    for node in _import_statements(context.script):
+        for name in _apex_names(node):
+            if not _is_covered(context, name):
+                told.add(name)
+                yield _uncovered(context.script, node, name)
+        if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
+            for alias in node.names:
+                if alias.name != "*" and not has_public_name(alias.name):
+                    yield _absent(node, alias.name)
+    for attribute in context.script.nodes:
+        if not isinstance(attribute, ast.Attribute) or not isinstance(attribute.ctx, ast.Load):
+            continue
+        names = context.script.names.dotted(attribute)
+        name = next(iter(names), "")
+        if len(names) != 1 or name in told:
+            continue
+        if name.startswith("apex.") and not _is_covered(context, name) and _is_covered(context, name.rpartition(".")[0]):
+            told.add(name)
+            yield _uncovered(context.script, attribute, name)
+        elif name.startswith("amp_patch.") and name.count(".") == 1 and not has_public_name(name.partition(".")[2]):
+            told.add(name)
+            yield _absent(attribute, name.partition(".")[2])
+
+
+def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
+    return (node for node in script.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
+def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Return the dotted names of Apex that an import asks for; of a star import, the module."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif node.level or not node.module:
+        return []
+    else:
+        names = [node.module if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.partition(".")[0] in {"apex", *EXTENSIONS}]
+
+
+def _is_covered(context: Context, name: str) -> bool:
+    """Whether the stand-in has a name; without a stand-in, whether amp_patch itself has it under `amp`."""
+    if context.coverage.exists:
+        return name == "apex" or context.coverage.has(name)
+    parts = name.split(".")
+    return parts[:2] == ["apex", "amp"][: len(parts)] and all(has_public_name(part) for part in parts[2:3])
+
+
+def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
+    has_fallback = any(
+        isinstance(outer, ast.Try) and script.structure.field(inner) == "body" and outer.handlers
+        for inner, outer in zip([node, *script.structure.around(node)], script.structure.around(node), strict=False)
+    )
+    fix = "Take it from where it is defined today, or from torch; amp_patch replaces Apex's mixed precision and what scripts use beside it."
+    if has_fallback:
+        return Fault(node, "note", f"{name}: not in amp_patch's stand-in for apex, so the script takes its own way round", fix)
+    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", fix)
+
+
+def _absent(node: ast.AST, name: str) -> Fault:
+    return Fault(node, "error", f"amp_patch has no {name!r}", "See `help(amp_patch)` for the names there are.")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

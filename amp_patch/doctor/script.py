@@ -1,0 +1,178 @@
+"""One training script, read and never run: its tree, its names, and the calls of amp in it."""
+
+import ast
+import io
+import re
+import tokenize
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+from .findings import Finding
+from .names import Names
+from .structure import Atoms, Structure, contradict, position, text_of
+
+AMP_FUNCTIONS = frozenset(
+    f"amp.{name}" for name in ("initialize", "scale_loss", "master_params", "init", "session", "state_dict", "load_state_dict", "disable_casts")
+)
+_CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
+_IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
+_EVERY_CODE = "*"
+
+
+class Script:
+    """A parsed script.
+
+    Args:
+        path: as it is to be shown.
+        text: the source.
+        tree: its syntax tree.
+    """
+
+    def __init__(self, path: str, text: str, tree: ast.Module) -> None:
+        self.path = path
+        self.tree = tree
+        self.names = Names(tree)
+        self.structure = Structure(tree)
+        self._lines = text.splitlines()
+        self.nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=position)
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.ignored = _read_ignore_comments(text) if "amp-patch" in text else {}
+
+    # ---- calls ----------------------------------------------------------------------------------------------------------------------------
+
+    def calls_of(self, *names: str) -> list[ast.Call]:
+        """Return the calls of functions of these canonical names, in the order of the text."""
+        wanted = frozenset(names)
+        return [call for call in self.calls if self.names.resolve(call.func) & wanted]
+
+    def is_call_of(self, node: ast.AST | None, names: Iterable[str]) -> bool:
+        """Tell whether `node` is a call of a function of these canonical names."""
+        return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
+
+    def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Yield (call, receiver) for each call of an attribute of these names on something that is no imported module."""
+        for call in self.calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr in names and not self.names.dotted(call.func.value):
+                yield call, call.func.value
+
+    @cached_property
+    def uses_amp(self) -> bool:
+        """Whether the script calls amp, Apex's or this package's."""
+        return bool(self.calls_of(*AMP_FUNCTIONS))
+
+    @cached_property
+    def initializations(self) -> list[ast.Call]:
+        """The calls of `amp.initialize`."""
+        return self.calls_of("amp.initialize")
+
+    @cached_property
+    def _core_atoms(self) -> list[Atoms]:
+        return [self.structure.atoms(call) for call in self.calls_of(*_CORE)]
+
+    def is_without_amp(self, node: ast.AST) -> bool:
+        """Tell whether a node runs only where amp is switched off: the other arm of an `if`, or behind the negation of the same flag."""
+        if any(self.structure.are_exclusive(node, call) for call in self.calls_of(*_CORE)):
+            return True
+        return contradict(self.structure.atoms(node), self._core_atoms)
+
+    @cached_property
+    def imported_modules(self) -> frozenset[str]:
+        """The dotted names of modules, and of members of modules, that the script imports; relative ones start with dots."""
+        found: set[str] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                found.add(module)
+                found.update(f"{module}{'' if module.endswith('.') else '.'}{alias.name}" for alias in node.names)
+        return frozenset(found)
+
+    # ---- bindings -------------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
+        """Every `target = value` as (target's text, value, statement); the parts of tuples of equal length are taken one by one."""
+        found: list[tuple[str, ast.expr, ast.stmt]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    found.extend((text_of(one), value, node) for one, value in _pairs(target, node.value))
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                found.append((text_of(node.target), node.value, node))
+        return found
+
+    def assigned_before(self, name: str, node: ast.AST) -> ast.expr | None:
+        """Return what `name` was assigned last, in the scope of `node` and before it; None if nothing was."""
+        values = [value for target, value, statement in self.assignments if target == name and self.structure.is_before(statement, node)]
+        return values[-1] if values else None
+
+    def constant(self, name: str) -> ast.expr | None:
+        """Return the value of a name that is assigned once in the whole script; None for any other."""
+        values = [value for target, value, _ in self.assignments if target == name]
+        stores = sum(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store) for node in self.nodes)
+        is_argument = any(isinstance(node, ast.arg) and node.arg == name for node in self.nodes)
+        return values[0] if len(values) == 1 and stores == 1 and not is_argument else None
+
+    # ---- places ---------------------------------------------------------------------------------------------------------------------------
+
+    def line_and_column(self, node: ast.AST) -> tuple[int, int]:
+        """Return the line and the column of a node, both from 1, the column in characters."""
+        line, offset = position(node)
+        before = self._lines[line - 1].encode()[:offset] if 0 < line <= len(self._lines) else b""
+        return max(line, 1), len(before.decode(errors="ignore")) + 1
+
+    def is_ignored(self, code: str, node: ast.AST) -> bool:
+        """Tell whether a comment on a line of this node (on the first line, for a node with a body) silences the code."""
+        first = position(node)[0]
+        last = first if hasattr(node, "body") else getattr(node, "end_lineno", None) or first
+        return any({code, _EVERY_CODE} & self.ignored.get(line, frozenset()) for line in range(first, last + 1))
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts) else [value] * len(target.elts)
+        for one, part in zip(target.elts, values, strict=True):
+            yield from _pairs(one, part)
+    else:
+        yield target, value
+
+
+def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
+    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line; without brackets, a comment means every code."""
+    found: dict[int, frozenset[str]] = {}
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
+            if comment:
+                codes = comment[1]
+                found[token.start[0]] = frozenset({_EVERY_CODE} if codes is None else {code.strip() for code in codes.split(",")})
+    except (tokenize.TokenError, SyntaxError):
+        pass  # what ast accepts and tokenize does not has no comments worth reading
+    return found
+
+
+def read_script(path: Path, shown: str) -> Script | Finding:
+    """Read and parse a file; what cannot be read or parsed is a finding. Runs nothing of it."""
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+            tree = ast.parse(source)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        return Script(shown, source.decode(encoding), tree)
+    except SyntaxError as error:
+        return _unreadable(shown, f"cannot be parsed as Python: {error.msg}", error.lineno, error.offset)
+    except (ValueError, LookupError) as error:
+        return _unreadable(shown, f"is not Python source: {error}")
+    except (RecursionError, MemoryError):
+        return _unreadable(shown, "is nested too deeply to be parsed")
+    except OSError as error:
+        return _unreadable(shown, f"cannot be read: {error.strerror or error}")
+
+
+def _unreadable(shown: str, reason: str, line: int | None = None, column: int | None = None) -> Finding:
+    fix = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none)."
+    return Finding("AMP001", "error", f"this file {reason}", fix, shown, max(line or 1, 1), max(column or 1, 1))
