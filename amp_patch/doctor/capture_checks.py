@@ -17,7 +17,7 @@ from amp_patch.oplists import OpLists, load_oplists
 from .context import Context
 from .findings import Fault
 from .names import canonical
-from .structure import FUNCTIONS, Structure, text_of
+from .structure import FUNCTIONS, text_of
 
 _CONTAINERS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 _TRANSPARENT = (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Starred, ast.keyword, ast.NamedExpr)
@@ -33,7 +33,7 @@ def _load(name: str) -> OpLists:
 
 @cache
 def captured_originals(lists: tuple[str, ...]) -> frozenset[str]:
-    """Return the dotted names of listed functions whose originals cast nothing once they are captured.
+    """Return the dotted names of functions on a whitelist or blacklist whose originals cast nothing once they are captured.
 
     Not among them: functions in Python that only pass their arguments on to the op of the same name in another namespace, which is patched too
     (`F.softmax` calls `Tensor.softmax`).
@@ -42,7 +42,10 @@ def captured_originals(lists: tuple[str, ...]) -> frozenset[str]:
     for name in lists:
         kinds = {(spelling.owner_name, spelling.name): spelling.kind for spelling in _load(name).spellings}
         for spelling in _load(name).spellings:
-            if not _calls_patched_namesake(get_original(spelling.owner, spelling.name), spelling.name, spelling.kind, kinds):
+            if spelling.kind not in ("whitelist", "blacklist"):
+                continue
+            original = get_original(spelling.owner, spelling.name)
+            if not _calls_patched_namesake(original, spelling.name, spelling.kind, kinds):
                 found.add(canonical(f"{spelling.owner_name}.{spelling.name}"))
     return frozenset(found)
 
@@ -65,7 +68,7 @@ def _calls_patched_namesake(function: Any, name: str, kind: str, kinds: dict[tup
 
 def captured_functions(context: Context) -> Iterator[Fault]:
     """A listed function put away where `initialize` cannot rebind it."""
-    if not context.runs_under_amp or not context.expected.may_patch:
+    if not context.expected.may_patch:
         return
     script, structure = context.script, context.script.structure
     originals = captured_originals(context.expected.lists)
@@ -100,12 +103,11 @@ def _holder(context: Context, node: ast.AST) -> str | None:
         elif isinstance(outer, _CONTAINERS):
             kept = kept or "a container"
         elif isinstance(outer, (ast.Assign, ast.AnnAssign)):
-            return None if runs_late else _assigned_holder(structure, outer, kept)
+            return None if runs_late else _assigned_holder(context, outer, kept)
         elif isinstance(outer, ast.Return):
-            return None if runs_late else (kept or "what the function returns")
+            return None if runs_late or kept == "an object" else (kept or "what the function returns")
         elif not isinstance(outer, _TRANSPARENT):
-            at_import = isinstance(structure.scope(node), (ast.Module, ast.ClassDef))
-            return kept if kept and not runs_late and (at_import or kept == "an object") and isinstance(outer, ast.stmt) else None
+            return kept if kept and not runs_late and isinstance(outer, ast.stmt) and _runs_before_initialize(context, node) else None
         child = outer
     return None
 
@@ -120,7 +122,16 @@ def _keeper(context: Context, call: ast.Call) -> str | None:
     return "an object" if name[:1].isupper() or text_of(call.func) == "super().__init__" else None
 
 
-def _assigned_holder(structure: Structure, statement: ast.Assign | ast.AnnAssign, kept: str | None) -> str | None:
+def _runs_before_initialize(context: Context, node: ast.AST) -> bool:
+    """Whether code runs on import, when a model is made, or in a function that calls `initialize` later on."""
+    structure = context.script.structure
+    if isinstance(structure.scope(node), (ast.Module, ast.ClassDef)) or structure.function_name(node) == "__init__":
+        return True
+    return any(structure.is_before(node, call) for call in context.script.initializations)
+
+
+def _assigned_holder(context: Context, statement: ast.Assign | ast.AnnAssign, kept: str | None) -> str | None:
+    structure = context.script.structure
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     scope = structure.scope(statement)
     if isinstance(target, ast.Attribute):
@@ -133,7 +144,7 @@ def _assigned_holder(structure: Structure, statement: ast.Assign | ast.AnnAssign
         return kept  # a bare global is rebound
     if isinstance(target, ast.Name) and _is_read_inside(scope, target.id):
         return "a closure"
-    return kept if kept == "an object" or structure.function_name(statement) == "__init__" else None
+    return kept if _runs_before_initialize(context, statement) else None
 
 
 def _is_read_inside(scope: ast.AST, name: str) -> bool:
@@ -145,7 +156,7 @@ def _is_read_inside(scope: ast.AST, name: str) -> bool:
 def probability_losses(context: Context) -> Iterator[Fault]:
     """`binary_cross_entropy` or `BCELoss`, which takes probabilities."""
     script, levels = context.script, context.expected
-    if not context.runs_under_amp or not levels.may_use_low:
+    if not levels.may_use_low:
         return
     bans = [_bans_bce(name) for name in levels.lists]
     for call in script.calls:

@@ -19,7 +19,7 @@ class Context:
     Attributes:
         script: the script.
         expected: what `initialize` may do: the script's own calls, or those of the scripts that were given along with it.
-        runs_under_amp: the script uses amp, or is imported by one that does.
+        runs_under_amp: the script uses amp, or is imported by one that does; most checks are for such scripts alone.
         coverage: what the stand-in for `apex` has.
     """
 

@@ -10,18 +10,22 @@ from .findings import Fault, Finding
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the machine's part."""
+    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the machine's part.
+
+    `is_for_all`: the check is for scripts that do not run under amp, too.
+    """
 
     code: str
     summary: str
     find: Callable[[Context], Iterator[Fault]] | None = None
+    is_for_all: bool = False
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("AMP001", "a file cannot be read or parsed"),
-    Check("AMP002", "an ignore comment names an unknown code"),
-    Check("AMP101", "an import of apex that the stand-in covers", import_checks.covered_imports),
-    Check("AMP102", "a name that the stand-in, or amp_patch, does not have", import_checks.uncovered_names),
+    Check("AMP001", "a file that cannot be read or parsed"),
+    Check("AMP002", "an ignore comment with an unknown code"),
+    Check("AMP101", "an import of apex that the stand-in covers", import_checks.covered_imports, is_for_all=True),
+    Check("AMP102", "a name that the stand-in, or amp_patch, does not have", import_checks.uncovered_names, is_for_all=True),
     Check("AMP201", "an opt_level that is no level", setup_checks.unknown_levels),
     Check("AMP202", "arguments of initialize that contradict each other", setup_checks.contradicting_arguments),
     Check("AMP203", "a parallel wrapper before initialize", setup_checks.wrapped_models),
@@ -48,9 +52,9 @@ CHECKS: tuple[Check, ...] = (
     Check("AMP501", "a checkpoint without amp's state", checkpoint_checks.saves_without_amp),
     Check("AMP502", "a checkpoint loaded without amp's state", checkpoint_checks.loads_without_amp),
     Check("AMP503", "amp's state before initialize", checkpoint_checks.state_before_initialize),
-    Check("AMP901", "another package is installed under the name apex"),
-    Check("AMP902", "torch, wrapt or PyYAML is older than amp_patch needs"),
-    Check("AMP903", "AMP_PATCH_PRESETS names a file that cannot be used"),
+    Check("AMP901", "another package under the name apex"),
+    Check("AMP902", "a torch, wrapt or PyYAML that is too old"),
+    Check("AMP903", "a presets file in AMP_PATCH_PRESETS that cannot be used"),
 )
 
 CODES = frozenset(check.code for check in CHECKS)
@@ -60,7 +64,9 @@ def diagnose(context: Context) -> Iterator[Finding]:
     """Yield the findings of every check in one script, but for those that a comment silences."""
     script = context.script
     for check in CHECKS:
-        for fault in check.find(context) if check.find is not None else ():
+        if check.find is None or not (check.is_for_all or context.runs_under_amp):
+            continue
+        for fault in check.find(context):
             if not script.is_ignored(check.code, fault.node):
                 line, column = script.line_and_column(fault.node)
                 yield Finding(check.code, fault.severity, fault.message, fault.fix, script.path, line, column)

@@ -9,7 +9,7 @@ from .coverage import Coverage
 from .diagnoses import diagnose
 from .findings import Finding, sort_key
 from .levels import Expected, expect
-from .script import Script, read_script
+from .script import Script, read_script, unreadable
 
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 
@@ -46,8 +46,15 @@ def diagnose_files(files: Sequence[Path], coverage: Coverage) -> list[Finding]:
     shared = expect(callers or [script for script in scripts if script.uses_amp])
     for script in scripts:
         expected: Expected = expect([script]) if script.initializations else shared
-        findings.extend(diagnose(Context(script, expected, script in under_amp, coverage)))
+        findings.extend(_diagnose_one(Context(script, expected, script in under_amp, coverage)))
     return sorted(dict.fromkeys(findings), key=sort_key)
+
+
+def _diagnose_one(context: Context) -> list[Finding]:
+    try:
+        return list(diagnose(context))
+    except RecursionError:
+        return [unreadable(context.script.path, "holds an expression that is nested too deeply to be judged")]
 
 
 def reached_scripts(scripts: Sequence[Script]) -> list[Script]:

@@ -24,6 +24,8 @@ def covered_imports(context: Context) -> Iterator[Fault]:
 def uncovered_names(context: Context) -> Iterator[Fault]:
     """A name of Apex, imported or used, that the stand-in lacks; a name of amp_patch that it lacks."""
     told: set[str] = set()
+    if not any(name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in context.script.imported_modules):
+        return
     for node in _import_statements(context.script):
         for name in _apex_names(node):
             if not _is_covered(context, name):
@@ -34,22 +36,22 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
                 if alias.name != "*" and not has_public_name(alias.name):
                     yield _absent(node, alias.name)
     for attribute in context.script.nodes:
-        if not isinstance(attribute, ast.Attribute) or not isinstance(attribute.ctx, ast.Load):
-            continue
+        if not isinstance(attribute, ast.Attribute) or isinstance(context.script.structure.parent(attribute), ast.Attribute):
+            continue  # the whole of a chain is looked up, or nothing
         names = context.script.names.dotted(attribute)
         name = next(iter(names), "")
         if len(names) != 1 or name in told:
             continue
-        if name.startswith("apex.") and not _is_covered(context, name) and _is_covered(context, name.rpartition(".")[0]):
+        if name.startswith("apex.") and not _is_covered(context, name) and not any(name.startswith(f"{one}.") for one in told):
             told.add(name)
             yield _uncovered(context.script, attribute, name)
-        elif name.startswith("amp_patch.") and name.count(".") == 1 and not has_public_name(name.partition(".")[2]):
+        elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):
             told.add(name)
-            yield _absent(attribute, name.partition(".")[2])
+            yield _absent(attribute, name.split(".")[1])
 
 
 def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
-    return (node for node in script.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+    return (node for node in ast.walk(script.tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
 def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:

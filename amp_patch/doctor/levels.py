@@ -137,7 +137,7 @@ class Expected:
         return any(policy.cast_model_type in LOW_DTYPES for policy in self.policies)
 
     @property
-    def may_take_low_model(self) -> bool:
+    def takes_low_model(self) -> bool:
         """Whether every possible level takes a model that is in 16 bits already."""
         return all(policy.cast_model_type in LOW_DTYPES and not policy.master_weights for policy in self.policies)
 

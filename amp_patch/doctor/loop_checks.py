@@ -171,12 +171,21 @@ def native_amp(context: Context) -> Iterator[Fault]:
         names = script.names.resolve(call.func)
         if not names & (_AUTOCASTS | _SCALERS) or _enabled(script, call) is not True or script.is_without_amp(call):
             continue
+        if script.has_flag_of_its_own(call) or _is_in_class_of_its_own(script, call):
+            continue  # one of several ways to train, as a rule
         if names & _SCALERS:
             message = "a GradScaler beside amp: the loss would be scaled twice, and step() decided upon twice"
             yield Fault(call, "error", message, "Use amp.scale_loss, or GradScaler with torch.autocast and no amp.initialize.")
         else:
             message = "torch.autocast beside amp: two sets of rules cast the same ops, those of autocast last"
             yield Fault(call, "warning", message, "Leave autocast out; the op lists of amp_patch decide (lists= takes your own).")
+
+
+def _is_in_class_of_its_own(script: Script, call: ast.Call) -> bool:
+    """Whether a call stands in a class that does not use amp."""
+    classes = [outer for outer in script.structure.around(call) if isinstance(outer, ast.ClassDef)]
+    amp = script.calls_of("amp.initialize", "amp.scale_loss")
+    return bool(classes) and not any(script.structure.is_inside(one, classes[-1]) for one in amp)
 
 
 def _enabled(script: Script, call: ast.Call) -> object:
@@ -188,7 +197,7 @@ def _enabled(script: Script, call: ast.Call) -> object:
 def autocast_switched_off(context: Context) -> Iterator[Fault]:
     """`torch.autocast(enabled=False)`, which does not turn amp's casts off."""
     script = context.script
-    if not context.runs_under_amp or not context.expected.may_patch:
+    if not context.expected.may_patch:
         return
     for call in script.calls:
         if script.names.resolve(call.func) & _AUTOCASTS and _enabled(script, call) is False and not script.is_without_amp(call):

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import platform
 import re
 import tokenize
 import warnings
@@ -18,6 +19,7 @@ AMP_FUNCTIONS = frozenset(
 )
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
+_AMP_WORD = re.compile(r"\b(amp|apex|amp_patch)\b")  # a script that calls amp has one of these somewhere
 _EVERY_CODE = "*"
 
 
@@ -33,12 +35,34 @@ class Script:
     def __init__(self, path: str, text: str, tree: ast.Module) -> None:
         self.path = path
         self.tree = tree
-        self.names = Names(tree)
-        self.structure = Structure(tree)
-        self._lines = text.splitlines()
-        self.nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=position)
-        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        self.ignored = _read_ignore_comments(text) if "amp-patch" in text else {}
+        self._text = text
+
+    # What most of a directory's files never need is made when it is asked for.
+
+    @cached_property
+    def names(self) -> Names:
+        """What the names stand for."""
+        return Names(self.tree)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """Where the nodes stand."""
+        return Structure(self.tree)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node that has a place, in the order of the text."""
+        return sorted((node for node in ast.walk(self.tree) if hasattr(node, "lineno")), key=position)
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call, in the order of the text."""
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @cached_property
+    def ignored(self) -> dict[int, frozenset[str]]:
+        """The codes that comments silence, by line."""
+        return _read_ignore_comments(self._text) if "amp-patch" in self._text else {}
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------------------
 
@@ -60,7 +84,7 @@ class Script:
     @cached_property
     def uses_amp(self) -> bool:
         """Whether the script calls amp, Apex's or this package's."""
-        return bool(self.calls_of(*AMP_FUNCTIONS))
+        return bool(_AMP_WORD.search(self._text)) and bool(self.calls_of(*AMP_FUNCTIONS))
 
     @cached_property
     def initializations(self) -> list[ast.Call]:
@@ -81,7 +105,7 @@ class Script:
     def imported_modules(self) -> frozenset[str]:
         """The dotted names of modules, and of members of modules, that the script imports; relative ones start with dots."""
         found: set[str] = set()
-        for node in self.nodes:
+        for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -89,6 +113,11 @@ class Script:
                 found.add(module)
                 found.update(f"{module}{'' if module.endswith('.') else '.'}{alias.name}" for alias in node.names)
         return frozenset(found)
+
+    def has_flag_of_its_own(self, node: ast.AST) -> bool:
+        """Tell whether a node runs only under a condition on something that no condition on amp speaks of."""
+        known = {text for atoms in self._core_atoms for text in atoms}
+        return any(text not in known for text in self.structure.atoms(node))
 
     # ---- bindings -------------------------------------------------------------------------------------------------------------------------
 
@@ -118,10 +147,14 @@ class Script:
 
     # ---- places ---------------------------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _lines(self) -> list[bytes]:
+        return re.split(rb"\r\n|\r|\n", self._text.encode())  # as Python counts lines: a form feed ends none
+
     def line_and_column(self, node: ast.AST) -> tuple[int, int]:
         """Return the line and the column of a node, both from 1, the column in characters."""
         line, offset = position(node)
-        before = self._lines[line - 1].encode()[:offset] if 0 < line <= len(self._lines) else b""
+        before = self._lines[line - 1][:offset] if 0 < line <= len(self._lines) else b""
         return max(line, 1), len(before.decode(errors="ignore")) + 1
 
     def is_ignored(self, code: str, node: ast.AST) -> bool:
@@ -148,7 +181,7 @@ def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
             comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
             if comment:
                 codes = comment[1]
-                found[token.start[0]] = frozenset({_EVERY_CODE} if codes is None else {code.strip() for code in codes.split(",")})
+                found[token.start[0]] = frozenset({_EVERY_CODE} if codes is None else filter(None, map(str.strip, codes.split(","))))
     except (tokenize.TokenError, SyntaxError):
         pass  # what ast accepts and tokenize does not has no comments worth reading
     return found
@@ -164,15 +197,17 @@ def read_script(path: Path, shown: str) -> Script | Finding:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         return Script(shown, source.decode(encoding), tree)
     except SyntaxError as error:
-        return _unreadable(shown, f"cannot be parsed as Python: {error.msg}", error.lineno, error.offset)
+        version = ".".join(platform.python_version_tuple()[:2])
+        return unreadable(shown, f"cannot be parsed as Python {version}: {error.msg}", error.lineno, error.offset)
     except (ValueError, LookupError) as error:
-        return _unreadable(shown, f"is not Python source: {error}")
+        return unreadable(shown, f"is not Python source: {error}")
     except (RecursionError, MemoryError):
-        return _unreadable(shown, "is nested too deeply to be parsed")
+        return unreadable(shown, "is nested too deeply to be parsed")
     except OSError as error:
-        return _unreadable(shown, f"cannot be read: {error.strerror or error}")
+        return unreadable(shown, f"cannot be read: {error.strerror or error}")
 
 
-def _unreadable(shown: str, reason: str, line: int | None = None, column: int | None = None) -> Finding:
+def unreadable(shown: str, reason: str, line: int | None = None, column: int | None = None) -> Finding:
+    """Return the finding for a file that gives nothing to check."""
     fix = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none)."
     return Finding("AMP001", "error", f"this file {reason}", fix, shown, max(line or 1, 1), max(column or 1, 1))

@@ -138,7 +138,7 @@ def unseen_optimizers(context: Context) -> Iterator[Fault]:
                 yield Fault(scaling, "error", message, "Pass the optimizer: model, optimizer = amp.initialize(model, optimizer, ...).")
     seen = {text_of(optimizer) for call in calls for optimizer in context.optimizers(call)}
     for target, value, statement in script.assignments:
-        if target not in seen or not isinstance(value, ast.Call) or script.is_call_of(value, ["amp.initialize"]):
+        if target not in seen or not _makes_optimizer(script, value):
             continue
         before = any(script.structure.is_before(call, statement) for call in calls)
         again = any(position(call) > position(statement) and target in map(text_of, context.optimizers(call)) for call in calls)
@@ -147,13 +147,21 @@ def unseen_optimizers(context: Context) -> Iterator[Fault]:
             yield Fault(statement, "error", message, "Make the optimizer before amp.initialize, or call initialize again with it.")
 
 
+def _makes_optimizer(script: Script, value: ast.AST) -> bool:
+    """Whether a value is a call of one of torch's or Apex's optimizers, or of something that is called so."""
+    if not isinstance(value, ast.Call):
+        return False
+    is_known = any(name.startswith(("torch.optim.", "apex.optimizers.")) for name in script.names.resolve(value.func))
+    return is_known or "optim" in text_of(value.func).rpartition(".")[2].lower()
+
+
 def _names_in(value: ast.AST) -> set[str]:
     return {text_of(node) for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))}
 
 
 def low_models(context: Context) -> Iterator[Fault]:
     """A model cast to 16 bits by hand before `initialize`."""
-    if context.expected.may_take_low_model:
+    if context.expected.takes_low_model:
         return
     for cast, model in _casts_of_models(context):
         message = f"{model} is cast to 16 bits before amp.initialize, which starts from float32 weights and refuses it (but for O3)"

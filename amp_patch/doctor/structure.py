@@ -16,6 +16,11 @@ def position(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
+def end(node: ast.AST) -> tuple[int, int]:
+    """Return (line, byte column) of a node's end."""
+    return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
+
+
 def text_of(node: ast.AST) -> str:
     """Return a node as source text in one spelling."""
     return ast.unparse(node)
@@ -90,8 +95,8 @@ class Structure:
         return any(one is outer for one in self.around(node))
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Tell whether both may run in one pass through the same function or module, `first` earlier in the text."""
-        return position(first) < position(second) and self.frame(first) is self.frame(second) and not self.are_exclusive(first, second)
+        """Tell whether both may run in one pass through the same function or module, and `first` ends before `second` begins."""
+        return end(first) <= position(second) and self.frame(first) is self.frame(second) and not self.are_exclusive(first, second)
 
     def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Tell whether the nodes stand on different arms of one if, try or match, or one behind a return that the other's arm ends with."""
