@@ -213,6 +213,10 @@ POSITIVE = {
         "warning",
         HEAD + "class Net(nn.Module):\n    def __init__(self):\n        self.loss = F.mse_loss  # FAULT\n\n" + setup("O4"),
     ),
+    "AMP401-attributes-at-once": (
+        "warning",
+        HEAD + "class Net(nn.Module):\n    def __init__(self):\n        self.a, self.loss = 1, F.mse_loss  # FAULT\n\n" + setup("O4"),
+    ),
     "AMP401-partial": ("warning", HEAD + "from functools import partial\nloss = partial(F.cross_entropy, ignore_index=0)  # FAULT\n" + setup("O4")),
     "AMP401-object": ("warning", HEAD + "model = Block(act=torch.matmul)  # FAULT\n" + setup("O4")),
     "AMP401-closure": (
@@ -345,6 +349,7 @@ NEGATIVE = {
     "AMP312-scaled": HEAD + setup() + "g = amp.unscale(torch.autograd.grad(amp.scale(out), x, create_graph=True))",
     "AMP312-no-graph": HEAD + setup() + "g = torch.autograd.grad(out, x, create_graph=False)",
     "AMP401-global": HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4"),
+    "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
     "AMP401-called": HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4"),
     "AMP401-looked-up-late": HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4"),
     "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
@@ -409,8 +414,8 @@ def test_a_covered_import_is_a_note_with_the_way_to_run_it(line: str, diagnose: 
 
 
 def test_names_are_followed_through_aliases_and_chains(diagnose: Diagnose) -> None:
-    source = "import apex\nfrom apex import amp\nmy = amp\nmy.master_params(o)\nmy.register_rnn()\napex.optimizers.FusedAdagrad(p)\namp._amp_state.x.y()\n"
-    assert places(diagnose(source)) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 5), ("AMP102", 6)]
+    source = "import apex\nfrom apex import amp\nmy = amp\nmy.master_params(o)\namp._amp_state.x()\nmy.register_rnn()\napex.optimizers.FusedX(p)\n"
+    assert places(diagnose(source)) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 6), ("AMP102", 7)]
 
 
 def test_without_a_standin_amp_itself_is_what_amp_patch_offers(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from amp_patch.oplists import OpLists, load_oplists
 from .context import Context
 from .findings import Fault
 from .names import canonical
-from .structure import FUNCTIONS, text_of
+from .structure import FUNCTIONS, Structure, text_of
 
 _CONTAINERS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 _TRANSPARENT = (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Starred, ast.keyword, ast.NamedExpr)
@@ -101,9 +101,10 @@ def _holder(context: Context, node: ast.AST) -> str | None:
                 return None
             kept = kept or keeper
         elif isinstance(outer, _CONTAINERS):
-            kept = kept or "a container"
+            kept = kept or (None if _target_of(structure, outer, child) is not None else "a container")
         elif isinstance(outer, (ast.Assign, ast.AnnAssign)):
-            return None if runs_late else _assigned_holder(context, outer, kept)
+            target = _target_of(structure, child, node) or (outer.targets[0] if isinstance(outer, ast.Assign) else outer.target)
+            return None if runs_late else _assigned_holder(context, outer, target, kept)
         elif isinstance(outer, ast.Return):
             return None if runs_late or kept == "an object" else (kept or "what the function returns")
         elif not isinstance(outer, _TRANSPARENT):
@@ -130,9 +131,19 @@ def _runs_before_initialize(context: Context, node: ast.AST) -> bool:
     return any(structure.is_before(node, call) for call in context.script.initializations)
 
 
-def _assigned_holder(context: Context, statement: ast.Assign | ast.AnnAssign, kept: str | None) -> str | None:
+def _target_of(structure: Structure, values: ast.AST, part: ast.AST) -> ast.expr | None:
+    """Return what takes `part` of the tuple `values` in `a, b = values`; None where that is no such assignment, or `part` is deeper inside."""
+    statement = structure.parent(values)
+    if not (isinstance(statement, ast.Assign) and isinstance(values, (ast.Tuple, ast.List)) and part in values.elts):
+        return None
+    target = statement.targets[0]
+    if not isinstance(target, (ast.Tuple, ast.List)) or len(target.elts) != len(values.elts):
+        return None
+    return target.elts[values.elts.index(part)]
+
+
+def _assigned_holder(context: Context, statement: ast.stmt, target: ast.expr, kept: str | None) -> str | None:
     structure = context.script.structure
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     scope = structure.scope(statement)
     if isinstance(target, ast.Attribute):
         return kept or "an attribute"
