@@ -39,6 +39,7 @@ def standin(tmp_path: Path) -> coverage.Coverage:
         "optimizers/fused.py": "__all__ = ['FusedAdam']\nclass FusedAdam:\n    def step(self): ...\nclass FusedSGD: ...\n",
         "optimizers/lamb.py": "class FusedLAMB: ...\n",
         "parallel.py": "def __getattr__(name):\n    return {'DistributedDataParallel': 1}[name]\n",
+        "_gone.py": '_GONE = {"apex.contrib": "extras", "apex.contrib.xentropy": "a fused loss: use " "F.cross_entropy"}\n',
         "amp_C.py": "def multi_tensor_scale(): ...\n",
     }
     for name, text in files.items():
@@ -96,6 +97,7 @@ POSITIVE = {
     "AMP102-extension": ("error", "import fused_layer_norm_cuda  # FAULT"),
     "AMP102-of-amp-patch": ("error", "import amp_patch as amp\namp.init()  # FAULT"),
     "AMP102-import-of-amp-patch": ("error", "from amp_patch import initialise  # FAULT"),
+    "AMP102-handler-itself": ("error", "try:\n    import fast\nexcept ImportError:\n    import apex.RNN  # FAULT"),
     "AMP102-with-fallback": ("note", "try:\n    from apex.optimizers import FusedNovoGrad  # FAULT\nexcept ImportError:\n    FusedNovoGrad = None"),
     # ---- setup
     "AMP201-lower-case": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="o1")  # FAULT'),
@@ -119,6 +121,7 @@ POSITIVE = {
     "AMP202-dtype": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16)  # FAULT'),
     "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", lists="apex")  # FAULT'),
     "AMP202-loss-scale": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT'),
+    "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
     "AMP203-ddp": ("error", HEAD + "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])  # FAULT\n" + setup()),
     "AMP203-if": ("error", HEAD + "if args.gpus > 1:\n    model = nn.DataParallel(model).cuda()  # FAULT\nif args.fp16:\n    " + setup()),
     "AMP203-inside": ("error", HEAD + "model = amp.initialize(nn.DataParallel(Net()))  # FAULT"),
@@ -160,6 +163,14 @@ POSITIVE = {
         "warning",
         HEAD + setup("O2") + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nself.loss_b.backward()  # FAULT",
     ),
+    "AMP303-scale-unknown": ("warning", HEAD + setup("O4", ", loss_scale=args.loss_scale") + "loss.backward()  # FAULT"),
+    "AMP303-after-the-loop": (
+        "warning",
+        HEAD
+        + setup()
+        + "for a in b:\n    if on:\n        with amp.scale_loss(a, optimizer) as c:\n            c.backward()\n        continue\n"
+        + "a.backward()  # FAULT",
+    ),
     "AMP303-made-in-place": ("warning", HEAD + setup() + "F.mse_loss(model(x), y).backward()  # FAULT"),
     "AMP304": (
         "warning",
@@ -175,6 +186,10 @@ POSITIVE = {
         "warning",
         HEAD + "model, optimizer = amp.initialize(model, optimizer, opt_level=level)\n"
         "params = [p for p in model.parameters() if p.requires_grad]\nnn.utils.clip_grad_value_(params, 1.0)  # FAULT",
+    ),
+    "AMP306-own-presets": (
+        "warning",
+        HEAD + setup("O4", ', presets="my.yaml"') + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # FAULT",
     ),
     "AMP306-override": (
         "error",
@@ -205,6 +220,8 @@ POSITIVE = {
         "warning",
         HEAD + 'from torch.nn.functional import linear\nTABLE = dict(linear=linear)  # FAULT\nif __name__ == "__main__":\n    ' + setup("O4"),
     ),
+    "AMP401-star": ("warning", HEAD + "from torch.nn.functional import *\nTABLE = dict(linear=linear)  # FAULT\n" + setup("O4")),
+    "AMP401-apex": ("warning", "import torch.nn.functional as F\nfrom apex import amp\nTABLE = [F.gelu]  # FAULT\n" + setup()),
     "AMP401-entry": ("warning", HEAD + 'TABLE["mm"] = torch.mm  # FAULT\n' + setup("O4")),
     "AMP401-default": ("warning", HEAD + "def head(x, project=F.linear):  # FAULT\n    return project(x)\n" + setup("O4")),
     "AMP401-lambda-default": ("warning", HEAD + "head = lambda x, *, project=F.linear: project(x)  # FAULT\n" + setup("O4")),
@@ -227,6 +244,7 @@ POSITIVE = {
     "AMP401-apex-list": ("warning", HEAD + 'ACTS = [F.gelu]  # FAULT\n' + setup("O1", ', lists="apex"')),
     "AMP402": ("warning", HEAD + setup("O4") + "loss = F.binary_cross_entropy(p, y)  # FAULT"),
     "AMP402-module": ("warning", HEAD + "criterion = nn.BCELoss()  # FAULT\n" + setup("O5")),
+    "AMP402-apex": ("error", "import torch\nfrom apex import amp\ncriterion = torch.nn.BCELoss()  # FAULT\n" + setup()),
     "AMP402-banned": ("error", HEAD + "criterion = nn.modules.loss.BCELoss()  # FAULT\n" + setup("O1", ', lists="apex"')),
     # ---- checkpoints
     "AMP501": (
@@ -250,6 +268,9 @@ NEGATIVE = {
     "AMP102-members": "import amp_patch\nfrom amp_patch import amp, initialize\namp_patch.stats().steps.bit_length()",
     "AMP102-relative": "from .apex import amp\nfrom . import apex\napex.transformer.x()",
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
+    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()",
+    "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
+    "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-known": HEAD + 'LEVEL = "O3"\namp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-own-presets": HEAD + 'amp.initialize(model, optimizer, opt_level="Careful", presets="my.yaml")',
     "AMP201-run-time": HEAD + 'LEVEL = "o1"\nLEVEL = LEVEL.upper()\namp.initialize(model, optimizer, opt_level=LEVEL)',
@@ -279,6 +300,7 @@ NEGATIVE = {
     "AMP206-widened": HEAD + "model.half()\nload(model)\nmodel.float()\n" + setup("O0"),
     "AMP207-without-amp": "import torch\nmodel = model.half()\nmodel(x.half())",
     "AMP207-other-arm": HEAD + "if args.amp:\n    " + setup("O4") + "else:\n    model = model.half()",
+    "AMP207-handler": HEAD + "try:\n    " + setup("O4") + "except RuntimeError:\n    model = model.half()",
     "AMP207-flag": HEAD + "if args.amp:\n    " + setup("O4") + "for x in loader:\n    if not args.amp:\n        x = x.half()",
     "AMP207-float32": HEAD + setup("O0") + "export(x.half())",
     "AMP207-other-half": HEAD + setup("O4") + "first = text.half(0)\nx = x.to(torch.float32)\nw = x.to(w.dtype)",
@@ -322,6 +344,10 @@ NEGATIVE = {
     "AMP306-masters": HEAD + setup("O5") + "nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
     "AMP306-no-masters": HEAD + setup("O1") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     "AMP306-no-masters-by-override": HEAD + setup("O5", ", master_weights=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    "AMP306-switched-off": HEAD
+    + setup("O4")
+    + setup("O5", ", enabled=False")
+    + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     "AMP306-choices": HEAD
     + 'parser.add_argument("--opt-level", default="O1", choices=["O0", "O1"])\namp.initialize(model, optimizer, opt_level=args.opt_level)\n'
     + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
@@ -350,6 +376,7 @@ NEGATIVE = {
     "AMP312-no-graph": HEAD + setup() + "g = torch.autograd.grad(out, x, create_graph=False)",
     "AMP401-global": HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4"),
     "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
+    "AMP401-own-name": HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4"),
     "AMP401-called": HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4"),
     "AMP401-looked-up-late": HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4"),
     "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
@@ -375,13 +402,39 @@ NEGATIVE = {
 
 @pytest.mark.parametrize("source", [pytest.param(source, id=name) for name, source in NEGATIVE.items()])
 def test_what_only_looks_like_a_fault_is_left_alone(source: str, diagnose: Diagnose) -> None:
-    assert [(finding.code, finding.line, finding.message) for finding in diagnose(source)] == []
+    assert [(finding.code, finding.line, finding.message) for finding in diagnose(source) if finding.code != "AMP101"] == []
 
 
 def test_every_check_of_scripts_has_a_positive_and_a_near_miss() -> None:
     codes = {check.code for check in CHECKS if check.find is not None} - {"AMP101"}
     assert {name[:6] for name in POSITIVE} == codes
     assert {name[:6] for name in NEGATIVE} == codes
+
+
+LAYERS = [
+    {"findings", "structure", "names", "coverage"},
+    {"script"},
+    {"levels"},
+    {"context", "machine"},
+    {"import_checks", "setup_checks", "loop_checks", "capture_checks", "checkpoint_checks", "report"},
+    {"diagnoses"},
+    {"files"},
+    {"command"},
+    {"__init__"},
+]
+PACKAGE_LAYERS = {"amp_patch", "errors", "dtypes", "oplists", "policy", "api"}  # what the doctor may import of the package around it
+
+
+@pytest.mark.parametrize("path", sorted(Path(coverage.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_a_module_of_the_doctor_imports_only_from_lower_layers(path: Path) -> None:
+    (own,) = (layer for layer, names in enumerate(LAYERS) if path.stem in names)
+    below = {name for names in LAYERS[:own] for name in names}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            imported = {node.module.partition(".")[0]} if node.module else {alias.name for alias in node.names}
+            assert imported <= below
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_patch"):
+            assert node.level == 0 and node.module.rpartition(".")[2] in PACKAGE_LAYERS
 
 
 def test_codes_are_unique_and_in_order() -> None:
@@ -418,10 +471,26 @@ def test_names_are_followed_through_aliases_and_chains(diagnose: Diagnose) -> No
     assert places(diagnose(source)) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 6), ("AMP102", 7)]
 
 
-def test_without_a_standin_amp_itself_is_what_amp_patch_offers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("apex.contrib.xentropy.SoftmaxCrossEntropyLoss", "a fused loss: use F.cross_entropy"),
+        ("apex.contrib.xentropy2", "extras"),
+        ("apex.RNN", None),
+    ],
+)
+def test_a_part_that_is_gone_is_advised_upon_as_the_standin_does(
+    name: str, advice: str | None, diagnose: Diagnose, standin: coverage.Coverage
+) -> None:
+    assert standin.advice(name) == advice
+    (finding,) = diagnose(f"import {name}\n")
+    assert (advice or "look in today's torch") in finding.fix
+
+
+def test_without_a_standin_nothing_is_covered(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text("from apex import amp\nfrom apex.amp import initialize\nfrom apex.optimizers import FusedAdam\n")
-    assert places(diagnose_files([path], coverage.Coverage(tmp_path / "absent"))) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 3)]
+    path.write_text("import apex\nfrom apex import amp\n")
+    assert places(diagnose_files([path], coverage.Coverage(tmp_path / "absent"))) == [("AMP102", 1), ("AMP102", 2)]
 
 
 # ---- several files --------------------------------------------------------------------------------------------------------------------------
@@ -441,6 +510,12 @@ def test_a_file_without_initialize_takes_the_levels_of_those_with_it(diagnose: D
     assert places(diagnose(train=HEAD + setup("O4"), engine=engine)) == []
     assert places(diagnose(train=HEAD + setup("O5"), engine=engine)) == [("AMP306", 8)]
     assert places(diagnose(engine)) == [("AMP306", 8)]
+
+
+def test_options_declared_in_another_file_are_judged(diagnose: Diagnose) -> None:
+    options = 'parser.add_argument("--opt-level", default="o2")\n'
+    assert places(diagnose(train=HEAD + "import options\n" + setup("O4"), options=options)) == [("AMP201", 1)]
+    assert places(diagnose(train=HEAD + setup("O4"), options=options)) == []
 
 
 def test_directories_are_walked_without_what_is_not_the_users(tmp_path: Path) -> None:
@@ -476,6 +551,13 @@ def test_what_cannot_be_read_is_one_finding(content: bytes, place: tuple[int, in
     assert said in finding.message
     if said == "cannot be parsed":
         assert (finding.line, finding.column) == place
+
+
+@pytest.mark.parametrize("expression", ["(" + "+".join(["a"] * 900) + ")", "a" + ".b" * 900, "a" + ".b()" * 900], ids=["sum", "attributes", "calls"])
+def test_what_is_nested_too_deeply_to_be_judged_is_one_finding(expression: str, diagnose: Diagnose) -> None:
+    findings = diagnose(HEAD + setup() + f"{expression}.backward()\n")
+    assert [(finding.code, finding.severity) for finding in findings] == [("AMP001", "error")]
+    assert "nested too deeply" in findings[0].message
 
 
 def test_a_file_that_vanishes_is_one_finding(tmp_path: Path, standin: coverage.Coverage) -> None:

@@ -41,35 +41,10 @@ LAYERS = {
     "__main__": 14,
 }
 
-# Inside the doctor; it also imports from the rooms above it in the table of the package.
-DOCTOR_LAYERS = {
-    "findings": 0,
-    "structure": 0,
-    "names": 0,
-    "coverage": 0,
-    "script": 1,
-    "levels": 2,
-    "context": 3,
-    "machine": 3,
-    "import_checks": 4,
-    "setup_checks": 4,
-    "loop_checks": 4,
-    "capture_checks": 4,
-    "checkpoint_checks": 4,
-    "report": 4,
-    "diagnoses": 5,
-    "files": 6,
-    "command": 7,
-    "__init__": 8,
-}
 
-
-def imported_rooms(path: Path, levels: tuple[int, ...] = (0, 1)) -> set[str]:
-    """The rooms that a module imports, by relative imports (level 1) and absolute ones (level 0)."""
+def imported_rooms(path: Path) -> set[str]:
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level not in levels or isinstance(node, ast.Import) and 0 not in levels:
-            continue
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             rooms.update([node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names])
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_patch"):
@@ -83,13 +58,6 @@ def imported_rooms(path: Path, levels: tuple[int, ...] = (0, 1)) -> set[str]:
 def test_a_module_imports_only_from_lower_layers(path):
     own = LAYERS[path.stem]
     assert {room for room in imported_rooms(path) if LAYERS[room] >= own} == set()
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "doctor").glob("*.py")), ids=lambda path: path.stem)
-def test_a_module_of_the_doctor_imports_only_from_lower_layers(path):
-    own = DOCTOR_LAYERS[path.stem]
-    assert {room for room in imported_rooms(path, levels=(1,)) if DOCTOR_LAYERS[room] >= own} == set()
-    assert {room for room in imported_rooms(path, levels=(0,)) if LAYERS[room] >= LAYERS["doctor"]} == set()
 
 
 def test_the_reader_of_imports_sees_an_upward_import(tmp_path):

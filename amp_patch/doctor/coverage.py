@@ -21,19 +21,14 @@ class Coverage:
     def __init__(self, package: Path) -> None:
         self._package = package
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is a stand-in at all."""
-        return (self._package / "__init__.py").is_file()
-
     def has(self, dotted: str) -> bool:
         """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in one."""
         parts = dotted.split(".")
         if parts[0] == "apex":
             parts = parts[1:]
-        if not self.exists:
-            return False
         where = self._package
+        if not (where / "__init__.py").is_file():
+            return False
         for index, part in enumerate(parts):
             deeper = _module_file(where / part)
             if deeper is None:
@@ -45,6 +40,14 @@ class Coverage:
             if where.is_file():
                 return parts[index + 1] in _bound_names(where)
         return True
+
+
+    def advice(self, dotted: str) -> str | None:
+        """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today. None where it says nothing."""
+        table = self._package / "_gone.py"
+        gone = _read_table(table) if table.is_file() else {}
+        known = [part for part in gone if f"{dotted}.".startswith(f"{part}.")]
+        return gone[max(known, key=len)] if known else None
 
 
 def get_coverage() -> Coverage:
@@ -63,6 +66,18 @@ def _module_file(path: Path) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+@cache
+def _read_table(path: Path) -> dict[str, str]:
+    """Return the entries of every dictionary of strings that a module writes out."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                    found[str(key.value)] = str(value.value)
+    return found
 
 
 @cache

@@ -15,7 +15,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """An import of Apex all of whose names the stand-in has."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
-        if names and all(_is_covered(context, name) for name in names):
+        if names and all(map(context.coverage.has, names)):
             is_amp = any(name == "apex.amp" or name.startswith("apex.amp.") for name in names)
             fix = f"{_RUN}, or write `import amp_patch as amp`." if is_amp else f"{_RUN}."
             yield Fault(node, "note", f"{_listed(names)}: covered by amp_patch's stand-in for apex", fix)
@@ -28,9 +28,9 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         return
     for node in _import_statements(context.script):
         for name in _apex_names(node):
-            if not _is_covered(context, name):
+            if not context.coverage.has(name):
                 told.add(name)
-                yield _uncovered(context.script, node, name)
+                yield _uncovered(context, node, name)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
                 if alias.name != "*" and not has_public_name(alias.name):
@@ -42,9 +42,9 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         name = next(iter(names), "")
         if len(names) != 1 or name in told:
             continue
-        if name.startswith("apex.") and not _is_covered(context, name) and not any(name.startswith(f"{one}.") for one in told):
+        if name.startswith("apex.") and not context.coverage.has(name) and not any(name.startswith(f"{one}.") for one in told):
             told.add(name)
-            yield _uncovered(context.script, attribute, name)
+            yield _uncovered(context, attribute, name)
         elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):
             told.add(name)
             yield _absent(attribute, name.split(".")[1])
@@ -65,23 +65,22 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [name for name in names if name.partition(".")[0] in {"apex", *EXTENSIONS}]
 
 
-def _is_covered(context: Context, name: str) -> bool:
-    """Whether the stand-in has a name; without a stand-in, whether amp_patch itself has it under `amp`."""
-    if context.coverage.exists:
-        return name == "apex" or context.coverage.has(name)
-    parts = name.split(".")
-    return parts[:2] == ["apex", "amp"][: len(parts)] and all(has_public_name(part) for part in parts[2:3])
-
-
-def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
-    has_fallback = any(
-        isinstance(outer, ast.Try) and script.structure.field(inner) == "body" and outer.handlers
-        for inner, outer in zip([node, *script.structure.around(node)], script.structure.around(node), strict=False)
-    )
-    fix = "Take it from where it is defined today, or from torch; amp_patch replaces Apex's mixed precision and what scripts use beside it."
-    if has_fallback:
+def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
+    advice = context.coverage.advice(name)
+    fix = f"It was {advice}." if advice else "Apex never had it under this name, or amp_patch replaces it by nothing: look in today's torch."
+    if _has_fallback(context.script, node):
         return Fault(node, "note", f"{name}: not in amp_patch's stand-in for apex, so the script takes its own way round", fix)
     return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", fix)
+
+
+def _has_fallback(script: Script, node: ast.AST) -> bool:
+    """Whether a node stands in a `try` that catches what it raises."""
+    child = node
+    for outer in script.structure.around(node):
+        if isinstance(outer, ast.Try) and outer.handlers and script.structure.field(child) == "body":
+            return True
+        child = outer
+    return False
 
 
 def _absent(node: ast.AST, name: str) -> Fault:

@@ -4,7 +4,7 @@ import ast
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .script import Script
 from .structure import text_of
 
 _PARAMETERS = tuple(inspect.signature(initialize).parameters)
+APEX_LEVELS = ("O0", "O1", "O2", "O3")
 OVERRIDES = (
     "cast_model_type",
     "patch_torch_functions",
@@ -104,7 +105,6 @@ class Expected:
 
     policies: tuple[Policy, ...]
     unknown: frozenset[str]
-    uses_apex: bool
 
     @property
     def may_scale(self) -> bool:
@@ -153,9 +153,8 @@ class Expected:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """The shipped op lists that may be in force; Apex's own too for scripts that import `apex`. Files of the user's are left aside."""
+        """The shipped op lists that may be in force. Files of the user's are left aside."""
         names = {name for policy in self.policies if policy.patch_torch_functions for name in policy.lists}
-        names |= {"apex"} if self.uses_apex and self.may_patch else set()
         return tuple(sorted(names & set(shipped_names())))
 
 
@@ -172,30 +171,43 @@ def expect(scripts: Iterable[Script]) -> Expected:
         hidden = {name for name in OVERRIDES if given.get(name) is UNKNOWN} if is_written_out(call) else set(OVERRIDES)
         unknown |= hidden
         overrides = {name: given[name] for name in OVERRIDES if name in given and name not in hidden}
-        policies += [policy_of(level, overrides) for level in possible_levels(script, call)]
-    policies = policies or [policy_of(level, {}) for level in known_levels()]
-    imports_apex = any(name.startswith("apex") for script in scripts for name in script.imported_modules)
-    return Expected(tuple(dict.fromkeys(policies)), frozenset(unknown), imports_apex)
+        policies += [_policy_of(level, overrides, is_apex(script, call)) for level in possible_levels(script, call)]
+    if not calls:
+        imports_apex = any("apex.amp" in script.imported_modules for script in scripts)
+        policies = [_policy_of(level, {}, imports_apex) for level in (APEX_LEVELS if imports_apex else known_levels())]
+    return Expected(tuple(dict.fromkeys(policies)), frozenset(unknown))
 
 
-def policy_of(level: str, overrides: Mapping[str, Any]) -> Policy:
-    """Return the policy of a level on an accelerator; overrides that contradict it are left out."""
+def is_apex(script: Script, call: ast.Call) -> bool:
+    """Tell whether a call of amp is one of Apex's, which the stand-in answers."""
+    return any(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
+
+
+def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
+    """Return the policy of a level on an accelerator; overrides that contradict it are left out. The stand-in patches by Apex's list."""
     try:
-        return make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
+        policy = make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
     except PolicyError:
-        return make_policy(level, {}, device_type="cuda", presets=presets_in_force()[0])
+        policy = make_policy(level, {}, device_type="cuda", presets=presets_in_force()[0])
+    return replace(policy, lists=("apex",)) if in_apex and policy.patch_torch_functions else policy
+
+
+def levels_for(script: Script, call: ast.Call) -> tuple[str, ...]:
+    """Return the levels that a call of `initialize` takes: Apex's own four through the stand-in, else those of the presets."""
+    return APEX_LEVELS if is_apex(script, call) else known_levels()
 
 
 def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
     """Return the known levels that a call of `initialize` may run at."""
     arguments = arguments_of(call)
+    levels = levels_for(script, call)
     if "presets" in arguments or not is_written_out(call):
-        return known_levels()
+        return levels
     if "opt_level" not in arguments:
         return ("O1",)
     value = literal(script, arguments["opt_level"])
     values = [value] if isinstance(value, str) else offered(script, arguments["opt_level"])
-    return tuple(level for level in values if level in known_levels()) or known_levels()
+    return tuple(level for level in values if level in levels) or levels
 
 
 def offered(script: Script, node: ast.AST) -> list[str]:

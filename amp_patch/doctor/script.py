@@ -6,6 +6,7 @@ import platform
 import re
 import tokenize
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +69,16 @@ class Script:
 
     def calls_of(self, *names: str) -> list[ast.Call]:
         """Return the calls of functions of these canonical names, in the order of the text."""
-        wanted = frozenset(names)
-        return [call for call in self.calls if self.names.resolve(call.func) & wanted]
+        found = [call for name in dict.fromkeys(names) for call in self._calls_by_name.get(name, ())]
+        return sorted(dict.fromkeys(found), key=position)
+
+    @cached_property
+    def _calls_by_name(self) -> dict[str, list[ast.Call]]:
+        by_name: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            for name in self.names.resolve(call.func):
+                by_name.setdefault(name, []).append(call)
+        return by_name
 
     def is_call_of(self, node: ast.AST | None, names: Iterable[str]) -> bool:
         """Tell whether `node` is a call of a function of these canonical names."""
@@ -92,12 +101,16 @@ class Script:
         return self.calls_of("amp.initialize")
 
     @cached_property
+    def _core_calls(self) -> list[ast.Call]:
+        return self.calls_of(*_CORE)
+
+    @cached_property
     def _core_atoms(self) -> list[Atoms]:
-        return [self.structure.atoms(call) for call in self.calls_of(*_CORE)]
+        return [self.structure.atoms(call) for call in self._core_calls]
 
     def is_without_amp(self, node: ast.AST) -> bool:
         """Tell whether a node runs only where amp is switched off: the other arm of an `if`, or behind the negation of the same flag."""
-        if any(self.structure.are_exclusive(node, call) for call in self.calls_of(*_CORE)):
+        if any(self.structure.are_exclusive(node, call) for call in self._core_calls):
             return True
         return contradict(self.structure.atoms(node), self._core_atoms)
 
@@ -135,15 +148,28 @@ class Script:
 
     def assigned_before(self, name: str, node: ast.AST) -> ast.expr | None:
         """Return what `name` was assigned last, in the scope of `node` and before it; None if nothing was."""
-        values = [value for target, value, statement in self.assignments if target == name and self.structure.is_before(statement, node)]
-        return values[-1] if values else None
+        for value, statement in reversed(self._assignments_by_target.get(name, ())):
+            if self.structure.is_before(statement, node):
+                return value
+        return None
+
+    @cached_property
+    def _assignments_by_target(self) -> dict[str, list[tuple[ast.expr, ast.stmt]]]:
+        by_target: dict[str, list[tuple[ast.expr, ast.stmt]]] = {}
+        for target, value, statement in self.assignments:
+            by_target.setdefault(target, []).append((value, statement))
+        return by_target
 
     def constant(self, name: str) -> ast.expr | None:
         """Return the value of a name that is assigned once in the whole script; None for any other."""
-        values = [value for target, value, _ in self.assignments if target == name]
-        stores = sum(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store) for node in self.nodes)
-        is_argument = any(isinstance(node, ast.arg) and node.arg == name for node in self.nodes)
-        return values[0] if len(values) == 1 and stores == 1 and not is_argument else None
+        values = [value for value, _ in self._assignments_by_target.get(name, ())]
+        return values[0] if len(values) == 1 and self._binding_counts[name] == 1 else None
+
+    @cached_property
+    def _binding_counts(self) -> Counter[str]:
+        """How often each name is bound by a statement or as an argument."""
+        stores = (node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        return Counter(stores) + Counter(node.arg for node in self.nodes if isinstance(node, ast.arg))
 
     # ---- places ---------------------------------------------------------------------------------------------------------------------------
 

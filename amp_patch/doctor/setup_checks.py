@@ -8,7 +8,20 @@ from amp_patch.policy import make_policy
 
 from .context import WRAPPERS, Context, scaled_optimizers
 from .findings import Fault
-from .levels import OVERRIDES, UNKNOWN, arguments_of, destinations, is_written_out, known_levels, literal, options_read_by, presets_in_force
+from .levels import (
+    APEX_LEVELS,
+    OVERRIDES,
+    UNKNOWN,
+    arguments_of,
+    destinations,
+    is_apex,
+    is_written_out,
+    known_levels,
+    levels_for,
+    literal,
+    options_read_by,
+    presets_in_force,
+)
 from .script import Script
 from .structure import position, text_of
 
@@ -26,31 +39,31 @@ def unknown_levels(context: Context) -> Iterator[Fault]:
         node = arguments["opt_level"]
         level = literal(script, node)
         if level is not UNKNOWN:
-            yield from _judge_level(node, level)
+            yield from _judge_level(node, level, levels_for(script, call))
             continue
         for option in options_read_by(script, node):
             if not any(keyword.arg == "default" for keyword in option.keywords) and not _is_required(option) and not _mentions(script, call, node):
                 message = "this option has no default: where it is left out, opt_level is None, and initialize raises PolicyError"
                 yield Fault(option, "warning", message, 'Give it `default="O1"`, or call initialize only where the option is given.')
-    if script.uses_amp:
-        yield from _levels_offered(script)
+    yield from _levels_offered(script)
 
 
 def _levels_offered(script: Script) -> Iterator[Fault]:
+    is_apexs = bool(script.initializations) and all(is_apex(script, call) for call in script.initializations)
+    levels = APEX_LEVELS if is_apexs else known_levels()
     for option, _ in script.method_calls("add_argument"):
         if not any(name.endswith("opt_level") for name in destinations(option)):
             continue
         for keyword in option.keywords:
             value = literal(script, keyword.value)
             if keyword.arg == "default" and isinstance(value, str):
-                yield from _judge_level(keyword.value, value)
+                yield from _judge_level(keyword.value, value, levels)
             elif keyword.arg == "choices" and isinstance(value, list):
                 for choice in value:
-                    yield from _judge_level(keyword.value, choice)
+                    yield from _judge_level(keyword.value, choice, levels)
 
 
-def _judge_level(node: ast.AST, level: object) -> Iterator[Fault]:
-    levels = known_levels()
+def _judge_level(node: ast.AST, level: object, levels: tuple[str, ...]) -> Iterator[Fault]:
     if level in levels:
         return
     spelled = f"O{level[1:]}" if isinstance(level, str) and level[:1] in ("o", "0") else None
@@ -77,7 +90,7 @@ def contradicting_arguments(context: Context) -> Iterator[Fault]:
         given = {name: literal(context.script, arguments[name]) for name in OVERRIDES if name in arguments}
         overrides = {name: value for name, value in given.items() if value is not UNKNOWN}
         level = literal(context.script, arguments["opt_level"]) if "opt_level" in arguments else "O1"
-        if level not in known_levels() or "presets" in arguments or not is_written_out(call):
+        if level not in levels_for(context.script, call) or "presets" in arguments or not is_written_out(call):
             continue
         try:
             make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
