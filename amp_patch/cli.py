@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from amp_patch import demo, listing, running
+from amp_patch import demo, doctor, listing, running
 from amp_patch.errors import AmpError
 
 
@@ -30,6 +30,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),
+    Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run),
     Command("lists", listing.SUMMARY, listing.add_arguments, listing.run),
     Command("run", running.SUMMARY, running.add_arguments, running.run, is_transparent=True),
 )

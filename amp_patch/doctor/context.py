@@ -1,0 +1,66 @@
+"""What a check gets to know: one script, what amp may do in it, and what the stand-in covers."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .coverage import Coverage
+from .levels import Expected, arguments_of
+from .script import Script
+from .structure import text_of
+
+WRAPPERS = frozenset({"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"})
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One script to check.
+
+    Attributes:
+        script: the script.
+        expected: what `initialize` may do: the script's own calls, or those of the scripts that were given along with it.
+        runs_under_amp: the script uses amp, or is imported by one that does; most checks are for such scripts alone.
+        coverage: what the stand-in for `apex` has.
+    """
+
+    script: Script
+    expected: Expected
+    runs_under_amp: bool
+    coverage: Coverage
+
+    def models(self, call: ast.Call) -> Iterator[ast.expr]:
+        """Yield the models in a call of `initialize`."""
+        yield from parts(arguments_of(call).get("models"))
+
+    def optimizers(self, call: ast.Call) -> Iterator[ast.expr]:
+        """Yield the optimizers in a call of `initialize`."""
+        yield from parts(arguments_of(call).get("optimizers"))
+
+    def model_texts(self) -> frozenset[str]:
+        """Return the expressions that stand for a model in some call of `initialize`."""
+        return frozenset(text_of(model) for call in self.script.initializations for model in self.models(call))
+
+    def optimizer_texts(self) -> frozenset[str]:
+        """Return the expressions that stand for an optimizer in some call of `initialize` or `scale_loss`."""
+        found = {text_of(optimizer) for call in self.script.initializations for optimizer in self.optimizers(call)}
+        for call in self.script.calls_of("amp.scale_loss"):
+            found.update(text_of(optimizer) for optimizer in scaled_optimizers(call))
+        return frozenset(found)
+
+    def is_optimizer(self, node: ast.AST) -> bool:
+        """Tell whether an expression stands for an optimizer: one that amp was given, or one that is called so."""
+        text = text_of(node)
+        return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
+
+
+def parts(node: ast.expr | None) -> list[ast.expr]:
+    """Return the elements of a list or tuple, or the one expression itself; none for None."""
+    if node is None or (isinstance(node, ast.Constant) and node.value is None):
+        return []
+    return list(node.elts) if isinstance(node, (ast.List, ast.Tuple)) else [node]
+
+
+def scaled_optimizers(call: ast.Call) -> list[ast.expr]:
+    """Return the optimizers in a call of `scale_loss`."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    return parts(call.args[1] if len(call.args) > 1 else keywords.get("optimizers"))

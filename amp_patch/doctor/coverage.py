@@ -1,0 +1,137 @@
+"""Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing kept by hand."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import amp_patch
+
+EXTENSIONS = frozenset({"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda", "fused_dense_cuda"})
+"""Apex's compiled modules, which scripts import from the top."""
+
+
+class Coverage:
+    """What a package that stands in for `apex` offers.
+
+    Args:
+        package: its directory; a name `apex.x.y` is looked up in the module `x` there, or in the package `x`.
+    """
+
+    def __init__(self, package: Path) -> None:
+        self._package = package
+
+    def has(self, dotted: str) -> bool:
+        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in one."""
+        parts = dotted.split(".")
+        if parts[0] == "apex":
+            parts = parts[1:]
+        where = self._package
+        if not (where / "__init__.py").is_file():
+            return False
+        for index, part in enumerate(parts):
+            deeper = _module_file(where / part)
+            if deeper is None:
+                bound = _bound_names(where / "__init__.py" if where.is_dir() else where)
+                return part in bound  # what is below a bound name is an attribute of an object: nothing the source could tell
+            if index == len(parts) - 1:
+                return True
+            where = where / part if deeper.name == "__init__.py" else deeper
+            if where.is_file():
+                return parts[index + 1] in _bound_names(where)
+        return True
+
+
+    def advice(self, dotted: str) -> str | None:
+        """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today. None where it says nothing."""
+        table = self._package / "_gone.py"
+        gone = _read_table(table) if table.is_file() else {}
+        known = [part for part in gone if f"{dotted}.".startswith(f"{part}.")]
+        return gone[max(known, key=len)] if known else None
+
+
+def get_coverage() -> Coverage:
+    """Return what this installation's stand-in covers."""
+    return Coverage(Path(amp_patch.__file__).parent / "apex")
+
+
+def has_public_name(name: str) -> bool:
+    """Tell whether `amp_patch.name` exists."""
+    return hasattr(amp_patch, name)
+
+
+def _module_file(path: Path) -> Path | None:
+    """Return the file of the module at `path`, without its suffix: a package's `__init__.py`, a module's own file, or None."""
+    for candidate in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@cache
+def _read_table(path: Path) -> dict[str, str]:
+    """Return the entries of every dictionary of strings that a module writes out."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                    found[str(key.value)] = str(value.value)
+    return found
+
+
+@cache
+def _bound_names(path: Path) -> frozenset[str]:
+    """Return the names that a module binds at its top level, those of its star imports from the same package included.
+
+    Where a module answers for names by a `__getattr__`, every string in it that could be a name counts.
+    """
+    tree = ast.parse(path.read_bytes())
+    found: set[str] = set()
+    for node in _top_level(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import):
+            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found |= _star_names(path, node) if alias.name == "*" else {alias.asname or alias.name}
+    if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+        strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        found.update(value for value in strings if value.isidentifier())
+    return frozenset(found)
+
+
+def _star_names(path: Path, node: ast.ImportFrom) -> frozenset[str]:
+    """Return the names behind `from .module import *`, for modules whose source lies where the import says."""
+    if node.level:
+        base = path.parent
+        for _ in range(node.level - 1):
+            base = base.parent
+    elif (node.module or "").partition(".")[0] == "amp_patch":
+        base = Path(amp_patch.__file__).parent.parent
+    else:
+        return frozenset()
+    target = _module_file(base.joinpath(*(node.module or "").split("."))) if node.module else base / "__init__.py"
+    if target is None or target == path:
+        return frozenset()
+    public = _listed_names(target)
+    return frozenset(name for name in _bound_names(target) if name in public or (not public and not name.startswith("_")))
+
+
+def _top_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below one that run when its module is imported: functions and classes, but not what is in them."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _top_level(child)
+
+
+def _listed_names(path: Path) -> frozenset[str]:
+    """Return what a module lists in a literal `__all__`; nothing if it has none."""
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+            return frozenset(one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant) and isinstance(one.value, str))
+    return frozenset()

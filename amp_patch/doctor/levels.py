@@ -1,0 +1,232 @@
+"""What a script asks of `initialize`, as far as its text says: literal arguments, the levels they may mean, and what those levels do."""
+
+import ast
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from amp_patch.api import initialize
+from amp_patch.dtypes import LOW_DTYPES
+from amp_patch.errors import PolicyError
+from amp_patch.oplists import shipped_names
+from amp_patch.policy import PRESETS_VARIABLE, Policy, Presets, make_policy, shipped_presets
+
+from .script import Script
+from .structure import text_of
+
+_PARAMETERS = tuple(inspect.signature(initialize).parameters)
+APEX_LEVELS = ("O0", "O1", "O2", "O3")
+OVERRIDES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "cast_model_outputs",
+    "min_loss_scale",
+    "max_loss_scale",
+    "patch_torch_functions_type",
+    "lists",
+)
+
+
+class _Unknown:
+    """The value of an expression that only a run could tell."""
+
+
+UNKNOWN = _Unknown()
+
+
+def literal(script: Script, node: ast.AST) -> Any:
+    """Return the value of a literal, of a torch dtype (as its name), or of a name that is assigned once to such; else `UNKNOWN`."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [literal(script, item) for item in node.elts]
+        return UNKNOWN if UNKNOWN in items else items
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = literal(script, node.operand)
+        return -value if isinstance(value, (int, float)) else UNKNOWN
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.Mult)):
+        left, right = literal(script, node.left), literal(script, node.right)
+        if not (isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) <= 64):
+            return UNKNOWN
+        return left * right if isinstance(node.op, ast.Mult) else float(left) ** right if left else UNKNOWN
+    dtype = [name for name in script.names.resolve(node) if name.startswith("torch.") and name.count(".") == 1]
+    if dtype:
+        return dtype[0]
+    value = script.constant(node.id) if isinstance(node, ast.Name) else None
+    return UNKNOWN if value is None or isinstance(value, ast.Name) else literal(script, value)
+
+
+def arguments_of(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call of `initialize` by parameter, as far as they are written out."""
+    arguments: dict[str, ast.expr] = {}
+    for name, value in zip(_PARAMETERS, call.args, strict=False):
+        if isinstance(value, ast.Starred):
+            break
+        arguments[name] = value
+    arguments.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+    return arguments
+
+
+def is_written_out(call: ast.Call) -> bool:
+    """Tell whether a call has neither `*args` nor `**kwargs`."""
+    return not any(isinstance(value, ast.Starred) for value in call.args) and all(keyword.arg for keyword in call.keywords)
+
+
+@cache
+def presets_in_force() -> tuple[Path, str | None]:
+    """Return the presets file that a run would use, and what is wrong with the one that AMP_PATCH_PRESETS names (then the shipped one counts)."""
+    chosen = os.environ.get(PRESETS_VARIABLE)
+    if chosen:
+        try:
+            presets = Presets(Path(chosen))
+            for level in presets.names():
+                presets.properties(level)
+            return Path(chosen), None
+        except (PolicyError, OSError) as error:
+            return shipped_presets(), str(error)
+    return shipped_presets(), None
+
+
+def known_levels() -> tuple[str, ...]:
+    """Return the levels that `initialize` would know here."""
+    return Presets(presets_in_force()[0]).names()
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the calls of `initialize` in view may do (any of them at any possible level) and must do (all of them at all levels)."""
+
+    policies: tuple[Policy, ...]
+    unknown: frozenset[str]
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether a loss may be multiplied by anything but 1."""
+        return "loss_scale" in self.unknown or any(policy.loss_scale != 1.0 for policy in self.policies)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether steps may be skipped after an overflow."""
+        return "loss_scale" in self.unknown or any(policy.loss_scale == "dynamic" for policy in self.policies)
+
+    @property
+    def must_skip(self) -> bool:
+        """Whether every possible level skips steps after an overflow."""
+        return "loss_scale" not in self.unknown and all(policy.loss_scale == "dynamic" for policy in self.policies)
+
+    @property
+    def may_have_masters(self) -> bool:
+        """Whether the optimizer may step on float32 masters."""
+        return "master_weights" in self.unknown or any(policy.master_weights for policy in self.policies)
+
+    @property
+    def must_have_masters(self) -> bool:
+        """Whether every possible level has masters."""
+        return "master_weights" not in self.unknown and all(policy.master_weights for policy in self.policies)
+
+    @property
+    def may_cast_model(self) -> bool:
+        """Whether the model's weights may become 16-bit."""
+        return any(policy.cast_model_type in LOW_DTYPES for policy in self.policies)
+
+    @property
+    def takes_low_model(self) -> bool:
+        """Whether every possible level takes a model that is in 16 bits already."""
+        return all(policy.cast_model_type in LOW_DTYPES and not policy.master_weights for policy in self.policies)
+
+    @property
+    def may_use_low(self) -> bool:
+        """Whether anything may run in 16 bits."""
+        return any(policy.low_dtype is not None for policy in self.policies)
+
+    @property
+    def may_patch(self) -> bool:
+        """Whether torch functions may be patched."""
+        return any(policy.patch_torch_functions for policy in self.policies)
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The shipped op lists that may be in force. Files of the user's are left aside."""
+        names = {name for policy in self.policies if policy.patch_torch_functions for name in policy.lists}
+        return tuple(sorted(names & set(shipped_names())))
+
+
+def expect(scripts: Iterable[Script]) -> Expected:
+    """Return what the calls of `initialize` in these scripts may do; without any call, every level is possible."""
+    scripts = list(scripts)
+    calls = [(script, call) for script in scripts for call in script.initializations]
+    policies: list[Policy] = []
+    unknown: set[str] = set()
+    for script, call in calls:
+        given = {name: literal(script, value) for name, value in arguments_of(call).items()}
+        if given.get("enabled") is False:
+            continue
+        hidden = {name for name in OVERRIDES if given.get(name) is UNKNOWN} if is_written_out(call) else set(OVERRIDES)
+        unknown |= hidden
+        overrides = {name: given[name] for name in OVERRIDES if name in given and name not in hidden}
+        policies += [_policy_of(level, overrides, is_apex(script, call)) for level in possible_levels(script, call)]
+    if not calls:
+        imports_apex = any("apex.amp" in script.imported_modules for script in scripts)
+        policies = [_policy_of(level, {}, imports_apex) for level in (APEX_LEVELS if imports_apex else known_levels())]
+    return Expected(tuple(dict.fromkeys(policies)), frozenset(unknown))
+
+
+def is_apex(script: Script, call: ast.Call) -> bool:
+    """Tell whether a call of amp is one of Apex's, which the stand-in answers."""
+    return any(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
+
+
+def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
+    """Return the policy of a level on an accelerator; overrides that contradict it are left out. The stand-in patches by Apex's list."""
+    try:
+        policy = make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
+    except PolicyError:
+        policy = make_policy(level, {}, device_type="cuda", presets=presets_in_force()[0])
+    return replace(policy, lists=("apex",)) if in_apex and policy.patch_torch_functions else policy
+
+
+def levels_for(script: Script, call: ast.Call) -> tuple[str, ...]:
+    """Return the levels that a call of `initialize` takes: Apex's own four through the stand-in, else those of the presets."""
+    return APEX_LEVELS if is_apex(script, call) else known_levels()
+
+
+def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
+    """Return the known levels that a call of `initialize` may run at."""
+    arguments = arguments_of(call)
+    levels = levels_for(script, call)
+    if "presets" in arguments or not is_written_out(call):
+        return levels
+    if "opt_level" not in arguments:
+        return ("O1",)
+    value = literal(script, arguments["opt_level"])
+    values = [value] if isinstance(value, str) else offered(script, arguments["opt_level"])
+    return tuple(level for level in values if level in levels) or levels
+
+
+def offered(script: Script, node: ast.AST) -> list[str]:
+    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads; none if it has none."""
+    for option in options_read_by(script, node):
+        choices = next((literal(script, keyword.value) for keyword in option.keywords if keyword.arg == "choices"), UNKNOWN)
+        if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+            return choices
+    return []
+
+
+def options_read_by(script: Script, node: ast.AST) -> list[ast.Call]:
+    """Return the `add_argument` calls that declare the option an expression such as `args.opt_level` reads."""
+    name = text_of(node).rpartition(".")[2]
+    return [call for call, _ in script.method_calls("add_argument") if name in destinations(call)]
+
+
+def destinations(option: ast.Call) -> list[str]:
+    """Return the names of the attribute that an `add_argument` call may fill."""
+    explicit = [keyword.value.value for keyword in option.keywords if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant)]
+    flags = [value.value for value in option.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return [str(name) for name in explicit] or [flag.lstrip("-").replace("-", "_") for flag in flags]
