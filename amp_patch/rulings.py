@@ -1,7 +1,8 @@
 """What op lists come to: the rules one op follows and why, and the ops on which two lists differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .entries import OpEntry
 from .errors import OpListError
@@ -55,7 +56,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have other kinds."""
+    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have other kinds.
+
+    A difference between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    """
 
     op: str
     spellings: tuple[str, ...]
@@ -110,7 +114,23 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     by_op: dict[str, list[Key]] = {}
     for key in {**sides[0], **sides[1]}:
         by_op.setdefault(get_op(key), []).append(key)
-    return tuple(difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
+    ops = (difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
+    return (*ops, *_compare_modules(get_module_rules(left), get_module_rules(right)))
+
+
+def get_module_rules(lists: OpLists) -> tuple[Any, ...]:
+    """Return the rules for parts of a model, each with `chooser`, `run`, `why`, `path`, `line` and `column`."""
+    return tuple(getattr(lists, "modules", ()))
+
+
+def _compare_modules(left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
+    before, after = ({rule.chooser: rule.run for rule in rules} for rules in (left, right))
+    if before != after:
+        for chooser in {**before, **after}:
+            if before.get(chooser) != after.get(chooser):
+                yield Difference(f"modules {chooser}", (), before.get(chooser, "unlisted"), after.get(chooser, "unlisted"))
+    elif [(rule.chooser, rule.run) for rule in left] != [(rule.chooser, rule.run) for rule in right]:  # of several, the last one counts
+        yield Difference("modules", (), *(", ".join(f"{rule.chooser} {rule.run}" for rule in rules) for rules in (left, right)))
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
