@@ -22,6 +22,8 @@ _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
 )
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
+# Python functions of torch that call products, which would cast to low again what these were to compute in float32.
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
 
 class OpCasts:
@@ -55,13 +57,13 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
+        name = getattr(original, "__name__", "")
         if kind == "whitelist":
-            name = getattr(original, "__name__", "")
             if name in _WEIGHTED:
                 return self.weighted(original)
             if name in _PRODUCTS:
                 return self.product(original)
-        wrapper = self._makers[kind](original)
+        wrapper = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, wrapper, position)
         return wrapper
@@ -180,6 +182,16 @@ class OpCasts:
                 if cast_args is not None:
                     return original(*cast_args, **kwargs)
             return original(*args, **kwargs)
+
+        return wrapper
+
+    def uncast(self, original: Op) -> Op:
+        """Run with the casts off, as do all the functions that it calls."""
+        switch = self.switch
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with switch.region(False):
+                return original(*args, **kwargs)
 
         return wrapper
 

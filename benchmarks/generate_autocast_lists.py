@@ -29,7 +29,7 @@ The rules hold for float16 and bfloat16 alike, as torch's do. Where this list ca
   pairwise_distance, mvlgamma, trapezoid, cumulative_trapezoid, sum_to_size
                         float32 throughout; autocast takes the differences and products in the dtype of the arguments, and only sums in float32
   interpolate           float32 in every mode; with mode="area", a pooling, autocast keeps the dtype of the input
-  cov, corrcoef, matrix_power, ldexp, linalg.pinv
+  cov, corrcoef, matrix_power, matrix_exp, ldexp, linalg.pinv
                         unlisted; autocast casts a part of each, with a result whose dtype depends on the arguments
   _native_multi_head_attention, _transformer_encoder_layer_fwd
                         autocast keeps layers off these fused paths; here they run, in the dtype that the layer then has

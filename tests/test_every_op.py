@@ -1,0 +1,66 @@
+"""Every op of every shipped list, in every spelling, on tiny inputs: results and gradients are those of the same call with its arguments cast by
+hand, and the floating results have the dtype that the rule says."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hand_casts import GIVEN, expected_of, find_fault, lows
+from op_samples import NO_SAMPLE, find_sample
+from torch import nn
+
+import amp_patch
+from amp_patch.oplists import load_oplists, shipped_names
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning"), pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")]
+
+# Why an op is left out.
+LEFT_OUT = {
+    **NO_SAMPLE,
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), "written in Python as reciprocal() * other, of which reciprocal is listed itself"),
+}
+
+
+def lists_of(name: str) -> Any:
+    """What to ask `initialize` for: an overlay needs a list below it."""
+    return ["float16", name] if not load_oplists(name).spellings else name
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads have nothing to share in a 4x4 matrix, and wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_op_has_a_sample(name: str) -> None:
+    spellings = [one for one in load_oplists(name).spellings if one.name not in NO_SAMPLE]
+    assert [f"{one.owner_name}.{one.name}" for one in spellings if find_sample(one.owner_name, one.name) is None] == []
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@lows
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_op_runs_as_if_cast_by_hand(name: str, low: torch.dtype, given: str) -> None:
+    lists = lists_of(name)
+    spellings = [one for one in load_oplists(lists).spellings if one.name not in LEFT_OUT]
+    calls = [(one, find_sample(one.owner_name, one.name), GIVEN[given](low)) for one in spellings]
+    expected = [expected_of(*call, low) for call in calls]
+    amp_patch.initialize(nn.Linear(2, 2), opt_level="O1", lists=lists, patch_torch_functions_type=low, verbosity=0)
+    faults = {f"{call[0].owner_name}.{call[0].name}": find_fault(*call, wanted) for call, wanted in zip(calls, expected, strict=True)}
+    amp_patch.reset()
+    assert {op: fault for op, fault in faults.items() if fault} == {}
+
+
+@pytest.mark.parametrize(("op", "wrong"), [("matmul", "blacklist"), ("exp", "whitelist"), ("addcmul", "blacklist")], ids=["low", "wide", "widest"])
+def test_an_op_under_another_rule_than_the_list_says_is_noticed(op: str, wrong: str) -> None:
+    spelling = next(one for one in load_oplists("float16").spellings if one.name == op)
+    given = GIVEN["low"](torch.bfloat16)
+    expected = expected_of(dataclasses.replace(spelling, kind=wrong), find_sample("torch", op), given, torch.bfloat16)
+    amp_patch.initialize(nn.Linear(2, 2), opt_level="O1", lists="float16", patch_torch_functions_type=torch.bfloat16, verbosity=0)
+    assert find_fault(spelling, find_sample("torch", op), given, expected)
