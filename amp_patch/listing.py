@@ -185,12 +185,16 @@ def _load_side(spec: str, device_type: str) -> OpLists:
 def _run_explain(arguments: argparse.Namespace) -> int:
     names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
     low = arguments.dtype or next((name for name in names if name in LOW_NAMES), LOW_NAMES[0])
-    explanation = explain(arguments.op, load_oplists(names))
+    lists = load_oplists(names)
+    explanation = explain(arguments.op, lists)
     if arguments.json:
         effects = {ruling.kind: describe_effects(ruling.kind, low) for ruling in explanation.rulings}
-        _print(_as_json({"lists": names, "low": low, **asdict(explanation), "effects": effects}))
-    else:
-        _print(_explain(explanation, names, low))
+        modules = [_module_as_data(rule) for rule in get_module_rules(lists)]
+        _print(_as_json({"lists": names, "low": low, **asdict(explanation), "effects": effects, "modules": modules}))
+        return 0
+    _print(_explain(explanation, names, low))
+    if get_module_rules(lists) and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+        _print(f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})." for rule in get_module_rules(lists))
     return 0
 
 

@@ -214,6 +214,7 @@ def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog:
         "extends: float16\npromote: [softmax]",
         "blacklist: [{op: soon, optional: true}]",
         "blacklist: [lib_not_imported.f]",
+        "neutral: [relu, softmax]",  # an overlay: it extends nothing by itself
     ],
 )
 def test_check_does_not_warn_of_entries_with_an_effect(text: str, write: Write, lists: Amp) -> None:
@@ -425,6 +426,15 @@ def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> 
     assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low      range  mine.yaml:3\n" in shown
     rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
     assert json.loads(lists("show", "apex", "--json")[1])["modules"][0] == rule
+
+
+def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
+    loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
+    monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
+    told = "Within encoder.*.norm it runs in float32 (mine.yaml:3).\nWithin torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"
+    for op, is_told in {"linear": True, "softmax": True, "cat": False, "relu": False}.items():
+        assert (told in lists("explain", op, "--lists", "bfloat16")[1]) is is_told
+    assert [rule["run"] for rule in json.loads(lists("explain", "mm", "--json")[1])["modules"]] == ["float32", "low"]
 
 
 @pytest.mark.parametrize(
