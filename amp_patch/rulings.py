@@ -92,8 +92,8 @@ def explain(op: str, lists: OpLists) -> Explanation:
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the lists do not name.
     """
     keys = find_spellings(op, may_be_missing=True)
-    missing = tuple(entry for entry in lists.missing if entry.op == op)
-    other_torch = tuple(entry for entry in lists.other_torch if entry.op == op or _find_all(entry.op).keys() & keys.keys())
+    missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
+    other_torch = tuple(entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys())
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
     by_key = _rule_all(lists)
@@ -180,6 +180,11 @@ def _rule_all(lists: OpLists) -> _Rulings:
         kind = kind_of(name, entry.rule, lists.inplace_blacklist)
         rulings[owner_name, name] = Ruling((), kind, entry, package=owner_name.partition(".")[0])
     return rulings
+
+
+def _is_named(op: str, entry: OpEntry) -> bool:
+    """Whether an entry may mean an op that torch lacks: the same name, or one of the two is bare."""
+    return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
 def _find_all(op: str) -> dict[Key, object | None]:

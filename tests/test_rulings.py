@@ -107,6 +107,11 @@ def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
     lists = load_oplists(write(text))
     assert [entry.op for entry in explain("soon", lists).missing] == ["soon"]
     assert explain("soon", lists).rulings == ()
+    assert [entry.op for entry in explain("torch.fft.soon", lists).missing] == ["soon"]
+    dotted = load_oplists(write("blacklist: [{op: torch.fft.soon, optional: true}]"))
+    assert [entry.op for entry in explain("soon", dotted).missing] == ["torch.fft.soon"]
+    with pytest.raises(OpListError, match=r"has no op 'torch\.linalg\.soon'"):
+        explain("torch.linalg.soon", dotted)
     tanh, erf = explain("tanh", lists), explain("torch.special.erf", lists)
     assert [(entry.op, entry.since, entry.until) for entry in tanh.other_torch] == [("tanh", "99.1", "")]
     assert {ruling.kind for ruling in tanh.rulings} == {"unlisted"}
