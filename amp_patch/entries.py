@@ -93,7 +93,7 @@ def read_entries(keys: dict[str, Node], path: Path, faults: Faults) -> Iterator[
 
 
 def _read_entry(rule: str, node: Node, path: Path, faults: Faults) -> Iterator[Line]:
-    """Yield one entry, or none where a fault leaves open which op it names or which torch it is meant for."""
+    """Yield one entry, or none where a fault leaves open which op it names."""
     fields = check_keys(node, _ENTRY_KEYS, path, faults) if isinstance(node.value, dict) else {"op": node}
     why, is_optional = "", False
     with faults:
@@ -104,9 +104,8 @@ def _read_entry(rule: str, node: Node, path: Path, faults: Faults) -> Iterator[L
     if "op" not in fields:
         raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
     name = _op_name(fields["op"], rule, path)
-    if applies is not None:
-        since, until = (str(fields[bound].value) if bound in fields else "" for bound in ("since", "until"))
-        yield Line(OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies)
+    since, until = (str(fields[bound].value) if bound in fields else "" for bound in ("since", "until"))
+    yield Line(OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies)
 
 
 def _op_name(node: Node, rule: str, path: Path) -> str:
@@ -121,22 +120,21 @@ def _op_name(node: Node, rule: str, path: Path) -> str:
     return name
 
 
-def _applies(fields: dict[str, Node], path: Path, faults: Faults) -> bool | None:
-    """Return whether an entry is meant for the running torch, or None if its bounds are at fault."""
+def _applies(fields: dict[str, Node], path: Path, faults: Faults) -> bool:
+    """Whether an entry is meant for the running torch; not if its bounds are at fault, as nothing can be said of its op then."""
     bounds: list[tuple[int, ...] | None] = []
     for name in ("since", "until"):
         with faults:
             bounds.append(_version(fields.get(name), path, name))
     if len(bounds) < 2:
-        return None
+        return False
     since, until = bounds
     with faults:
         if since and until and since >= until:
             node, text = fields["until"], fields["since"].value
             raise OpListError(f"{path}:{node.line}:{node.column}: until {node.value!r} is not later than since {text!r}; no torch fits")
-        running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
-        return (since is None or since <= running) and (until is None or running < until)
-    return None
+    running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
+    return (since is None or since <= running) and (until is None or running < until)
 
 
 def _version(node: Node | None, path: Path, what: str) -> tuple[int, ...] | None:

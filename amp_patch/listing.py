@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from amp_patch.errors import OpListError
 from amp_patch.faults import sort_by_position
 from amp_patch.oplists import OpLists, Spelling, check_oplists, lists_dir, load_oplists, make_oplists
 from amp_patch.opnames import find_spellings
-from amp_patch.rulings import SUMMARIES, Explanation, Ruling, compare, describe_effects, explain
+from amp_patch.rulings import SUMMARIES, Explanation, Ruling, compare, describe_effects, explain, get_module_rules
 
 SUMMARY = "Show, check, compare and explain op lists."
 LOW_NAMES = ("float16", "bfloat16")
@@ -83,6 +84,9 @@ def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
             yield f"  {row}  except {lost}" if lost else f"  {row}"
             if has_spellings:
                 yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
+    if modules := get_module_rules(lists):
+        yield "\nmodules: run in this dtype whatever the rules above say; of several that cover a module the last one counts"
+        yield from (f"  {row}" for row in _columns((rule.chooser, rule.run, rule.why, _place(rule)) for rule in modules))
     without_effect = (
         (lists.missing, "missing: torch has no such op"),
         (lists.deferred, "deferred: takes effect when the package is imported"),
@@ -101,10 +105,15 @@ def _show_as_data(lists: OpLists) -> dict[str, object]:
         "digest": lists.digest,
         "inplace_blacklist": lists.inplace_blacklist,
         "entries": [{**asdict(entry), "spellings": [_as_data(spelling) for spelling in group]} for entry, group in _by_entry(lists).items()],
+        "modules": [_module_as_data(rule) for rule in get_module_rules(lists)],
         "missing": [asdict(entry) for entry in lists.missing],
         "deferred": [asdict(entry) for entry in lists.deferred],
         "other_torch": [asdict(entry) for entry in lists.other_torch],
     }
+
+
+def _module_as_data(rule: Any) -> dict[str, object]:
+    return {name: getattr(rule, name) for name in ("chooser", "run", "why", "path", "line", "column")}
 
 
 def _as_data(spelling: Spelling) -> dict[str, object]:
@@ -156,9 +165,12 @@ def _run_diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print(_as_json({"left": left.names, "right": right.names, "differences": [asdict(difference) for difference in differences]}))
     else:
-        shown = {kind: f"({kind})" if kind == "unlisted" else kind for kind in SUMMARIES}
-        _print(_columns((difference.op, f"{shown[difference.left]} -> {shown[difference.right]}") for difference in differences))
+        _print(_columns((difference.op, f"{_in_diff(difference.left)} -> {_in_diff(difference.right)}") for difference in differences))
     return 1 if differences else 0
+
+
+def _in_diff(kind: str) -> str:
+    return "(unlisted)" if kind == "unlisted" else kind
 
 
 def _load_side(spec: str, device_type: str) -> OpLists:
@@ -173,12 +185,16 @@ def _load_side(spec: str, device_type: str) -> OpLists:
 def _run_explain(arguments: argparse.Namespace) -> int:
     names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
     low = arguments.dtype or next((name for name in names if name in LOW_NAMES), LOW_NAMES[0])
-    explanation = explain(arguments.op, load_oplists(names))
+    lists = load_oplists(names)
+    explanation = explain(arguments.op, lists)
     if arguments.json:
         effects = {ruling.kind: describe_effects(ruling.kind, low) for ruling in explanation.rulings}
-        _print(_as_json({"lists": names, "low": low, **asdict(explanation), "effects": effects}))
-    else:
-        _print(_explain(explanation, names, low))
+        modules = [_module_as_data(rule) for rule in get_module_rules(lists)]
+        _print(_as_json({"lists": names, "low": low, **asdict(explanation), "effects": effects, "modules": modules}))
+        return 0
+    _print(_explain(explanation, names, low))
+    if get_module_rules(lists) and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+        _print(f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})." for rule in get_module_rules(lists))
     return 0
 
 
@@ -217,7 +233,7 @@ def _explain_ruling(ruling: Ruling, low: str) -> Iterator[tuple[str, str]]:
 # ---- printing -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _place(entry: OpEntry) -> str:
+def _place(entry: Any) -> str:
     """Return `file:line`; a shipped list needs no folder."""
     path = Path(entry.path)
     return f"{path.name if path.parent == lists_dir() else entry.path}:{entry.line}"

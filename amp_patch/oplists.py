@@ -200,7 +200,9 @@ class _Overlay:
                     other = claims[key].entry if key in claims else absent.get(key)
                     if other is not None:
                         _refuse_twice(entry, other, ".".join(filter(None, key)))
-                if entry.rule == "neutral" and found and not (_matches(found, self._claims) or _matches(found, claims)):
+                # a file that is checked and extends none is an overlay: what it will lie over is not known
+                is_overlay = self._faults.is_collecting and not self._claims
+                if entry.rule == "neutral" and found and not (is_overlay or _matches(found, self._claims) or _matches(found, claims)):
                     self._faults.warn(_at(entry), f"{entry.op!r} is neutral, but it was on no list")
                 claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
                 if not found:

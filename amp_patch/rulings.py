@@ -1,7 +1,8 @@
 """What op lists come to: the rules one op follows and why, and the ops on which two lists differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .entries import OpEntry
 from .errors import OpListError
@@ -55,7 +56,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have other kinds."""
+    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have other kinds.
+
+    A difference between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    """
 
     op: str
     spellings: tuple[str, ...]
@@ -88,8 +92,8 @@ def explain(op: str, lists: OpLists) -> Explanation:
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the lists do not name.
     """
     keys = find_spellings(op, may_be_missing=True)
-    missing = tuple(entry for entry in lists.missing if entry.op == op)
-    other_torch = tuple(entry for entry in lists.other_torch if entry.op == op or _find_all(entry.op).keys() & keys.keys())
+    missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
+    other_torch = tuple(entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys())
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
     by_key = _rule_all(lists)
@@ -110,7 +114,23 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     by_op: dict[str, list[Key]] = {}
     for key in {**sides[0], **sides[1]}:
         by_op.setdefault(get_op(key), []).append(key)
-    return tuple(difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
+    ops = (difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
+    return (*ops, *_compare_modules(get_module_rules(left), get_module_rules(right)))
+
+
+def get_module_rules(lists: OpLists) -> tuple[Any, ...]:
+    """Return the rules for parts of a model, each with `chooser`, `run`, `why`, `path`, `line` and `column`."""
+    return tuple(getattr(lists, "modules", ()))
+
+
+def _compare_modules(left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
+    before, after = ({rule.chooser: rule.run for rule in rules} for rules in (left, right))
+    if before != after:
+        for chooser in {**before, **after}:
+            if before.get(chooser) != after.get(chooser):
+                yield Difference(f"modules {chooser}", (), before.get(chooser, "unlisted"), after.get(chooser, "unlisted"))
+    elif [(rule.chooser, rule.run) for rule in left] != [(rule.chooser, rule.run) for rule in right]:  # of several, the last one counts
+        yield Difference("modules", (), *(", ".join(f"{rule.chooser} {rule.run}" for rule in rules) for rules in (left, right)))
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
@@ -160,6 +180,11 @@ def _rule_all(lists: OpLists) -> _Rulings:
         kind = kind_of(name, entry.rule, lists.inplace_blacklist)
         rulings[owner_name, name] = Ruling((), kind, entry, package=owner_name.partition(".")[0])
     return rulings
+
+
+def _is_named(op: str, entry: OpEntry) -> bool:
+    """Whether an entry may mean an op that torch lacks: the same name, or one of the two is bare."""
+    return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
 def _find_all(op: str) -> dict[Key, object | None]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from amp_patch import oplists
 from amp_patch.errors import OpListError
-from amp_patch.oplists import OpLists, Spelling, lists_dir, load_oplists, shipped_names
+from amp_patch.oplists import OpLists, Spelling, check_oplists, lists_dir, load_oplists, shipped_names
 from amp_patch.yaml_loader import load_mapping
 
 Write = Callable[..., Path]
@@ -209,6 +209,12 @@ def test_augmented_operators_write_in_place_unless_the_list_has_apex_s_ways(writ
     found = kinds(load_oplists(write("inplace_blacklist: error\npromote: [mul]\nblacklist: [pow]")))
     assert (found["torch.Tensor.__imul__"], found["torch.Tensor.mul_"]) == ("promote", "match_self")
     assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("blacklist", "inplace_error")
+
+
+def test_a_ban_holds_for_augmented_operators(write: Write) -> None:
+    found = kinds(load_oplists(write("banned: [mul, torch.Tensor.add_]")))
+    assert set(found.values()) == {"banned"}
+    assert {"torch.Tensor.__imul__", "torch.Tensor.__mul__", "torch.Tensor.add_"} <= found.keys()
 
 
 def test_ops_that_keep_statistics_are_not_whitelisted(write: Write) -> None:
@@ -413,6 +419,72 @@ def test_bad_names_of_a_package(write: Write, op: str, problem: str, package: ty
     refused(write(f"blacklist: [{op}]"), "1:13", problem)
 
 
+# ---- checks -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_finds_nothing_in_shipped_lists() -> None:
+    for name in shipped_names():
+        faults = check_oplists(lists_dir() / f"{name}.yaml")
+        assert (dict(faults.found), faults.warnings) == ({}, [])
+
+
+def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
+    """Each of these files has one fault per line, beside entries that are read as if it were not there."""
+    path = write("whitelist: [mm, sofmax]\nblacklist: [exp, {op: tan, wy: x}]\npromote: [{op: sin, optional: maybe}, exp]\nneutral: relu\n")
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:17:", "2:28:", "3:31:", "3:39:", "4:10:"]
+
+
+def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
+    write("blacklist: [sofmax]", "base.yaml")
+    write("extends: base.yaml", "left.yaml")
+    write("extends: base.yaml", "right.yaml")
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+    write("blacklist: [", "base.yaml")
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+
+
+def test_cycles_are_one_fault_each(write: Write) -> None:
+    write("extends: [mine.yaml, b.yaml]\nblacklist: [sofmax]", "b.yaml")
+    found = check_oplists(write("extends: [b.yaml, mine.yaml]")).found
+    assert [(Path(fault.partition(":")[0]).name, "extend each other" in fault) for fault in found] == [
+        ("b.yaml", True), ("b.yaml", True), ("b.yaml", False), ("mine.yaml", True),
+    ]  # fmt: skip
+
+
+RULED = [(rule, op) for rule in ("whitelist", "blacklist", "banned", "neutral") for op in ("exp", "exp_", "torch.exp", "torch.exp_")]
+
+
+@pytest.mark.parametrize("base", RULED, ids=" ".join)
+def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: Write, base: tuple[str, str]) -> None:
+    lower = write(f"{base[0]}: [{base[1]}]", "base.yaml")
+    for rule, op in RULED:
+        upper = write(f"extends: base.yaml\n{rule}: [{op}]")
+        is_warned_of = any(warning.startswith(f"{upper}:") for warning in check_oplists(upper).warnings)
+        changes_rules = kinds(load_oplists(upper)) != kinds(load_oplists(lower))
+        assert not (is_warned_of and changes_rules), (rule, op)
+        assert is_warned_of or (rule, op) != base, (rule, op)
+
+
+# ---- history ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_spelling_knows_what_its_entry_overrides(write: Write) -> None:
+    first, second, third = write("blacklist: [exp]", "a.yaml"), write("whitelist: [torch.exp]", "b.yaml"), write("neutral: [exp]", "c.yaml")
+    lists = load_oplists([first, second, third])
+    history = {f"{s.owner_name}.{s.name}": [entry.path for entry in s.overridden] for s in lists.neutral}
+    longer, shorter = [str(first), str(second)], [str(first)]
+    assert history == {"torch.exp": longer, "torch.exp_": longer, "torch.Tensor.exp": shorter, "torch.Tensor.exp_": shorter}
+    assert {entry.path for s in lists.neutral for entry in [s.entry]} == {str(third)}
+    assert not any(spelling.overridden for spelling in load_oplists("float16").spellings)
+
+
+def test_entries_for_other_versions_of_torch_are_kept_apart(write: Write) -> None:
+    lists = load_oplists(write("blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\nneutral: [{op: cos, since: 98.5, until: 99, why: x}]"))
+    kept = [(entry.op, entry.rule, entry.since, entry.until, entry.line) for entry in lists.other_torch]
+    assert kept == [("exp", "blacklist", "", "1.2", 1), ("tan", "blacklist", "99", "", 1), ("cos", "neutral", "98.5", "99", 2)]
+    assert {spelling.entry.op for spelling in (*lists.spellings, *lists.neutral)} == {"sin"}
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -602,33 +674,45 @@ def test_lists_are_looked_for_inside_the_package_then_beside_it(tmp_path: Path, 
 # ---- anything at all --------------------------------------------------------------------------------------------------------------------------
 
 
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "600"))
+
+
 def load_text(text: str | bytes) -> OpLists | None:
-    """The lists, or None where the file was refused; a refusal without a position fails."""
+    """The lists, or None where the file was refused. Fails unless a check finds the refusal, and finds nothing where there was none.
+
+    All faults have a position and one line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "f.yaml")
         path.write_bytes(text.encode() if isinstance(text, str) else text)
+        found = check_oplists(path).found
+        for fault in found:
+            line, column, problem = fault.removeprefix(f"{path}:").split(":", 2)
+            assert int(line) >= 1 and int(column) >= 1 and problem.strip() and len(fault.splitlines()) == 1
         try:
-            return load_oplists(path)
+            lists = load_oplists(path)
         except OpListError as exc:
-            line, column, problem = str(exc).removeprefix(f"{path}:").split(":", 2)
-            assert int(line) >= 1 and int(column) >= 1 and problem.strip()
+            assert str(exc) in found
             return None
+        assert not found
+        return lists
 
 
 @given(st.binary(max_size=100) | st.binary(max_size=60).map(lambda data: b"blacklist: [" + data + b"]"))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_bytes_give_lists_or_the_error(data: bytes) -> None:
     lists = load_text(data)
     assert lists is None or isinstance(lists, OpLists)
 
 
 NAMES = st.sampled_from(["exp", "pow", "torch.mm", "torch.Tensor.exp_", "__pow__", "os.system", "nope", "lib.f", "cat", "torch.nn", "exp_", "~"])
-ENTRIES = NAMES | NAMES.map("{{op: {}, why: x}}".format) | NAMES.map("{{op: {}, since: 2.1, optional: true}}".format) | st.just("{a: b}")
+FIELDS = ["why: x", "since: 2.1", "until: 2.1", "until: 99", "optional: true", "optional: maybe", "since: soon", "why: [x]", "wy: x"]
+ENTRIES = NAMES | st.builds("{{op: {}, {}}}".format, NAMES, st.sampled_from(FIELDS)) | st.sampled_from(["{a: b}", "[exp]", "{}", "{op: [exp]}"])
 KEYS = st.sampled_from([*oplists.RULES, "extends", "description", "inplace_blacklist", "typo"])
 
 
 @given(st.lists(st.tuples(KEYS, st.lists(ENTRIES, max_size=4)), max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_near_valid_files_give_consistent_lists_or_the_error(content: Sequence[tuple[str, list[str]]]) -> None:
     lists = load_text("\n".join(f"{key}: [{', '.join(entries)}]" for key, entries in content) or "{}")
     if lists is not None:
@@ -644,7 +728,7 @@ OPS = ["exp", "mm", "tan", "sum", "cat", "softmax", "matmul", "acos", "bmm", "lo
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(OPS), st.sampled_from(oplists.RULES), min_size=1), min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES // 3, deadline=None)
 def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict[str, str]]) -> None:
     def text(rules: dict[str, str]) -> str:
         return "\n".join(f"{rule}: [{', '.join(op for op in rules if rules[op] == rule)}]" for rule in oplists.RULES)

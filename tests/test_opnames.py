@@ -5,7 +5,7 @@ import torch
 
 from amp_patch import opnames
 from amp_patch.errors import OpListError
-from amp_patch.opnames import find_spellings, inplace_twin, is_inplace
+from amp_patch.opnames import find_spellings, get_op, inplace_twin, is_inplace
 from amp_patch.patching import Patch, Patcher
 
 # ---- names ------------------------------------------------------------------------------------------------------------------------------------
@@ -79,6 +79,38 @@ def test_the_names_of_an_alias_group_compute_the_same(group: str) -> None:
         arguments = [operand.clone() if isinstance(operand, torch.Tensor) else operand for operand in operands]
         result = function(*(reversed(arguments) if name in SWAPPED else arguments))
         torch.testing.assert_close(result, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "op"),
+    [
+        ("torch.softmax", "softmax"),
+        ("torch.nn.functional.softmax", "softmax"),
+        ("torch.arccos", "acos"),
+        ("torch.Tensor.__rpow__", "pow"),
+        ("torch.Tensor.__ipow__", "pow"),
+        ("torch.Tensor.exp_", "exp"),
+        ("torch.nn.functional.relu_", "relu"),
+        ("torch.Tensor.zero_", "zero_"),  # there is no zero
+        ("torch._VF.lstm", "lstm"),
+        ("torch.fft.fft", "torch.fft.fft"),  # a bare fft would not reach it
+        ("torch.linalg.solve", "solve"),
+        ("torch._VF.conv1d", "torch._VF.conv1d"),
+        ("lib.ops.f_", "lib.ops.f_"),
+    ],
+)
+def test_the_op_of_a_spelling(spelling: str, op: str) -> None:
+    owner_name, _, name = spelling.rpartition(".")
+    assert get_op((owner_name, name)) == op
+
+
+def test_the_op_of_a_spelling_means_it() -> None:
+    keys = [(owner_name, name) for owner_name in opnames._OWNERS for name in dir(opnames._OWNERS[owner_name]) if not name.startswith("_")]
+    for key in keys:
+        op = get_op(key)
+        if "." not in op:
+            spellings = find_spellings(op, may_be_missing=False)
+            assert key in spellings or key in {inplace_twin(spelling) for spelling in spellings}
 
 
 # ---- in-place twins ---------------------------------------------------------------------------------------------------------------------------

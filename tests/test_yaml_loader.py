@@ -166,6 +166,9 @@ def test_error_is_of_the_type_asked_for(tmp_path: Path) -> None:
         load_mapping(tmp_path / "file.yaml", PolicyError)
 
 
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "200"))
+
+
 def load_bytes(data: bytes) -> Node | None:
     """The root, or None where the reader refused; a refusal without a position fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +183,7 @@ def load_bytes(data: bytes) -> Node | None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_bytes_give_a_mapping_or_the_error(data: bytes) -> None:
     root = load_bytes(data)
     assert root is None or isinstance(root.value, dict)
@@ -191,7 +194,7 @@ FRAGMENTS += ["%YAML 1.2\n", "---\n", "...\n", "\\", "\\x0", "\\UFFFFFFFF", "~",
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_near_valid_yaml_gives_a_mapping_or_the_error(text: str, is_pure: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_pure:
@@ -211,7 +214,7 @@ def depth(tree: object) -> int:
 
 
 @given(st.dictionaries(TEXT, TREES, max_size=4), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_what_is_dumped_is_read_back(tree: dict[str, object], is_flow: bool) -> None:
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
