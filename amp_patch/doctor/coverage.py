@@ -1,6 +1,7 @@
 """Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing kept by hand."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ class Coverage:
         where = self._package
         if not (where / "__init__.py").is_file():
             return False
+        parts = list(itertools.takewhile(lambda part: not part.startswith("__"), parts))  # every module has a __dict__ and a __name__
         for index, part in enumerate(parts):
             deeper = _module_file(where / part)
             if not is_imported and where.is_dir() and part in _bound_names(where / "__init__.py", with_submodules=False):
@@ -46,7 +48,6 @@ class Coverage:
             if where.is_file():
                 return parts[index + 1] in _bound_names(where)
         return True
-
 
     def advice(self, dotted: str) -> str | None:
         """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today. None where it says nothing."""
