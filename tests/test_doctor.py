@@ -275,6 +275,7 @@ NEGATIVE = {
     "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
     "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
     "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()",
+    "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
     "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-known": HEAD + 'LEVEL = "O3"\namp.initialize(model, optimizer, opt_level=LEVEL)',
