@@ -126,6 +126,10 @@ POSITIVE = {
     "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", lists="apex")  # FAULT'),
     "AMP202-loss-scale": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT'),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
+    "AMP201-apex-default": (
+        "error",
+        'from apex import amp\nparser.add_argument("--opt-level", default="O5")  # FAULT\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+    ),
     "AMP203-ddp": ("error", HEAD + "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])  # FAULT\n" + setup()),
     "AMP203-if": ("error", HEAD + "if args.gpus > 1:\n    model = nn.DataParallel(model).cuda()  # FAULT\nif args.fp16:\n    " + setup()),
     "AMP203-inside": ("error", HEAD + "model = amp.initialize(nn.DataParallel(Net()))  # FAULT"),
@@ -285,6 +289,8 @@ NEGATIVE = {
     "AMP201-enabled": HEAD
     + 'parser.add_argument("--opt-level")\namp.initialize(model, optimizer, enabled=args.opt_level is not None, opt_level=args.opt_level)',
     "AMP201-required": HEAD + 'parser.add_argument("--opt-level", required=True)\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+    "AMP201-own-default": HEAD
+    + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)',
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
     "AMP202-fits": HEAD
     + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7, cast_model_type=torch.half)',
@@ -384,6 +390,7 @@ NEGATIVE = {
     "AMP401-global": HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4"),
     "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
     "AMP401-own-name": HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4"),
+    "AMP401-elsewhere": HEAD + "def measure(x):\n    for f in [torch.mm, torch.matmul]:\n        f(x, x)\n    both = [F.linear]\n" + setup("O4"),
     "AMP401-called": HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4"),
     "AMP401-looked-up-late": HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4"),
     "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
