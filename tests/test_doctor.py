@@ -33,8 +33,10 @@ def standin(tmp_path: Path) -> coverage.Coverage:
     package = tmp_path / "standin"
     files = {
         "__init__.py": "from . import amp\n",
-        "amp.py": "from amp_patch.api import *\nfrom ._hidden import _amp_state\n\ndef init(enabled=True):\n    inner = 1\n",
-        "_hidden.py": "_amp_state = object()\n",
+        "amp/__init__.py": "from amp_patch.api import *\nfrom . import handle\nfrom ._amp_state import _amp_state\n"
+        "def init(enabled=True):\n    inner = 1\n",
+        "amp/_amp_state.py": "class State: ...\n_amp_state = State()\nmaybe_print = print\n",
+        "amp/handle.py": "disable_casts = 1\n",
         "optimizers/__init__.py": "from .fused import *\ntry:\n    from .lamb import FusedLAMB\nexcept ImportError:\n    FusedLAMB = None\n",
         "optimizers/fused.py": "__all__ = ['FusedAdam']\nclass FusedAdam:\n    def step(self): ...\nclass FusedSGD: ...\n",
         "optimizers/lamb.py": "class FusedLAMB: ...\n",
@@ -97,6 +99,8 @@ POSITIVE = {
     "AMP102-extension": ("error", "import fused_layer_norm_cuda  # FAULT"),
     "AMP102-of-amp-patch": ("error", "import amp_patch as amp\namp.init()  # FAULT"),
     "AMP102-import-of-amp-patch": ("error", "from amp_patch import initialise  # FAULT"),
+    "AMP102-of-module": ("error", "from apex import amp\namp.handle.disable_casts()\namp.handle.enable_casts()  # FAULT"),
+    "AMP102-in-module": ("error", "from apex.amp._amp_state import loss_scalers  # FAULT"),
     "AMP102-handler-itself": ("error", "try:\n    import fast\nexcept ImportError:\n    import apex.RNN  # FAULT"),
     "AMP102-with-fallback": ("note", "try:\n    from apex.optimizers import FusedNovoGrad  # FAULT\nexcept ImportError:\n    FusedNovoGrad = None"),
     # ---- setup
@@ -122,6 +126,10 @@ POSITIVE = {
     "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", lists="apex")  # FAULT'),
     "AMP202-loss-scale": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT'),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
+    "AMP201-apex-default": (
+        "error",
+        'from apex import amp\nparser.add_argument("--opt-level", default="O5")  # FAULT\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+    ),
     "AMP203-ddp": ("error", HEAD + "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])  # FAULT\n" + setup()),
     "AMP203-if": ("error", HEAD + "if args.gpus > 1:\n    model = nn.DataParallel(model).cuda()  # FAULT\nif args.fp16:\n    " + setup()),
     "AMP203-inside": ("error", HEAD + "model = amp.initialize(nn.DataParallel(Net()))  # FAULT"),
@@ -268,7 +276,10 @@ NEGATIVE = {
     "AMP102-members": "import amp_patch\nfrom amp_patch import amp, initialize\namp_patch.stats().steps.bit_length()",
     "AMP102-relative": "from .apex import amp\nfrom . import apex\napex.transformer.x()",
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
+    "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
+    "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
     "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()",
+    "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
     "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-known": HEAD + 'LEVEL = "O3"\namp.initialize(model, optimizer, opt_level=LEVEL)',
@@ -278,6 +289,8 @@ NEGATIVE = {
     "AMP201-enabled": HEAD
     + 'parser.add_argument("--opt-level")\namp.initialize(model, optimizer, enabled=args.opt_level is not None, opt_level=args.opt_level)',
     "AMP201-required": HEAD + 'parser.add_argument("--opt-level", required=True)\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+    "AMP201-own-default": HEAD
+    + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)',
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
     "AMP202-fits": HEAD
     + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7, cast_model_type=torch.half)',
@@ -377,6 +390,7 @@ NEGATIVE = {
     "AMP401-global": HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4"),
     "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
     "AMP401-own-name": HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4"),
+    "AMP401-elsewhere": HEAD + "def measure(x):\n    for f in [torch.mm, torch.matmul]:\n        f(x, x)\n    both = [F.linear]\n" + setup("O4"),
     "AMP401-called": HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4"),
     "AMP401-looked-up-late": HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4"),
     "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
@@ -451,6 +465,8 @@ def test_codes_are_unique_and_in_order() -> None:
         "from apex import amp",
         "import apex",
         "from apex.amp import initialize, scale_loss, _amp_state, init",
+        "from apex.amp._amp_state import maybe_print",
+        "import apex.amp._amp_state",
         "import apex.amp as amp",
         "from apex.optimizers import FusedAdam, FusedLAMB",
         "from apex.optimizers.fused import FusedSGD",

@@ -1,6 +1,7 @@
 """Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing kept by hand."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,16 +22,23 @@ class Coverage:
     def __init__(self, package: Path) -> None:
         self._package = package
 
-    def has(self, dotted: str) -> bool:
-        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in one."""
+    def has(self, dotted: str, *, is_imported: bool = True) -> bool:
+        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in one.
+
+        `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at the first object that a
+        package binds (`amp._amp_state`), even if there is a module of that name.
+        """
         parts = dotted.split(".")
         if parts[0] == "apex":
             parts = parts[1:]
         where = self._package
         if not (where / "__init__.py").is_file():
             return False
+        parts = list(itertools.takewhile(lambda part: not part.startswith("__"), parts))  # every module has a __dict__ and a __name__
         for index, part in enumerate(parts):
             deeper = _module_file(where / part)
+            if not is_imported and where.is_dir() and part in _bound_names(where / "__init__.py", with_submodules=False):
+                return True
             if deeper is None:
                 bound = _bound_names(where / "__init__.py" if where.is_dir() else where)
                 return part in bound  # what is below a bound name is an attribute of an object: nothing the source could tell
@@ -40,7 +48,6 @@ class Coverage:
             if where.is_file():
                 return parts[index + 1] in _bound_names(where)
         return True
-
 
     def advice(self, dotted: str) -> str | None:
         """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today. None where it says nothing."""
@@ -81,10 +88,10 @@ def _read_table(path: Path) -> dict[str, str]:
 
 
 @cache
-def _bound_names(path: Path) -> frozenset[str]:
+def _bound_names(path: Path, *, with_submodules: bool = True) -> frozenset[str]:
     """Return the names that a module binds at its top level, those of its star imports from the same package included.
 
-    Where a module answers for names by a `__getattr__`, every string in it that could be a name counts.
+    `with_submodules`: also what `from . import x` binds, and every string that could be a name in a module that answers for names by a `__getattr__`.
     """
     tree = ast.parse(path.read_bytes())
     found: set[str] = set()
@@ -95,10 +102,10 @@ def _bound_names(path: Path) -> frozenset[str]:
             found.add(node.id)
         elif isinstance(node, ast.Import):
             found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and (node.module or with_submodules):
             for alias in node.names:
                 found |= _star_names(path, node) if alias.name == "*" else {alias.asname or alias.name}
-    if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+    if with_submodules and any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
         strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
         found.update(value for value in strings if value.isidentifier())
     return frozenset(found)

@@ -42,7 +42,7 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         name = next(iter(names), "")
         if len(names) != 1 or name in told:
             continue
-        if name.startswith("apex.") and not context.coverage.has(name) and not any(name.startswith(f"{one}.") for one in told):
+        if name.startswith("apex.") and not context.coverage.has(name, is_imported=False) and not any(name.startswith(f"{one}.") for one in told):
             told.add(name)
             yield _uncovered(context, attribute, name)
         elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from amp_patch.api import initialize
 from amp_patch.dtypes import LOW_DTYPES
 from amp_patch.errors import PolicyError
@@ -56,9 +58,9 @@ def literal(script: Script, node: ast.AST) -> Any:
         if not (isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) <= 64):
             return UNKNOWN
         return left * right if isinstance(node.op, ast.Mult) else float(left) ** right if left else UNKNOWN
-    dtype = [name for name in script.names.resolve(node) if name.startswith("torch.") and name.count(".") == 1]
-    if dtype:
-        return dtype[0]
+    dtypes = [name for name in script.names.resolve(node) if isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)]
+    if dtypes:
+        return dtypes[0]
     value = script.constant(node.id) if isinstance(node, ast.Name) else None
     return UNKNOWN if value is None or isinstance(value, ast.Name) else literal(script, value)
 
@@ -179,8 +181,8 @@ def expect(scripts: Iterable[Script]) -> Expected:
 
 
 def is_apex(script: Script, call: ast.Call) -> bool:
-    """Tell whether a call of amp is one of Apex's, which the stand-in answers."""
-    return any(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
+    """Tell whether a call of amp is one of Apex's, which the stand-in answers; not if it may be one of amp_patch's as well."""
+    return all(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
 
 
 def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
