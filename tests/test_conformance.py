@@ -350,3 +350,24 @@ def test_apex_patched_single_spellings(name: str) -> None:
     open_session("apex", torch.bfloat16)
     assert getattr(F, name)(low, dim=1).dtype is torch.float32
     assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
+
+
+# ---- the default lists ------------------------------------------------------------------------------------------------------------------------
+
+NO_KERNEL = {torch.float16: {"nn.functional.rrelu"}, torch.bfloat16: set()}  # of the CPU; such a layer must be given float32
+# Joined or scaled with tensors of several dtypes at once, as no layer does; and the functions below the ones that layers call.
+NOT_MIXED = {"cartesian_prod", "nn.functional.batch_norm", "nn.functional.instance_norm", "grid_sampler_2d", "grid_sampler_3d"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@lows
+def test_what_works_in_float32_works_under_the_default_lists(low: torch.dtype) -> None:
+    """Whichever of an op's inputs come out of a low op: no missing kernel, no clash of dtypes."""
+    calls = [call for call in database(low) if not call.name.rpartition(".")[2].startswith(("_", "native_"))]
+    works = [not isinstance(outcome(Call(call.name, call.look_up, *cast((call.args, call.kwargs), torch.float32))), Exception) for call in calls]
+    open_session(str(low).removeprefix("torch."), low)
+    failed = {(call.name, len({t.dtype for t in tensors_of([*call.args, *call.kwargs.values()]) if t.is_floating_point()}) > 1)
+              for call, worked in zip(calls, works, strict=True) if worked and isinstance(outcome(call), Exception)}  # fmt: skip
+    amp_patch.reset()
+    assert {name for name, is_mixed in failed if not is_mixed} == NO_KERNEL[low]
+    assert {name for name, is_mixed in failed if is_mixed} <= NOT_MIXED
