@@ -3,6 +3,7 @@
 A name stands for all its spellings; where one takes its arguments differently, it has an entry under its full name as well.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ GRID, GRID3 = rand(1, 3, 3, 2, seed=1), rand(1, 2, 2, 2, 3, seed=1)
 SIGNAL = rand(16)
 CLASSES, SIGNS, MASK = torch.tensor([0, 3, 1, 2]), torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([True, False, True, False])
 COMPLEX = torch.complex(rand(4, 4), rand(4, 4, seed=1))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that CSR is in beta
+    SPARSE_ROWS = MATRIX.to_sparse_csr()
 SPECTRUM = torch.stft(SIGNAL, 4, window=torch.ones(4), return_complex=True)
 LU, PIVOTS = torch.linalg.lu_factor(POSITIVE)
 LD, LD_PIVOTS = torch.linalg.ldl_factor(POSITIVE)
@@ -78,6 +82,11 @@ def _each(names: str, sample: Sample) -> dict[str, Sample]:
 
 
 _UNARY = "acos arccos asin arcsin atanh arctanh cosh sinh tan erfinv exp expm1 log log1p log2 log10 reciprocal rsqrt square"
+_SPECIAL = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 erfcx ndtri log_ndtr"""
+_POLYNOMIALS = """chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+    laguerre_polynomial_l legendre_polynomial_p"""
 _COMPARED = "eq ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__ equal"
 _ARITHMETIC = "add div mul __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ pow"
 _AUGMENTED = "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__"
@@ -191,16 +200,35 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("tensorinv", call(POSITIVE.reshape(2, 2, 4))),
     **_each("tensorsolve", call(POSITIVE.reshape(4, 2, 2), VECTOR)),
     # float32 kernels alone
-    **_each("polar", call(VECTOR, VECTOR2)),
+    **_each("polar complex", call(VECTOR, VECTOR2)),
+    **_each("histogram", call(SIGNAL, 4)),
+    **_each("histogramdd", call(rand(4, 2), [2, 2])),
+    **_each("sampled_addmm", call(SPARSE_ROWS, MATRIX2, MATRIX3)),
     **_each("view_as_complex", call(rand(3, 2))),
     **_each("quantile nanquantile", call(MATRIX, 0.3, 1)),
+    # special functions
+    **_each(_SPECIAL, call(MATRIX)),
+    **_each(_POLYNOMIALS, call(MATRIX, torch.tensor(2))),
+    **_each("zeta", call(MATRIX + 1, MATRIX2)),
+    "torch.polygamma": call(1, MATRIX),
+    "torch.special.polygamma": call(1, MATRIX),
+    "torch.Tensor.polygamma": call(MATRIX, 1),
+    "torch.Tensor.polygamma_": call(MATRIX, 1),
+    **_each("vander", call(VECTOR)),
     # several tensors of one dtype
     **_each("cat concat concatenate stack", call([MATRIX, MATRIX2])),
     **_each("addcmul addcdiv", call(MATRIX, MATRIX2, MATRIX3)),
     **_each("lerp", call(MATRIX, MATRIX2, MATRIX3)),
+    **_each("heaviside isclose allclose", call(MATRIX, MATRIX2)),
+    **_each("embedding_bag", call(torch.tensor([[0, 1], [2, 3]]), MATRIX, per_sample_weights=rand(2, 2), mode="sum")),
+    "torch.embedding_bag": call(MATRIX, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), False, 0, False, VECTOR),
+    "torch.sparse.mm": call(MATRIX.to_sparse(), MATRIX2),
+    "torch.sparse.addmm": call(MATRIX, MATRIX2.to_sparse(), MATRIX3),
     **_each("index_put", call(MATRIX, (torch.tensor([0, 2]),), MATRIX2[:2])),
     **_each("index_copy index_add", call(MATRIX, 0, torch.tensor([0, 2]), MATRIX2[:2])),
     **_each("scatter scatter_add", call(MATRIX, 1, torch.tensor([[0, 1], [2, 3]]), MATRIX2[:2, :2])),
+    **_each("index_reduce", call(MATRIX, 0, torch.tensor([0, 2]), MATRIX2[:2], "prod")),
+    **_each("put", call(MATRIX, torch.tensor([0, 2]), VECTOR[:2])),
     **_each("scatter_reduce", call(MATRIX, 1, torch.tensor([[0, 1], [2, 3]]), MATRIX2[:2, :2], "sum")),
     **_each("masked_scatter", call(MATRIX, MASK, MATRIX2)),
 }

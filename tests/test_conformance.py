@@ -155,16 +155,22 @@ EXCLUDED = {
 EARLY = "float32 as under autocast, which rounds to the dtype of the arguments on the way there"
 PARTS = "autocast casts a product inside"
 ARGUMENT = "which rule autocast applies depends on an argument"
-DIFFERING = {
+# The ops whose result under the list has other bits than under autocast, but its dtype; and those that differ in the dtype too.
+OTHER_BITS = {
     "cuda": {
-        **dict.fromkeys(["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv", "pinverse", "ldexp", "matrix_exp"], PARTS),
         **dict.fromkeys(["mvlgamma", "trapezoid", "trapz", "cumulative_trapezoid"], EARLY),
         **dict.fromkeys(["nn.functional.cross_entropy", "nn.functional.linear_cross_entropy"], EARLY),
         **dict.fromkeys(["nn.functional.pairwise_distance", "nn.functional.triplet_margin_with_distance_loss"], EARLY),
+    },
+    "cpu": {"nn.functional.bilinear": PARTS},
+}
+OTHER_DTYPE = {
+    "cuda": {
+        **dict.fromkeys(["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv", "pinverse", "ldexp", "matrix_exp"], PARTS),
         "nn.functional.interpolate": ARGUMENT,
     },
     "cpu": {
-        **dict.fromkeys(["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv", "nn.functional.bilinear"], PARTS),
+        **dict.fromkeys(["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv"], PARTS),
         **dict.fromkeys(["nn.functional.pad", "einsum", "tensordot"], ARGUMENT),
     },
 }
@@ -223,6 +229,10 @@ def outcome(call: Call) -> Any:
         return error
 
 
+def dtypes_of(result: Any) -> Any:
+    return result if isinstance(result, Exception) else [tensor.dtype for tensor in result]
+
+
 @pytest.mark.filterwarnings("ignore")
 @lows
 @devices
@@ -233,13 +243,13 @@ def test_autocast_and_its_list_give_the_same_results_on_all_of_torch(device_type
     open_session(f"autocast-{device_type}", low)
     results = [outcome(call) for call in calls]
     amp_patch.reset()
-    differing = {
-        call.name
-        for call, result, wanted in zip(calls, results, expected, strict=True)
-        if not isinstance(wanted, Exception) and not is_same(result, wanted)  # where autocast fails, a list may succeed
-    }
-    assert len(calls) > 3000
-    assert differing == set(DIFFERING[device_type])
+    # Where autocast fails, a list may succeed.
+    pairs = [(call, result, wanted) for call, result, wanted in zip(calls, results, expected, strict=True) if not isinstance(wanted, Exception)]
+    other_dtype = {call.name for call, result, wanted in pairs if dtypes_of(result) != dtypes_of(wanted)}
+    other_bits = {call.name for call, result, wanted in pairs if not is_same(result, wanted)} - other_dtype
+    assert len(pairs) > 3000
+    assert other_dtype == set(OTHER_DTYPE[device_type])
+    assert other_bits == set(OTHER_BITS[device_type])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -340,3 +350,24 @@ def test_apex_patched_single_spellings(name: str) -> None:
     open_session("apex", torch.bfloat16)
     assert getattr(F, name)(low, dim=1).dtype is torch.float32
     assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
+
+
+# ---- the default lists ------------------------------------------------------------------------------------------------------------------------
+
+NO_KERNEL = {torch.float16: {"nn.functional.rrelu"}, torch.bfloat16: set()}  # of the CPU; such a layer must be given float32
+# Joined or scaled with tensors of several dtypes at once, as no layer does; and the functions below the ones that layers call.
+NOT_MIXED = {"cartesian_prod", "nn.functional.batch_norm", "nn.functional.instance_norm", "grid_sampler_2d", "grid_sampler_3d"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@lows
+def test_what_works_in_float32_works_under_the_default_lists(low: torch.dtype) -> None:
+    """Whichever of an op's inputs come out of a low op: no missing kernel, no clash of dtypes."""
+    calls = [call for call in database(low) if not call.name.rpartition(".")[2].startswith(("_", "native_"))]
+    works = [not isinstance(outcome(Call(call.name, call.look_up, *cast((call.args, call.kwargs), torch.float32))), Exception) for call in calls]
+    open_session(str(low).removeprefix("torch."), low)
+    failed = {(call.name, len({t.dtype for t in tensors_of([*call.args, *call.kwargs.values()]) if t.is_floating_point()}) > 1)
+              for call, worked in zip(calls, works, strict=True) if worked and isinstance(outcome(call), Exception)}  # fmt: skip
+    amp_patch.reset()
+    assert {name for name, is_mixed in failed if not is_mixed} == NO_KERNEL[low]
+    assert {name for name, is_mixed in failed if is_mixed} <= NOT_MIXED

@@ -14,7 +14,7 @@ from torch import nn
 import amp_patch
 from amp_patch.oplists import load_oplists, shipped_names
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning"), pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")]
+pytestmark = [pytest.mark.filterwarnings(f"ignore:.*{what}:UserWarning") for what in ("deprecated", "in beta", "reduction. 'mean'")]
 
 # Why an op is left out.
 LEFT_OUT = {
