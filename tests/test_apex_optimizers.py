@@ -13,6 +13,8 @@ from reference import make_batches, make_model
 import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
 
