@@ -74,9 +74,8 @@ def _conflict(session: Session, policy: Policy) -> SessionError:
     )
 
 
-@contextlib.contextmanager
-def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
-    """A session that belongs to no model and lasts as long as the block. See `amp_patch.session`."""
+def open_without_model(policy: Policy, device_type: str) -> Session:
+    """Open a session that belongs to no model and lasts until `reset`. Raises SessionError if one is in force."""
     with state.lock:
         _close_if_over()
         if state.session is not None:
@@ -85,12 +84,24 @@ def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
             )
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         _open(session, [], [])
+        return session
+
+
+@contextlib.contextmanager
+def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
+    """A session that belongs to no model and lasts as long as the block. See `amp_patch.session`."""
+    session = open_without_model(policy, device_type)
     try:
         yield session
     finally:
-        with state.lock:
-            if state.session is session:
-                reset()
+        close(session)
+
+
+def close(session: Session) -> None:
+    """Undo what a session has done, if it is the one in force."""
+    with state.lock:
+        if state.session is session:
+            reset()
 
 
 def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:

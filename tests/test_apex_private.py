@@ -1,7 +1,11 @@
 """What scripts do with the private names of `apex.amp`: loss scales set by hand, skips seen early, stashes, handles, the oldest interface."""
 
+import gc
 import pickle
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +29,8 @@ import amp_patch
 from amp_patch import current
 from amp_patch.apex import amp
 from amp_patch.apex.amp.scaler import LossScaler
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # ---- the loss scale by hand ------------------------------------------------------------------------------------------------------------------
 
@@ -443,3 +449,44 @@ def test_the_state_that_apex_pickled_is_read():
         }
     )
     assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic, scaler._scale_seq_len) == (2048.0, 5, True, 2000)
+
+
+# ---- both interfaces, and messages switched off later ------------------------------------------------------------------------------------------
+
+
+def test_a_handle_that_nobody_keeps_ends_nothing():
+    amp.init()
+    model, optimizer = start("O1")
+    gc.collect()
+    train(model, optimizer, make_batches(1))
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+    amp._amp_state.handle._deactivate()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_verbosity_may_change_at_any_time(capsys):
+    model = make_model()
+    optimizer = make_optimizer(model)
+    amp.initialize(model, optimizer, opt_level="O1")
+    amp._amp_state.verbosity = 0
+    capsys.readouterr()
+    overflow(model, optimizer)
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+    amp._amp_state.verbosity = 1
+    overflow(model, optimizer)
+    optimizer.step()
+    assert capsys.readouterr().out.startswith("Gradient overflow.")
+
+
+def test_the_package_may_be_imported_while_patches_are_in():
+    code = (
+        "import torch, amp_patch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "amp_patch.initialize(model, opt_level='O4', verbosity=0)\n"
+        "from amp_patch.apex import amp\n"
+        "amp_patch.reset()\n"
+        "print(len(amp.lists.functional_overrides.FP32_FUNCS), len(amp.lists.tensor_overrides.CASTS))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [str(len(amp.lists.functional_overrides.FP32_FUNCS)), str(len(amp.lists.tensor_overrides.CASTS))], done.stderr

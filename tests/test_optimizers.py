@@ -312,3 +312,20 @@ def test_two_optimizers_share_the_master_of_a_parameter():
     before = shared.detach().clone()
     second.step()
     assert not torch.equal(shared, before) and torch.equal(model.fc.weight, shared.bfloat16())
+
+
+def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_back():
+    model, optimizer = initialize("O1", loss_scale="dynamic")
+    binding = optimizer._amp_stash
+    binding.attach("mine", 1)
+    binding.attach("mine", 2)
+    batch = make_batches(1)[0]
+    for factor, skipped in ((1.0, False), (float("inf"), True)):
+        with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert binding.is_next_step_skipped() is skipped
+        optimizer.step()
+        assert optimizer.step_was_skipped is skipped and binding.is_next_step_skipped() is False
+    assert optimizer.mine == 2
+    amp.reset()
+    assert not hasattr(optimizer, "mine")

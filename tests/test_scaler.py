@@ -446,3 +446,40 @@ def test_gradients_of_two_scales_add_up_to_the_true_sum() -> None:
     gradient += second * 2.0**16
     unscale_([gradient], scale_of(2.0**16), None)
     assert torch.equal(gradient, first + second)
+
+
+# ---- a scale set by hand ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -> None:
+    scaler = LossScaler(loss_scale)
+    run_step(scaler, False)
+    scaler.set_loss_scale(32)
+    assert scaler.scale_on(CPU).item() == scaler.loss_scale() == 32.0
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
+
+
+def test_a_decision_that_is_due_does_not_touch_a_scale_set_by_hand() -> None:
+    scaler = LossScaler("dynamic")
+    check = scaler.open_check(CPU)
+    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check)
+    scaler.set_loss_scale(64.0)
+    scaler.decide()
+    assert scaler.state_dict() == {"loss_scale": 64.0, "unskipped": 0} and check.is_overflow()
+
+
+def test_a_static_scaler_scales_by_1_or_not_as_it_is_told() -> None:
+    scaler = LossScaler(1.0)
+    scaler.set_loss_scale(2.0)
+    assert not scaler.is_identity
+    scaler.set_loss_scale(1.0)
+    assert scaler.is_identity and not LossScaler("dynamic").is_identity
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.inf, math.nan])
+def test_a_scale_by_hand_must_be_finite_and_positive(value: float) -> None:
+    scaler = LossScaler("dynamic")
+    with pytest.raises(ValueError, match="finite and positive"):
+        scaler.set_loss_scale(value)
+    assert scaler.loss_scale() == INIT_SCALE

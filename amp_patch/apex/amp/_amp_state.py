@@ -8,7 +8,7 @@ from typing import Any
 from amp_patch import current
 from amp_patch.api import master_params as master_params
 from amp_patch.errors import PolicyError
-from amp_patch.reporting import say, say_on_every_rank
+from amp_patch.reporting import say, say_on_every_rank, set_verbosity
 
 from .scaler import LossScaler
 
@@ -19,7 +19,6 @@ class AmpState:
     Attributes:
         hard_override: accept options that contradict the opt_level, with a printed warning.
         allow_incoming_model_not_fp32: accept models that are in 16 bits already.
-        verbosity: 0 prints nothing.
     """
 
     opt_properties: Any
@@ -30,8 +29,18 @@ class AmpState:
     def __init__(self) -> None:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
+        self._verbosity = 1
         self._views: list[LossScaler] = []
+
+    @property
+    def verbosity(self) -> int:
+        """0 prints nothing, from now on."""
+        return self._verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self._verbosity = value
+        set_verbosity(value, is_printing=True)
 
     @property
     def loss_scalers(self) -> list[LossScaler]:

@@ -4,7 +4,6 @@
 them after the first.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -64,11 +63,10 @@ def init(
     bce = (torch.nn.functional, "binary_cross_entropy", "blacklist")
     registered = current.state.registered
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    opened = contextlib.ExitStack()
     try:
         registered.extend([bce] if allow_banned else [])
-        session = opened.enter_context(current.without_model(policy, "cpu" if device is None else device.type))
+        session = current.open_without_model(policy, "cpu" if device is None else device.type)
     finally:
         registered[:] = [entry for entry in registered if entry is not bce]
-    _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose, opened=opened)
+    _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose)
     return handle

@@ -21,7 +21,7 @@ from amp_patch.errors import CheckpointError, ModelError, PolicyError, did_you_m
 from amp_patch.models import as_models
 from amp_patch.optimizers import as_optimizers
 from amp_patch.policy import Policy, make_policy, parse_loss_scale
-from amp_patch.reporting import say, set_verbosity
+from amp_patch.reporting import say
 from amp_patch.sessions import Session
 
 from .._settings import in_force
@@ -156,7 +156,8 @@ def initialize(
 ) -> Any:
     """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`, and the module docstring for what is Apex's way here.
 
-    Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC wrappers.
+    Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC wrappers. A `verbosity` of 2
+        is no more than 1: casts are not printed.
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
@@ -166,13 +167,12 @@ def initialize(
         SessionError: models under other options are still alive.
     """
     returned = models if optimizers is None else (models, optimizers)
-    _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.opt_properties = Properties()
         api.initialize(models, optimizers, enabled=False, verbosity=0)
-        set_verbosity(verbosity, is_printing=True)
+        _amp_state.verbosity = verbosity
         return returned
-    set_verbosity(verbosity, is_printing=True)
+    _amp_state.verbosity = verbosity
     given = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,

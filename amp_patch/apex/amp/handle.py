@@ -61,11 +61,10 @@ def _is_plain(session: Session, loss_id: int) -> bool:
 class AmpHandle:
     """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
 
-    def __init__(self, session: Session, *, enable_caching: bool = True, verbose: bool = False, opened: contextlib.ExitStack | None = None) -> None:
+    def __init__(self, session: Session, *, enable_caching: bool = True, verbose: bool = False) -> None:
         self._session = session
         self._enable_caching = enable_caching
         self._verbose = verbose
-        self._opened = opened  # what closes the session, if it is this handle's own
         self._is_deactivated = False
 
     def is_active(self) -> bool:
@@ -107,8 +106,8 @@ class AmpHandle:
         self._is_deactivated = True
         self._session.switch.turn_off()
         self._session.patcher.undo()
-        if self._opened is not None:
-            self._opened.close()
+        if not self._session.has_models:
+            current.close(self._session)
 
     def has_ended(self, session: Session | None) -> bool:
         """Tell whether this is the handle of `session`, and `_deactivate` was called."""

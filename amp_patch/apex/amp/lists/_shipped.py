@@ -1,14 +1,18 @@
 """Reads the list `apex` by owner and rule."""
 
+import contextlib
 import functools
 
+from amp_patch import current
 from amp_patch.entries import OpEntry
 from amp_patch.oplists import load_oplists
 
 
 @functools.cache
 def _entries() -> tuple[OpEntry, ...]:
-    return tuple(dict.fromkeys(spelling.entry for spelling in load_oplists("apex").spellings))
+    session = current.state.session
+    with contextlib.nullcontext() if session is None else session.patcher.suspended():  # names are looked up as torch has them
+        return tuple(dict.fromkeys(spelling.entry for spelling in load_oplists("apex").spellings))
 
 
 def shipped_names(owner: str, rule: str) -> list[str]:
