@@ -32,7 +32,7 @@ from typing import NoReturn
 import torch
 
 from .errors import OpListError, did_you_mean
-from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
+from .opnames import Key, find_late, find_spellings, inplace_twin, is_augmented, is_inplace
 from .yaml_loader import Node, load_mapping
 
 RULES = ("whitelist", "blacklist", "promote", "sequence_promote", "banned", "neutral")
@@ -60,9 +60,9 @@ class OpEntry:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`."""
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`. The owner is None while its package is not imported."""
 
-    owner: object
+    owner: object | None
     owner_name: str
     name: str
     kind: str
@@ -71,20 +71,25 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class OpLists:
-    """The resolved lists. Each (owner_name, name) occurs once in `spellings`.
+    """The resolved lists. Each (owner_name, name) occurs once in `spellings` and `pending` together.
 
     Attributes:
         names: the lists asked for.
         missing: entries that the running torch has no op for.
-        deferred: entries of packages that are not imported yet.
+        pending: spellings of packages that are not imported yet.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
     """
 
     names: tuple[str, ...]
     spellings: tuple[Spelling, ...]
     missing: tuple[OpEntry, ...]
-    deferred: tuple[OpEntry, ...]
+    pending: tuple[Spelling, ...]
     digest: str
+
+    @property
+    def deferred(self) -> tuple[OpEntry, ...]:
+        """The entries of packages that are not imported yet."""
+        return tuple(spelling.entry for spelling in self.pending)
 
 
 def lists_dir() -> Path:
@@ -176,7 +181,7 @@ class _Overlay:
         for entry, is_optional in entries:
             found = _find(entry, may_be_missing=is_shipped or is_optional)
             if entry.rule == "neutral" and found and not _matches(found, self._claims.keys() | claims.keys()):
-                _log.warning("%s: %r is neutral, but it was on no list", _at(entry), entry.op)
+                _log.warning("%s: %r is neutral, but it was on no list", describe_place(entry), entry.op)
             for key in found or {("", entry.op): None}:
                 other = claims[key].entry if key in claims else absent.get(key)
                 if other is not None:
@@ -196,9 +201,9 @@ class _Overlay:
         live = {key: claim for key, claim in claims.items() if claim.entry.rule != "neutral"}
         kinds = {key: self._kind(key[1], claim.entry.rule) for key, claim in live.items()}
         spellings = tuple(Spelling(claim.owner, *key, kinds[key], claim.entry) for key, claim in live.items() if claim.owner is not None)
-        deferred = tuple(claim.entry for claim in live.values() if claim.owner is None)
+        pending = tuple(Spelling(None, *key, kinds[key], claim.entry) for key, claim in live.items() if claim.owner is None)
         content = "\n".join(sorted(f"{owner_name}.{name} {kinds[owner_name, name]}" for owner_name, name in live))
-        return OpLists(names, spellings, tuple(self._missing.values()), deferred, hashlib.sha256(content.encode()).hexdigest())
+        return OpLists(names, spellings, tuple(self._missing.values()), pending, hashlib.sha256(content.encode()).hexdigest())
 
     def _kind(self, name: str, rule: str) -> str:
         """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
@@ -222,20 +227,29 @@ def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
     try:
         return find_spellings(entry.op, may_be_missing)
     except OpListError as exc:
-        raise OpListError(f"{_at(entry)}: {exc}") from None
+        raise OpListError(f"{describe_place(entry)}: {exc}") from None
 
 
-def _at(entry: OpEntry) -> str:
+def find_owner(spelling: Spelling) -> object | None:
+    """Return who owns a name outside torch by now, or None while it may still be imported. Raises OpListError, with its position, if it never can."""
+    try:
+        return find_late(spelling.entry.op)
+    except OpListError as exc:
+        raise OpListError(f"{describe_place(spelling.entry)}: {exc}") from None
+
+
+def describe_place(entry: OpEntry) -> str:
+    """Return `file:line:column`."""
     return f"{entry.path}:{entry.line}:{entry.column}"
 
 
 def _refuse_twice(entry: OpEntry, other: OpEntry, spelling: str) -> NoReturn:
-    where = _at(other)
+    where = describe_place(other)
     if entry.rule == other.rule:
         problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {where}"
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {where}"
-    raise OpListError(f"{_at(entry)}: {problem}; an op may be on one list of a file, once")
+    raise OpListError(f"{describe_place(entry)}: {problem}; an op may be on one list of a file, once")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------------------------------
