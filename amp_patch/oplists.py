@@ -32,7 +32,7 @@ from .entries import RULES, Line, OpEntry, check_keys, get_items, read_choice, r
 from .errors import OpListError, did_you_mean
 from .faults import Faults
 from .modulerules import ModuleRule, read_module_rule
-from .opnames import Key, find_spellings, inplace_twin, is_augmented, is_inplace
+from .opnames import Key, find_late, find_spellings, inplace_twin, is_augmented, is_inplace
 from .yaml_loader import load_mapping
 
 MAX_EXTENDS = 16
@@ -43,9 +43,12 @@ _TWINNED = ("whitelist", "blacklist", "promote", "neutral")  # in-place twins fo
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that earlier files had for it."""
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that earlier files had for it.
 
-    owner: object
+    The owner is None while its package is not imported.
+    """
+
+    owner: object | None
     owner_name: str
     name: str
     kind: str
@@ -55,12 +58,12 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class OpLists:
-    """The resolved lists. Each (owner_name, name) occurs once in `spellings`.
+    """The resolved lists. Each (owner_name, name) occurs once in `spellings` and `pending` together.
 
     Attributes:
         names: the lists asked for.
         missing: entries that the running torch has no op for.
-        deferred: entries of packages that are not imported yet.
+        pending: spellings of packages that are not imported yet.
         modules: rules for parts of a model; of those that cover the same module the last one counts.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
         neutral: spellings that a neutral entry took off.
@@ -71,12 +74,17 @@ class OpLists:
     names: tuple[str, ...]
     spellings: tuple[Spelling, ...]
     missing: tuple[OpEntry, ...]
-    deferred: tuple[OpEntry, ...]
+    pending: tuple[Spelling, ...]
     modules: tuple[ModuleRule, ...]
     digest: str
     neutral: tuple[Spelling, ...] = ()
     other_torch: tuple[OpEntry, ...] = ()
     inplace_blacklist: str = "match"
+
+    @property
+    def deferred(self) -> tuple[OpEntry, ...]:
+        """The entries of packages that are not imported yet."""
+        return tuple(spelling.entry for spelling in self.pending)
 
 
 def lists_dir() -> Path:
@@ -203,7 +211,7 @@ class _Overlay:
                 # a file that is checked and extends none is an overlay: what it will lie over is not known
                 is_overlay = self._faults.is_collecting and not self._claims
                 if entry.rule == "neutral" and found and not (is_overlay or _matches(found, self._claims) or _matches(found, claims)):
-                    self._faults.warn(_at(entry), f"{entry.op!r} is neutral, but it was on no list")
+                    self._faults.warn(describe_place(entry), f"{entry.op!r} is neutral, but it was on no list")
                 claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
                 if not found:
                     absent["", entry.op] = entry
@@ -233,7 +241,7 @@ class _Overlay:
             names,
             tuple(spelling for spelling in live if spelling.owner is not None),
             tuple(self._missing.values()),
-            tuple(spelling.entry for spelling in live if spelling.owner is None),
+            tuple(spelling for spelling in live if spelling.owner is None),
             tuple(self._modules),
             hashlib.sha256(content.encode()).hexdigest(),
             tuple(spelling for spelling in resolved if spelling.kind == "neutral"),
@@ -249,17 +257,17 @@ class _Overlay:
         for entry, keys in by_entry.items():
             causes = [self._cause(key, entry.rule, claims) for key in keys]
             if None not in causes:
-                self._faults.warn(_at(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
+                self._faults.warn(describe_place(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
     def _cause(self, key: Key, rule: str, claims: dict[Key, _Claim]) -> str | None:
         """Return what puts a spelling on a rule besides its entry in the file of these claims, or None."""
         if earlier := self._claims.get(key):
-            return f"by {earlier.entry.op!r} at {_at(earlier.entry)}" if earlier.entry.rule == rule else None
+            return f"by {earlier.entry.op!r} at {describe_place(earlier.entry)}" if earlier.entry.rule == rule else None
         base = (key[0], key[1].removesuffix("_"))
         claim = claims.get(base) or self._claims.get(base)
         if claim is None or claim.entry.rule != rule or rule not in _TWINNED or inplace_twin(base) != key:
             return None
-        return f"as the in-place twin of {claim.entry.op!r} at {_at(claim.entry)}"
+        return f"as the in-place twin of {claim.entry.op!r} at {describe_place(claim.entry)}"
 
 
 def kind_of(name: str, rule: str, inplace_blacklist: str) -> str:
@@ -286,17 +294,26 @@ def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
     try:
         return find_spellings(entry.op, may_be_missing)
     except OpListError as exc:
-        raise OpListError(f"{_at(entry)}: {exc}") from None
+        raise OpListError(f"{describe_place(entry)}: {exc}") from None
 
 
-def _at(entry: OpEntry) -> str:
+def find_owner(spelling: Spelling) -> object | None:
+    """Return who owns a name outside torch by now, or None while it may still be imported. Raises OpListError, with its position, if it never can."""
+    try:
+        return find_late(spelling.entry.op)
+    except OpListError as exc:
+        raise OpListError(f"{describe_place(spelling.entry)}: {exc}") from None
+
+
+def describe_place(entry: OpEntry) -> str:
+    """Return `file:line:column`."""
     return f"{entry.path}:{entry.line}:{entry.column}"
 
 
 def _refuse_twice(entry: OpEntry, other: OpEntry, spelling: str) -> NoReturn:
-    where = _at(other)
+    where = describe_place(other)
     if entry.rule == other.rule:
         problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {where}"
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {where}"
-    raise OpListError(f"{_at(entry)}: {problem}; an op may be on one list of a file, once")
+    raise OpListError(f"{describe_place(entry)}: {problem}; an op may be on one list of a file, once")

@@ -6,6 +6,7 @@ torch's op namespaces, and of other packages only where they are imported alread
 """
 
 import difflib
+import importlib.util
 import inspect
 import re
 import sys
@@ -114,6 +115,47 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     return dict(found)
 
 
+def is_outside_torch(owner_name: str) -> bool:
+    """Whether an owner of this name belongs to a package built on torch."""
+    return owner_name.partition(".")[0] != "torch"
+
+
+def find_late(op: str) -> object | None:
+    """Return the owner of a name outside torch, or None while an import may yet bring the name.
+
+    Raises OpListError, without a position, where the modules on the way are imported and lack it. Looks submodules up, and imports none.
+    """
+    owner_name, _, name = op.rpartition(".")
+    path = owner_name.split(".")
+    try:
+        owner = _find_elsewhere(op, path, name)
+    except OpListError:
+        if any(_is_being_imported(".".join(path[:length])) for length in range(1, len(path) + 1)):
+            return None
+        raise
+    if owner is None:
+        _check_that_it_may_come(path)
+    return owner
+
+
+def _is_being_imported(module_name: str) -> bool:
+    spec = getattr(sys.modules.get(module_name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def _check_that_it_may_come(path: list[str]) -> None:
+    """Raise OpListError if the first module on the path that is not imported does not exist."""
+    imported = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in sys.modules), 0)
+    if imported in (0, len(path)):
+        return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
+    parent, part = sys.modules[".".join(path[:imported])], path[imported]
+    if hasattr(type(parent), "__getattr__") or "__getattr__" in vars(parent) or part in vars(parent) or _is_being_imported(".".join(path[:imported])):
+        return
+    if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
+        return
+    raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
+
+
 def inplace_twin(key: Key) -> Key | None:
     """Return the spelling of the op's in-place twin (`exp_` of `exp`), or None where it has none, is one, or is an operator."""
     owner_name, name = key
@@ -181,6 +223,8 @@ def _fault(value: Any, name: str) -> str | None:
     module = getattr(value, "__module__", None) or ""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
+    if isinstance(value, types.FunctionType):
+        module = value.__globals__.get("__name__") or ""  # not what it says: a replacement says it is the original
     is_foreign = module.partition(".")[0] != "torch"  # a method of C, or a replacement that amp_patch or another package put there
     if module == "torch._C" or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES) or name in _REFUSED:
         return "not an op"

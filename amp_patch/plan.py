@@ -1,6 +1,6 @@
-"""Which names a session patches, and with what: every listed spelling, the user's registrations, and names that other modules imported."""
+"""Which names a session patches, and with what: every listed spelling, the user's registrations, and what surrounds the ops."""
 
-import sys
+import importlib
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ def plan_patches(
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
-            yield Patch(spelling.owner, spelling.name, _wrapping(casts, spelling.kind))
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts)
     for owner, name, kind in registered:
         if kind == "neutral":  # taken off whatever list it was on
             continue
-        yield Patch(owner, name, _wrapping(casts, kind))
+        yield plan_op(owner, name, kind, casts)
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
     if any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
         yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
@@ -42,8 +42,9 @@ def plan_patches(
         yield Patch(torch.jit._trace, "_trace_impl", lambda original: _bypassing_links(original, links))
 
 
-def _wrapping(casts: OpCasts, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda original: casts.wrap(kind, original)
+def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
+    """Return the patch that has `owner.name` follow the rule `kind`."""
+    return Patch(owner, name, lambda original: casts.wrap(kind, original))
 
 
 def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
@@ -133,28 +134,15 @@ def _warning_of_masters(original: Callable[..., Any], masters: Masters, has_warn
     return clip
 
 
-def plan_by_name_patches(patcher: Patcher) -> list[Patch]:
-    """Find modules outside torch that bound a patched module-level function by name, and patch those names too."""
-    by_original: dict[int, Callable[..., Any]] = patcher.replacements()
-    found: list[Patch] = []
-    for module_name, module in list(sys.modules.items()):
-        if type(module) is not types.ModuleType or module_name.partition(".")[0] in ("torch", "amp_patch"):
-            continue
-        for name, value in list(vars(module).items()):
-            replacement = by_original.get(id(value))
-            if replacement is not None:
-                found.append(Patch(module, name, _always(replacement)))
-    return found
+def plan_reload_patch(tell: Callable[[str], None]) -> Patch:
+    """Return what has `tell(name)` called after `importlib.reload` of a module, which defines its functions anew."""
+    return Patch(importlib, "reload", lambda original: _telling(original, tell))
 
 
-def restore_late_imports(known: set[str], originals: dict[int, Callable[..., Any]]) -> None:
-    """Modules that were imported while the patches were in may have bound a replacement by name: give them the originals."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name not in known and isinstance(module, types.ModuleType):
-            for name, value in list(vars(module).items()):
-                if id(value) in originals:
-                    setattr(module, name, originals[id(value)])
+def _telling(original: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
+    def reload(module: types.ModuleType) -> types.ModuleType:
+        result: types.ModuleType = original(module)
+        tell(result.__name__)
+        return result
 
-
-def _always(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda _: replacement
+    return reload

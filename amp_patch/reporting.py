@@ -62,3 +62,11 @@ def say_on_every_rank(message: str, *args: object) -> None:
         print(message % args)
     else:
         logger.info(message, *args)
+
+
+def find_stacklevel() -> int:
+    """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code that called the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_patch", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -6,7 +6,7 @@ undoes it all in reverse.
 
 import contextlib
 import os
-import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import compiling
+from . import compiling, rebinding
 from .casts import OpCasts
 from .errors import ArgumentTypeError, OptimizerError, PolicyError, SessionError
 from .gradients import GradientSet
+from .late import LateOps
 from .models import Masters, ModelBinding
 from .oplists import OpLists, load_oplists
 from .optimizers import OptimizerBinding
 from .passes import BackwardPasses
 from .patching import Patcher
-from .plan import Registration, plan_by_name_patches, plan_gradient_patches, plan_patches, restore_late_imports
+from .plan import Registration, plan_gradient_patches, plan_patches, plan_reload_patch
 from .policy import Policy
+from .reporting import find_stacklevel
 from .scaler import LossScaler
 from .switch import Switch
 from .weights import WeightLinks
@@ -67,6 +69,7 @@ class Session:
         self.switch = Switch()
         self.patcher = Patcher()
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
+        self._patching = threading.RLock()  # held while the patchers are at work: ops of packages imported late come from any thread
         self.oplists: OpLists | None = None
         self.casts: OpCasts | None = None
         self._links: WeightLinks | None = None
@@ -95,10 +98,8 @@ class Session:
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
             self._bind(models, optimizers, float32_data)
-            if self.casts is not None:
+            if self.casts is not None or self.policy.master_weights or self.policy.loss_scale != 1.0:
                 self._install_patches(undo)
-            if self.policy.master_weights or self.policy.loss_scale != 1.0:
-                self._patch_around_ops(undo)
             self._undo = undo.pop_all()
         float32_data.clear()
 
@@ -108,7 +109,9 @@ class Session:
         known_models, known_optimizers = list(self._models), list(self._optimizers)
         float32_data: dict[int, Tensor] = {}
         try:
-            self._bind([model for model in models if not any(model is binding.model for binding in self._models)], optimizers, float32_data)
+            added = [model for model in models if not any(model is binding.model for binding in self._models)]
+            self._bind(added, optimizers, float32_data)
+            self._bind_to_replacements(added, with_modules=False)
             float32_data.clear()
         except BaseException:
             self._release([b for b in self._models if b not in known_models], [b for b in self._optimizers if b not in known_optimizers])
@@ -159,28 +162,50 @@ class Session:
         self._models = [binding for binding in self._models if binding not in models]
 
     def _install_patches(self, undo: contextlib.ExitStack) -> None:
+        if self.casts is None:
+            undo.callback(self._take_patches_out)
+        else:
+            self._patch_ops(undo)
+        if self.policy.master_weights or self.policy.loss_scale != 1.0:
+            self._patch_around_ops(undo)
+        self._bind_to_replacements(self.models(), with_modules=True)
+        if self.casts is not None:
+            compiling.forget_compiled_code()
+            self.switch.turn_on()
+
+    def _patch_ops(self, undo: contextlib.ExitStack) -> None:
         assert self.casts is not None and self.oplists is not None
         patches = list(plan_patches(self.oplists, self._registered, self.casts, self._links, self.patcher))
         compiling.prime()
         undo.callback(compiling.forget_compiled_code)
         undo.enter_context(compiling.cache_key(f"amp_patch:{self.oplists.digest}:{self.casts.low}"))
-        undo.callback(self.patcher.undo)
-        undo.callback(self.switch.turn_off)
+        undo.callback(self._take_patches_out)
         self.patcher.install(patches)
-        self.patcher.install(plan_by_name_patches(self.patcher))
-        undo.callback(restore_late_imports, set(sys.modules), self.patcher.originals())
         if self._links is not None:
             hook = register_optimizer_step_post_hook(_StepHook(self._links.mark_updated))
             undo.callback(hook.remove)
-        compiling.forget_compiled_code()
-        self.switch.turn_on()
+        late = LateOps(self.oplists, [(owner, name) for owner, name, _ in self._registered], self.casts, self.patcher, self._patching)
+        if late:
+            undo.callback(late.close)
+            self._module_patcher.install([plan_reload_patch(late.look_again)])
+            late.open()
 
     def _patch_around_ops(self, undo: contextlib.ExitStack) -> None:
-        undo.callback(self._module_patcher.undo)
         self._module_patcher.install(plan_gradient_patches(self._masters, self._tell_zeroed))
-        self._module_patcher.install(plan_by_name_patches(self._module_patcher))
         hook = register_optimizer_step_post_hook(_StepHook(self._masters.mark_updated))
         undo.callback(hook.remove)
+
+    def _bind_to_replacements(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
+        with self._patching:
+            functions = [(patcher, rebinding.functions_of(patcher)) for patcher in (self.patcher, self._module_patcher)]
+            stuck = rebinding.bind(functions, models, with_modules=with_modules)
+        if stuck:
+            warnings.warn(rebinding.describe_stuck(stuck), stacklevel=find_stacklevel())
+
+    def _take_patches_out(self) -> None:
+        self.switch.turn_off()
+        with self._patching:
+            rebinding.undo([self.patcher, self._module_patcher], self.models())
 
     def _tell_zeroed(self, module: nn.Module) -> None:
         """`model.zero_grad()` ends an accumulation window of every optimizer whose parameters it covers."""

@@ -272,10 +272,10 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     before = describe(model, optimizer)
     session = sys.modules["amp_patch.sessions"]
 
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise error("in the middle")
 
-    where = {"O1": (session, "plan_by_name_patches"), "O2": (session.Session, "_patch_around_ops"), "O3": (session.OptimizerBinding, "_replace")}
+    where = {"O1": (session.rebinding, "bind"), "O2": (session.Session, "_patch_around_ops"), "O3": (session.OptimizerBinding, "_replace")}
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(error, match="in the middle"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)

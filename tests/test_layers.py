@@ -13,6 +13,9 @@ PACKAGE = Path(amp_patch.__file__).parent
 
 LAYERS = {
     "errors": 0,
+    "imports": 0,
+    "places": 0,
+    "retired": 0,
     "dtypes": 1,
     "faults": 1,
     "opnames": 1,
@@ -27,6 +30,7 @@ LAYERS = {
     "modulerules": 3,
     "oplists": 4,
     "torch_autocast": 2,
+    "rebinding": 2,
     "weights": 2,
     "policy": 5,
     "rulings": 5,
@@ -34,6 +38,7 @@ LAYERS = {
     "models": 6,
     "plan": 7,
     "optimizers": 7,
+    "late": 8,
     "passes": 8,
     "sessions": 9,
     "current": 10,

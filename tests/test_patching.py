@@ -163,10 +163,9 @@ def test_the_patcher_knows_what_it_patched(target: tuple[Any, str]) -> None:
     assert not patcher.is_patched(owner, "another")
     assert not patcher.is_patched(make_module(), name)
     assert patcher.get_original(owner, name) is original
-    expected = {id(original): held(owner, name)} if isinstance(owner, types.ModuleType) else {}
-    assert patcher.replacements() == expected
+    assert list(patcher.functions()) == [(original, held(owner, name))]
     patcher.undo()
-    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name), patcher.replacements()) == (False, None, {})
+    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name), list(patcher.functions())) == (False, None, [])
 
 
 def test_a_patch_of_a_child_leaves_its_parent_and_a_patch_of_a_parent_reaches_its_child() -> None:

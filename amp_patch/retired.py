@@ -1,0 +1,36 @@
+"""Where pickle finds replacements that are no longer in place: copies of a model, made while it was patched, may still hold some.
+
+Pickle stores a function as the module and the name that lead to it. A replacement in place is found where it is installed. One that was taken out
+is found here, under a name made of where it was; another process, which has no such replacement, gets what stands there now.
+"""
+
+import itertools
+import pkgutil
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_functions: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def retire(replacement: Any) -> None:
+    """Have a replacement that was taken out be pickled by a name of this module. A static or class method stands for its function."""
+    replacement = getattr(replacement, "__func__", replacement)
+    if replacement.__module__ != __name__:
+        place = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")  # a dot would be read as an attribute of an attribute
+        replacement.__module__, replacement.__qualname__ = __name__, f"{place}:{next(_numbers)}"
+        _functions[replacement.__qualname__] = replacement
+
+
+def get_originals() -> dict[int, Callable[..., Any]]:
+    """Return the original of each retired replacement that somebody still holds, by the replacement's id."""
+    return {id(replacement): replacement.__wrapped__ for replacement in _functions.values()}  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Any:
+    place = name.rpartition(":")[0]
+    if ":" not in place:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    replacement = _functions.get(name)
+    return pkgutil.resolve_name(place.replace("/", ".")) if replacement is None else replacement
