@@ -223,8 +223,8 @@ def _fault(value: Any, name: str) -> str | None:
     module = getattr(value, "__module__", None) or ""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
-    if isinstance(value, types.FunctionType):
-        module = value.__globals__.get("__name__") or ""  # not what it says: a replacement says it is the original
+    if isinstance(value, types.FunctionType) and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch":
+        module = home  # a replacement says that it is the original
     is_foreign = module.partition(".")[0] != "torch"  # a method of C, or a replacement that amp_patch or another package put there
     if module == "torch._C" or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES) or name in _REFUSED:
         return "not an op"

@@ -131,7 +131,8 @@ class Session:
             binding.bind(float32_data)
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
-            warnings.warn(f"{rule.path}:{rule.line}:{rule.column}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=6)
+            place = f"{rule.path}:{rule.line}:{rule.column}"
+            warnings.warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel())
         for optimizer in optimizers:
             stepper = OptimizerBinding(
                 optimizer,

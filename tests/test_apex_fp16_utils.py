@@ -340,9 +340,9 @@ BOUNDS = {"default": ({}, 2.0**16, 2000, None), "given": ({"init_scale": 4.0, "s
 def test_the_bounds_of_a_dynamic_scale(args, start, growth, floor):
     _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=args)
     scaler = optimizer.loss_scaler
-    assert (optimizer.loss_scale, scaler._growth_interval, scaler.min_loss_scale) == (start, growth, floor)
+    assert (optimizer.loss_scale, scaler.growth_interval, scaler.min_loss_scale) == (start, growth, floor)
     _, contrib = make(cls=ContribFP16_Optimizer, dynamic_loss_scale=True, dynamic_loss_args=args)
-    assert contrib.loss_scaler._growth_interval == (args.get("scale_window") or 1000)
+    assert contrib.loss_scaler.growth_interval == (args.get("scale_window") or 1000)
     assert contrib.loss_scaler.min_loss_scale == (args.get("min_loss_scale") or 1.0)
 
 

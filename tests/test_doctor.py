@@ -123,7 +123,7 @@ POSITIVE = {
     "AMP202-batchnorm": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=True)  # FAULT'),
     "AMP202-default-level": ("error", HEAD + "amp.initialize(model, optimizer, master_weights=True)  # FAULT"),
     "AMP202-dtype": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16)  # FAULT'),
-    "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", lists="apex")  # FAULT'),
+    "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O0", lists="apex")  # FAULT'),
     "AMP202-loss-scale": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT'),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
     "AMP201-apex-default": (

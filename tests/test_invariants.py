@@ -48,7 +48,7 @@ def test_1_importing_changes_no_torch_name():
 def test_2_reset_restores_the_identity_of_every_patched_name():
     for name in ("apex", "float16", "bfloat16"):
         _model, _optimizer = initialize("O1", lists=name)
-        assert len(find_changes()) > 150
+        assert len(find_changes()) > 100
         amp.reset()
         assert find_changes() == []
 
@@ -71,7 +71,7 @@ def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
 
 
 def test_3_modules_import_downwards():
-    assert (Path(__file__).parent / "test_layers.py").read_text().count("LAYERS[room] >= own") == 1  # where it is tested, with its own meta-test
+    assert (Path(__file__).parent / "test_layers.py").read_text().count(">= own} == set()") == 1  # where it is tested, with its own meta-test
 
 
 def count_frames(call):
