@@ -274,11 +274,11 @@ def test_a_fault_is_found_at_its_line_and_nothing_else(name: str, severity: str,
 
 NEGATIVE = {
     "AMP102-members": "import amp_patch\nfrom amp_patch import amp, initialize\namp_patch.stats().steps.bit_length()",
-    "AMP102-relative": "from .apex import amp\nfrom . import apex\napex.transformer.x()",
+    "AMP102-relative": "from .apex import nothing\nfrom . import apex\napex.transformer.x()",
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
     "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
     "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
-    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()",
+    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n" + "\n".join(f"amp.x{number}()" for number in range(20)),
     "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
     "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
@@ -380,6 +380,7 @@ NEGATIVE = {
     "AMP308-no-patches": HEAD + setup("O5") + 'with torch.autocast("cuda", enabled=False):\n    model(x)',
     "AMP309-epoch": HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()",
     "AMP309-asked": HEAD + setup() + LOOP + "    if not optimizer.step_was_skipped:\n        scheduler.step()",
+    "AMP309-else": HEAD + "if args.amp:\n    " + setup() + "for x in loader:\n    optimizer.step()\n    if not args.amp:\n        scheduler.step()",
     "AMP309-static": HEAD + setup("O4") + LOOP + "    scheduler.step()",
     "AMP310-in-range": HEAD + setup(arguments=", num_losses=2") + "with amp.scale_loss(loss, optimizer, loss_id=1) as s:\n    s.backward()",
     "AMP310-unknown": HEAD + setup(arguments=", num_losses=n") + "with amp.scale_loss(loss, optimizer, loss_id=4) as s:\n    s.backward()",
