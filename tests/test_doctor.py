@@ -278,7 +278,8 @@ NEGATIVE = {
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
     "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
     "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
-    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n" + "\n".join(f"amp.x{number}()" for number in range(20)),
+    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
+    + "\n".join(f"amp.x{number}()" for number in range(20)),
     "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
     "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
@@ -319,6 +320,7 @@ NEGATIVE = {
     "AMP207-other-half": HEAD + setup("O4") + "first = text.half(0)\nx = x.to(torch.float32)\nw = x.to(w.dtype)",
     "AMP208-moved-before": HEAD + "model = Net()\nmodel.cuda()\n" + setup("O4") + "model.cuda()",
     "AMP208-made-there": HEAD + "model = Net().to(device)\n" + setup("O4") + "model.to(device)",
+    "AMP208-made-of-what-is-there": HEAD + "model = Wrap(Net().to(device))\n" + setup("O4") + "model.to(device)",
     "AMP208-made-elsewhere": HEAD + "model = build(args)\n" + setup("O4") + "model.to(device)",
     "AMP208-to-cpu": HEAD + "model = Net()\n" + setup("O4") + 'model.to("cpu")\nmodel.to(torch.channels_last)',
     "AMP209-before": HEAD + "import copy\nema = copy.deepcopy(model)\n" + setup("O5") + "best = copy.deepcopy(model.state_dict())",
