@@ -485,6 +485,10 @@ def test_a_covered_import_is_a_note_with_the_way_to_run_it(line: str, diagnose: 
     assert ("import amp_patch as amp" in finding.fix) is ("apex.amp" in finding.message)
 
 
+def test_a_relative_import_is_none_of_apexs(diagnose: Diagnose) -> None:
+    assert diagnose("from .apex import amp\nfrom ..apex.amp import initialize\nfrom . import amp_C\n") == []
+
+
 def test_names_are_followed_through_aliases_and_chains(diagnose: Diagnose) -> None:
     source = "import apex\nfrom apex import amp\nmy = amp\nmy.master_params(o)\namp._amp_state.x()\nmy.register_rnn()\napex.optimizers.FusedX(p)\n"
     assert places(diagnose(source)) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 6), ("AMP102", 7)]
