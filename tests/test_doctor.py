@@ -274,11 +274,12 @@ def test_a_fault_is_found_at_its_line_and_nothing_else(name: str, severity: str,
 
 NEGATIVE = {
     "AMP102-members": "import amp_patch\nfrom amp_patch import amp, initialize\namp_patch.stats().steps.bit_length()",
-    "AMP102-relative": "from .apex import amp\nfrom . import apex\napex.transformer.x()",
+    "AMP102-relative": "from .apex import nothing\nfrom . import apex\napex.transformer.x()",
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
     "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
     "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
-    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()",
+    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
+    + "\n".join(f"amp.x{number}()" for number in range(20)),
     "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
     "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
@@ -319,6 +320,7 @@ NEGATIVE = {
     "AMP207-other-half": HEAD + setup("O4") + "first = text.half(0)\nx = x.to(torch.float32)\nw = x.to(w.dtype)",
     "AMP208-moved-before": HEAD + "model = Net()\nmodel.cuda()\n" + setup("O4") + "model.cuda()",
     "AMP208-made-there": HEAD + "model = Net().to(device)\n" + setup("O4") + "model.to(device)",
+    "AMP208-made-of-what-is-there": HEAD + "model = Wrap(Net().to(device))\n" + setup("O4") + "model.to(device)",
     "AMP208-made-elsewhere": HEAD + "model = build(args)\n" + setup("O4") + "model.to(device)",
     "AMP208-to-cpu": HEAD + "model = Net()\n" + setup("O4") + 'model.to("cpu")\nmodel.to(torch.channels_last)',
     "AMP209-before": HEAD + "import copy\nema = copy.deepcopy(model)\n" + setup("O5") + "best = copy.deepcopy(model.state_dict())",
@@ -380,6 +382,7 @@ NEGATIVE = {
     "AMP308-no-patches": HEAD + setup("O5") + 'with torch.autocast("cuda", enabled=False):\n    model(x)',
     "AMP309-epoch": HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()",
     "AMP309-asked": HEAD + setup() + LOOP + "    if not optimizer.step_was_skipped:\n        scheduler.step()",
+    "AMP309-else": HEAD + "if args.amp:\n    " + setup() + "for x in loader:\n    optimizer.step()\n    if not args.amp:\n        scheduler.step()",
     "AMP309-static": HEAD + setup("O4") + LOOP + "    scheduler.step()",
     "AMP310-in-range": HEAD + setup(arguments=", num_losses=2") + "with amp.scale_loss(loss, optimizer, loss_id=1) as s:\n    s.backward()",
     "AMP310-unknown": HEAD + setup(arguments=", num_losses=n") + "with amp.scale_loss(loss, optimizer, loss_id=4) as s:\n    s.backward()",
@@ -480,6 +483,10 @@ def test_a_covered_import_is_a_note_with_the_way_to_run_it(line: str, diagnose: 
     assert (finding.code, finding.severity, finding.line) == ("AMP101", "note", 1)
     assert "amp-patch run" in finding.fix
     assert ("import amp_patch as amp" in finding.fix) is ("apex.amp" in finding.message)
+
+
+def test_a_relative_import_is_none_of_apexs(diagnose: Diagnose) -> None:
+    assert diagnose("from .apex import amp\nfrom ..apex.amp import initialize\nfrom . import amp_C\n") == []
 
 
 def test_names_are_followed_through_aliases_and_chains(diagnose: Diagnose) -> None:

@@ -254,7 +254,7 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
             made = script.assigned_before(model, call)
             if made is None or any(script.structure.is_before(move, call) and _root(move) == model for move, _ in moves):
                 continue
-            if any(move is made or script.structure.is_inside(move, made) for move, _ in moves) or not _is_class(made):
+            if any(script.structure.is_inside(move, made) for move, _ in moves) or not _is_class(made):
                 continue
             late = [move for move, receiver in moves if receiver == model and script.structure.is_before(call, move)]
             for move in late[:1]:
