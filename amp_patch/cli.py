@@ -5,7 +5,6 @@ missing.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,5 +64,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # what reads our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain once more when it exits
         return 1

@@ -211,6 +211,7 @@ def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog:
         "extends: float16\nblacklist: [torch.exp, gelu]\nneutral: [exp_]",  # the twin of one spelling is taken off
         "whitelist: [mm, torch.Tensor.exp_]\nblacklist: [torch.Tensor.exp]",
         "banned: [exp, exp_]",  # a ban has no twins
+        "extends: base.yaml\nblacklist: [tan, tan_]",  # base.yaml has tan_ on another list
         "extends: float16\npromote: [softmax]",
         "blacklist: [{op: soon, optional: true}]",
         "blacklist: [lib_not_imported.f]",
@@ -218,13 +219,16 @@ def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog:
     ],
 )
 def test_check_does_not_warn_of_entries_with_an_effect(text: str, write: Write, lists: Amp) -> None:
+    write("banned: [tan_]", "base.yaml")
     code, printed, _ = lists("check", write(text))
     assert (code, [line for line in printed.splitlines() if "torch.exp" not in line]) == (0, [])
 
 
 def test_check_keeps_warnings_for_files_without_faults(write: Write, lists: Amp) -> None:
-    code, printed, _ = lists("check", write("extends: flaot16\nneutral: [exp]"))
-    assert (code, positions(printed), "warning" in printed) == (1, ["1:10"], False)
+    code, printed, _ = lists("check", write("extends: [apex, flaot16]\nneutral: [relu]"))
+    assert (code, positions(printed)) == (1, ["1:17"])
+    code, printed, _ = lists("check", write("extends: [apex]\nneutral: [relu]"))
+    assert (code, positions(printed), "warning" in printed) == (0, ["2:11"], True)
 
 
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{name}: &{name} [*{prior}, *{prior}]\n" for prior, name in zip("abcdefg", "bcdefgh", strict=True))
@@ -367,6 +371,12 @@ torch.Tensor.__ipow__, torch.Tensor.pow_
 float64, complex, integer and quantised arguments are left alone.
 A call with out= or dtype= runs as it was written.
 """
+
+
+def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, lists: Amp) -> None:
+    paths = [write(f"{rule}: [cos]", f"{rule}.yaml") for rule in ("blacklist", "banned", "promote", "whitelist")]
+    told = re.findall(r"^  overrides +(.*)$", lists("explain", "torch.cos", "--lists", *paths)[1], flags=re.MULTILINE)
+    assert told[:3] == ["cos on promote at promote.yaml:1", "cos on banned at banned.yaml:1", "cos on blacklist at blacklist.yaml:1"]
 
 
 @pytest.mark.parametrize(
