@@ -4,7 +4,8 @@ Where it looks, in every imported module outside torch, this package and the sta
 closures of the functions and methods defined there, and dicts and lists (of dicts and lists) in globals and class attributes. Namespaces are
 read with C's own accessors: no property, no descriptor, no `__getattr__` and no metaclass gets to run.
 
-A package none of whose modules holds a module of torch, `torch.Tensor` or a patched function has no way to come by one, and is passed over.
+Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch, `torch.Tensor` or a patched
+function: it has no way to come by one.
 """
 
 import functools
@@ -27,7 +28,8 @@ MAX_NAMED = 10  # of what cannot be bound
 MAX_DEPTH = 2  # of dicts and lists in one another
 
 _flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
-_PASSED_OVER = sys.stdlib_module_names | {"torch", "amp_patch"}
+_BELOW_TORCH = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions", "wrapt", "yaml"}
+_PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), type(Ellipsis), types.ModuleType, types.CodeType, types.BuiltinFunctionType})
 _PLAIN |= {types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType}
 _HOLDERS = frozenset({functools.partial, tuple, list, dict})
@@ -89,9 +91,9 @@ class Search:
 
     def find_stuck(self) -> list[str]:
         """Return what holds one of the functions where it cannot be rebound, as `module.name (its class)` each."""
-        handled = {id(namespace_of(module)) for module in list(sys.modules.values()) if issubclass(type(module), types.ModuleType)} | self._seen
-        if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], handled))):
+        if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], self._seen))):
             return []
+        handled = {id(namespace_of(module)) for module in list(sys.modules.values()) if issubclass(type(module), types.ModuleType)} | self._seen
         holders = {id(value): (prefix, key, value) for prefix, key, value in self._others}
         return [
             f"{prefix}.{key} ({type(value).__name__})"
