@@ -1,5 +1,5 @@
 # make demo   train at every level and print the table
-# make test   everything that must hold: lint, types, tests
+# make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses auto
 BENCH_ARGS ?=
 
 .PHONY: demo test bench install
@@ -20,7 +20,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict amp_patch
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) benchmarks/overhead.py
