@@ -485,6 +485,27 @@ def test_a_state_dict_of_torch_can_be_resumed(name):
     assert again.param_groups[0]["lr"] == 0.02 and again.param_groups[0].get("step", 20) == 20
 
 
+def test_a_novograd_file_of_apex_without_sixteen_bit_parameters_is_read():
+    optimizer = FusedNovoGrad(make_params())
+    run(optimizer, make_gradients(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["exp_avg_sq"][0] = None  # Apex's beginning, which it never replaces then
+    twin = FusedNovoGrad([torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
+    twin.load_state_dict(saved)
+    gradients = make_gradients(4)[2:]
+    assert all(torch.equal(a, b) for a, b in zip(run(twin, gradients), run(optimizer, gradients), strict=True))
+
+
+def test_steps_counted_in_python_are_refused_in_a_cuda_graph(monkeypatch):
+    optimizer = FusedAdam(make_params(), capturable=True)
+    run(optimizer, make_gradients(1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(amp.OptimizerError, match="CUDA graph"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
 def test_a_state_dict_that_cannot_be_honoured_is_refused():
     def saved(cls, **options):
         optimizer = cls(make_params(), lr=0.1, **options)
