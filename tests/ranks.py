@@ -19,17 +19,13 @@ def serve(rank: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     while True:
-        order = pickle.loads(connection.recv_bytes())
-        if order is None:
-            break
+        function, args = pickle.loads(connection.recv_bytes())
         try:
             torch.manual_seed(0)
-            function, args = order
             answer = (function(rank, *args), None)
         except BaseException:
             answer = (None, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -58,8 +54,6 @@ class Ranks:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps(None))
         for process in self._processes:
-            process.join(PATIENCE)
             process.kill()
+            process.join(PATIENCE)

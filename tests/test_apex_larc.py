@@ -14,6 +14,8 @@ import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdam
 from amp_patch.apex.parallel.LARC import LARC
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 

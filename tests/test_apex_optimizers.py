@@ -13,6 +13,8 @@ from reference import make_batches, make_model
 import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
 
@@ -318,7 +320,8 @@ def test_training_goes_on_bitwise_from_a_copy(cls, way, dtype):
         step[3] = None  # steps for the first time after the copy
     for step in gradients[2:6]:
         step[0] = None  # pauses over the copy
-    expected = run(build(cls, make_params(dtype), **OPTIONS[cls]), gradients)
+    uninterrupted = build(cls, make_params(dtype), **OPTIONS[cls])
+    expected = run(uninterrupted, gradients)
     optimizer = build(cls, make_params(dtype), **OPTIONS[cls])
     params = run(optimizer, gradients[:4])
     if way in ("pickle", "deepcopy"):
@@ -341,6 +344,8 @@ def test_training_goes_on_bitwise_from_a_copy(cls, way, dtype):
     run(optimizer, gradients[4:])  # the first goes on, and so must not disturb its twin
     assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(run(twin, gradients[4:]), expected, strict=True))
+    for own, other in zip(twin.param_groups[0]["params"], expected, strict=True):  # state, whose last bits 16-bit parameters hide
+        assert all(torch.equal(value, uninterrupted.state[other][name]) for name, value in twin.state[own].items())
 
 
 @pytest.mark.parametrize("set_grad_none", [True, False])
@@ -560,6 +565,25 @@ def test_under_amp_the_losses_are_those_of_torchs_optimizer(cls, options, torch_
         found.append(train(model, optimizer, make_batches(6)))
         amp.reset()
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("cls", ALL)
+def test_state_from_before_initialize_is_carried_on_in_float32(cls, level):
+    model = make_model()
+    optimizer = build(cls, model.parameters())
+    batches = make_batches(4)
+    for images, targets in batches[:2]:
+        F.cross_entropy(model(images), targets).backward()
+        optimizer.step()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, batches[2:])
+    for state in optimizer.state.values():
+        assert all(value.dtype is torch.float32 for value in state.values())
+    assert "step" not in KEYS[cls][1] or optimizer.param_groups[0]["step"] == 4
+    amp.reset()
+    assert all(value.dtype is torch.float32 for state in optimizer.state.values() for value in state.values())
+    optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])

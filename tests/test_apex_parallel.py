@@ -16,6 +16,8 @@ import amp_patch as amp
 from amp_patch.apex import parallel
 from amp_patch.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group, distributed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
@@ -167,7 +169,9 @@ def accumulate(rank, is_delayed, way):
     found = []
     for off in (True, False):
         if way == "no_sync" and off:
-            with model.no_sync(), model.no_sync():
+            with model.no_sync():
+                with model.no_sync():
+                    pass
                 model(batch_of(rank)).pow(2).mean().backward()
         else:
             if off:
@@ -317,7 +321,7 @@ def train_with_amp(rank, level, options, accumulates):
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["reduced in each pass", "reduced in the last pass"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @both_modes
 def test_under_amp_all_ranks_take_the_same_steps(ranks, level, is_delayed, accumulates):
     (first, first_parameters), (second, second_parameters) = ranks(train_with_amp, level, {"delay_allreduce": is_delayed}, accumulates)

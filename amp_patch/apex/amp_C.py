@@ -26,7 +26,7 @@ def _multiply(tensors: Tensors, factor: float | Tensor, flag: Tensor | None = No
     for indices in updates.get_places(copies):
         part = [copies[index] for index in indices]
         found = torch.zeros((), dtype=torch.float32, device=part[0].device)
-        scale = torch.as_tensor(factor, dtype=torch.float32, device=found.device).reshape(())
+        scale = factor.to(found).reshape(()) if isinstance(factor, Tensor) else torch.full_like(found, factor)
         torch._amp_foreach_non_finite_check_and_unscale_(part, found, scale)
         if flag is not None:
             _raise_flag(flag, found)

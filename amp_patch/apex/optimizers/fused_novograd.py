@@ -106,6 +106,7 @@ class FusedNovoGrad(FusedOptimizer):
             averages = group.pop("exp_avg_sq", None)
             if averages is None:
                 continue
+            averages = [torch.empty(0) if values is None else values for values in averages]
             parts = self._split(own["params"], [key in saved["state"] for key in group["params"]], group["params"])
             if [len(part) for part in parts] != [len(values) for values in averages]:
                 raise CheckpointError(

@@ -58,7 +58,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: on its device, and initialized by amp before.
         delay_allreduce: reduce the gradients that exist when backward is over, instead of overlapping. This mode allows parameters without
-            gradients and several backward passes after one forward. A parameter that has a gradient on some ranks counts as zero on the others.
+            gradients and several backward passes after one forward (which torch's reducer silently leaves unreduced). A parameter that has a
+            gradient on some ranks counts as zero on the others. Waits for the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
         gradient_average: divide by the number of ranks. Without it, gradients must be zeroed before each backward pass.
         gradient_predivide_factor: divide by it before the sum, and multiply the average by it afterwards.
