@@ -146,6 +146,54 @@ def test_casts_may_be_turned_off_inside_a_graph():
             assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
+# ---- what does not hold yet ---------------------------------------------------------------------------------------------------------------------
+
+PRODUCTS = {"function": lambda x: torch.mm(x, x), "method": lambda x: x.mm(x), "operator": lambda x: x @ x}
+
+
+@pytest.mark.xfail(reason="Dynamo cannot trace how an open region is found, and guards no Tensor method")
+@pytest.mark.parametrize("history", [(False, True, False), (True, False, True)], ids=["on first", "off first"])
+@pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
+def test_casts_may_be_turned_off_around_a_compiled_function(function, history):
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with casting(True):
+        for is_off in history:
+            with amp.disable_casts() if is_off else nullcontext():
+                assert compiled(X).dtype is (FULL if is_off else LOW)
+
+
+@pytest.mark.xfail(reason="the region was opened outside of what is compiled; causes as above")
+@pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
+def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, tmp_path):
+    class Block(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    model = nn.ModuleDict({"low": nn.Sequential(Block()), "full": nn.Sequential(Block())})
+    amp.initialize(model, opt_level="O4", lists=write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}']), verbosity=0)
+    for part in model.values():
+        part[0].compile(backend="aot_eager", fullgraph=True)
+    assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
+
+
+@pytest.mark.xfail(reason="AOTAutograd decomposes the op into others in Python, and finds those patched")
+@pytest.mark.parametrize(
+    ("lists", "function"),
+    [
+        ("blacklist: [linear]", lambda x: F.linear(x, x)),
+        ("neutral: [linear]", lambda x: F.linear(x, x)),
+        ("blacklist: [matmul]", lambda x: torch.matmul(x, x)),
+        ("blacklist: [mm]", lambda x: x @ x),
+    ],
+    ids=["blacklisted linear", "neutral linear", "blacklisted matmul", "blacklisted mm"],
+)
+def test_an_edited_list_holds_for_ops_that_are_decomposed(lists, function, tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text(f"extends: bfloat16\n{lists}\n")
+    with amp.session(opt_level="O4", device="cpu", lists=str(path)):
+        assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is function(X).dtype
+
+
 # ---- what is in the graphs ----------------------------------------------------------------------------------------------------------------------
 
 # An op as it is called, and the same with its casts written out. Inductor's decompositions, which call torch's functions, run under the patches.
@@ -284,13 +332,15 @@ def test_other_module_rules_recompile(tmp_path):
 
 # ---- the caches on disk ---------------------------------------------------------------------------------------------------------------------------
 
-COMPILE_UNDER_PATCHES = """
+ANOTHER_PROCESS = f"""
 import torch
 import amp_patch as amp
 from test_compile import compile_with_inductor
 
+torch.set_num_threads({torch.get_num_threads()})  # part of what inductor compiles
+found = [compile_with_inductor("operator")]
 with amp.session(opt_level="O4", device="cpu"):
-    print([compile_with_inductor("operator"), compile_with_inductor("method")])
+    print([*found, compile_with_inductor("operator"), compile_with_inductor("method")])
 """
 
 
@@ -307,12 +357,11 @@ def compile_with_inductor(name):
 def test_processes_that_share_a_cache_on_disk_do_not_take_each_others_programs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert compile_with_inductor("operator") == ("torch.float32", True, 0)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPILE_UNDER_PATCHES], env=environment, check=True, capture_output=True, text=True)
-    assert ast.literal_eval(done.stdout) == [("torch.bfloat16", True, 0)] * 2
-    # The first of these is found in the cache, which is therefore in use; the second is not, though a patched process has left one like it.
-    assert compile_with_inductor("operator") == ("torch.float32", True, 1)
-    assert compile_with_inductor("method") == ("torch.float32", True, 0)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", ANOTHER_PROCESS], env=environment, check=True, capture_output=True, text=True)
+    # The other process finds what is right for it while it is plain, and nothing while it is patched: the same functions are other programs then.
+    assert ast.literal_eval(done.stdout) == [("torch.float32", True, 1), ("torch.bfloat16", True, 0), ("torch.bfloat16", True, 0)]
+    assert compile_with_inductor("method") == ("torch.float32", True, 0)  # though the patched process has left one like it
 
 
 # ---- torch.export ---------------------------------------------------------------------------------------------------------------------------------
