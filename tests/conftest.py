@@ -10,12 +10,16 @@ import torch._dynamo  # replaces torch.manual_seed when it is first imported, wh
 import torch.utils.checkpoint
 
 import amp_patch
+from amp_patch import rebinding
 
 torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # the first compilation replaces a few more names of torch's, for good
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each core
+
+# Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot exchange them.
+rebinding._PASSED_OVER |= {"list_errors", "test_casts", "test_conformance", "test_state_machine", "test_weights"}
 
 NAMESPACES = (
     torch,
