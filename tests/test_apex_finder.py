@@ -257,10 +257,10 @@ def test_an_apex_without_amp_keeps_its_own_and_gets_the_rest(imported, tmp_path,
         assert apex.amp is amp_patch.apex.amp and apex.optimizers.theirs
         from apex import parallel, transformer
         from apex.amp import scaler
-        from apex.contrib import xentropy
+        from apex.contrib import clip_grad, xentropy
 
         assert parallel.__name__ == "amp_patch.apex.parallel" and scaler.__name__ == "amp_patch.apex.amp.scaler"
-        assert transformer.theirs and xentropy.theirs
+        assert transformer.theirs and xentropy.theirs and clip_grad.__name__ == "amp_patch.apex.contrib.clip_grad"
         with pytest.raises(ModuleNotFoundError, match="MultiheadAttention"):
             importlib.import_module("apex.contrib.multihead_attn")
         with pytest.raises(AttributeError, match="nonsense"):
@@ -269,7 +269,7 @@ def test_an_apex_without_amp_keeps_its_own_and_gets_the_rest(imported, tmp_path,
             importlib.import_module("amp_C")  # its optimizers would take ours for the compiled one
     assert caplog.records == []
     assert {name for name in held() if "amp_patch" in held()[name].__name__} == set()
-    assert not hasattr(apex, "amp") and not hasattr(apex, "parallel")
+    assert not hasattr(apex, "amp") and not hasattr(apex, "parallel") and not hasattr(apex.contrib, "clip_grad")
     if before is not None:
         assert before <= set(vars(apex)) and set(vars(apex)) - before <= {"transformer", "contrib"}
 

@@ -74,26 +74,31 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         apex = sys.modules.get("apex")
         if apex is not None:
             self._judge(apex.__spec__, getattr(apex, "__path__", ()))
-            if self._is_idle:
-                pass
-            elif self._is_whole:
-                self._displaced = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)}
-            else:
-                self._complete(apex)
+        if apex is not None and self._is_whole:
+            self._displaced = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)}
+        elif apex is not None and not self._is_idle:
+            self._complete(apex)
         for name in self._displaced:
             del sys.modules[name]
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Take the finder out, and every module out of `sys.modules` that it put in; what it put aside comes back. Harmless twice."""
+        """Take the finder out, and every module that it served out of `sys.modules` and of other packages; what it put aside comes back.
+
+        Harmless twice.
+        """
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in ("apex", *_TOP_LEVEL) and self._is_ours(module):
                 del sys.modules[name]
-        for module in self._completed:
-            _forget(module, [name for name, value in vars(module).items() if self._is_ours(value) or name == "__getattr__"])
+                parent, _, own_name = name.rpartition(".")
+                package = sys.modules.get(parent)
+                if package is not None and not self._is_ours(package) and vars(package).get(own_name) is module:
+                    delattr(package, own_name)
+        for package in self._completed:
+            vars(package).pop("__getattr__", None)
         sys.modules.update(self._displaced)
 
     def _is_ours(self, value: object) -> bool:
@@ -225,8 +230,3 @@ def _describe_distribution(where: str) -> str:
         return f" ({distribution.metadata['Name']} {distribution.version}: {distribution.metadata['Summary']})"
     except (importlib.metadata.PackageNotFoundError, KeyError):
         return ""
-
-
-def _forget(module: ModuleType, names: list[str]) -> None:
-    for name in names:
-        delattr(module, name)
