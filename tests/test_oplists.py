@@ -434,6 +434,11 @@ def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
     assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:17:", "2:28:", "3:31:", "3:39:", "4:10:"]
 
 
+def test_an_entry_with_faulty_bounds_takes_no_place(write: Write) -> None:
+    path = write("blacklist: [{op: exp, until: x}, {op: exp, since: 2.1}, {op: only_in_old_torch, until: x}]")
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:30:", "1:88:"]
+
+
 def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
     write("blacklist: [sofmax]", "base.yaml")
     write("extends: base.yaml", "left.yaml")
