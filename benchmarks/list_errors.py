@@ -132,7 +132,7 @@ def images(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor,
 
 
 def _classes(value: Tensor) -> Tensor:
-    return torch.arange(value.shape[0]) % value.shape[1]
+    return torch.arange(value.shape[0], device=value.device) % value.shape[1]
 
 
 def _reduced(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -141,7 +141,7 @@ def _reduced(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _signs(value: Tensor) -> Tensor:
-    return (torch.arange(value.numel()) % 2 * 2 - 1).reshape(value.shape).to(value.dtype)
+    return (torch.arange(value.numel(), device=value.device) % 2 * 2 - 1).reshape(value.shape).to(value.dtype)
 
 
 def _elementwise() -> Iterator[tuple[str, Measured]]:

@@ -5,6 +5,7 @@ dtypes that torch's own test tables for CUDA declare are a second witness.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from emulated_autocast import emulated_autocast
 from hand_casts import GIVEN, each, expected_of, find_fault, is_same, lows, tensors_of
 from op_samples import find_sample
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -273,6 +274,64 @@ def test_emulated_autocast_is_undone() -> None:
                 F.binary_cross_entropy(low, low)
         assert torch.exp(low).dtype is torch.bfloat16
         assert F.binary_cross_entropy(low, low).dtype is torch.float32
+
+
+# ---- autocast itself, on layers ------------------------------------------------------------------------------------------------------------------
+
+SEQUENCE = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, value: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(value, value, value)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3), nn.LayerNorm(3), nn.Softmax(-1))
+
+
+# Layer: how to make it, its input, and the (device, mode, dtype of the input) in which a list cannot say what autocast does.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[tuple[str, str, str]]]] = {
+    "convolutions": (convolutions, SEQUENCE, set()),
+    "PReLU": (nn.PReLU, SEQUENCE, set()),
+    "SelfAttention": (lambda: SelfAttention(8, 2, batch_first=True), SEQUENCE, set()),
+    "RNN": (lambda: nn.RNN(8, 4), SEQUENCE, set()),
+    "RNNCell": (lambda: nn.RNNCell(8, 4), SEQUENCE[0], set()),
+    # float32 input: autocast on the CPU keeps the state in float32. On CUDA these are cuDNN's, or one op each, and low.
+    "LSTMCell": (lambda: nn.LSTMCell(8, 4), SEQUENCE[0], {("cpu", mode, "float32") for mode in ("train", "no_grad")}),
+    "GRUCell": (lambda: nn.GRUCell(8, 4), SEQUENCE[0], {("cpu", mode, "float32") for mode in ("train", "no_grad")}),
+    "GRU": (lambda: nn.GRU(8, 4), SEQUENCE, {(device, mode, "float32") for device in ("cpu", "cuda") for mode in ("train", "no_grad")}),
+    # The fused path computes in one dtype throughout; autocast on the CPU casts inside it, and on CUDA it is not taken.
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        SEQUENCE,
+        {("cpu", "no_grad", "float32"), ("cuda", "no_grad", "float32"), ("cuda", "no_grad", "low")},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@devices
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_and_its_list_give_the_same_results_on_layers(name: str, device_type: str) -> None:
+    make, value, excepted = LAYERS[name]
+    torch.manual_seed(0)
+    module = make()
+    low = torch.bfloat16
+    cases = [(mode, given) for mode in ("train", "no_grad") for given in ("float32", "low")]
+
+    def run(mode: str, given: str) -> Tensor:
+        own = copy.deepcopy(module).train(mode == "train")  # running statistics change
+        with torch.set_grad_enabled(mode == "train"):
+            return next(tensors_of(own(value.to(low) if given == "low" else value))).detach()
+
+    with emulated_autocast("cuda") if device_type == "cuda" else contextlib.nullcontext(), torch.autocast("cpu", dtype=low):
+        expected = {case: run(*case) for case in cases}
+    open_session(f"autocast-{device_type}", low)
+    results = {case: run(*case) for case in cases}
+    amp_patch.reset()
+    differing = {(device_type, *case) for case in cases if not is_same(results[case], expected[case])}
+    assert differing == {one for one in excepted if one[0] == device_type}
 
 
 # ---- Apex -------------------------------------------------------------------------------------------------------------------------------------
