@@ -75,7 +75,7 @@ class LateOps:
             concerned = [] if self._is_closed else [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
             for spelling in concerned:
                 try:
-                    functions |= self._patch(spelling)
+                    functions |= self._patch(spelling, module_name)
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
                 except Exception as exc:
@@ -86,9 +86,9 @@ class LateOps:
         for spelling, message in problems:  # without the lock: whoever shows warnings may import something
             self._warn(spelling, message)
 
-    def _patch(self, spelling: Spelling) -> dict[int, Callable[..., Any]]:
+    def _patch(self, spelling: Spelling, complete: str) -> dict[int, Callable[..., Any]]:
         """Patch an op if it is there and not patched yet. Returns its replacement, by the id of the original."""
-        owner, name = find_owner(spelling), spelling.name
+        owner, name = find_owner(spelling, complete), spelling.name
         if owner is None or self._patcher.is_in_place(owner, name) or any(owner is other and name == taken for other, taken in self._overridden):
             return {}
         self._patcher.forget(owner, name)

@@ -297,10 +297,13 @@ def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
         raise OpListError(f"{describe_place(entry)}: {exc}") from None
 
 
-def find_owner(spelling: Spelling) -> object | None:
-    """Return who owns a name outside torch by now, or None while it may still be imported. Raises OpListError, with its position, if it never can."""
+def find_owner(spelling: Spelling, complete: str) -> object | None:
+    """Return who owns a name outside torch, now that the module `complete` has run, or None while the name may still be imported.
+
+    Raises OpListError, with the position of the entry, if it cannot be.
+    """
     try:
-        return find_late(spelling.entry.op)
+        return find_late(spelling.entry.op, complete)
     except OpListError as exc:
         raise OpListError(f"{describe_place(spelling.entry)}: {exc}") from None
 

@@ -120,21 +120,23 @@ def is_outside_torch(owner_name: str) -> bool:
     return owner_name.partition(".")[0] != "torch"
 
 
-def find_late(op: str) -> object | None:
+def find_late(op: str, complete: str) -> object | None:
     """Return the owner of a name outside torch, or None while an import may yet bring the name.
 
-    Raises OpListError, without a position, where the modules on the way are imported and lack it. Looks submodules up, and imports none.
+    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a module that has just run to its
+    end, while its import goes on. Looks submodules up, and imports none.
     """
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
     try:
         owner = _find_elsewhere(op, path, name)
+        if owner is None:
+            _check_that_it_may_come(path)
     except OpListError:
-        if any(_is_being_imported(".".join(path[:length])) for length in range(1, len(path) + 1)):
+        on_the_way = {".".join(path[:length]) for length in range(1, len(path) + 1)}
+        if any(_is_being_imported(module_name) for module_name in on_the_way - {complete}):
             return None
         raise
-    if owner is None:
-        _check_that_it_may_come(path)
     return owner
 
 
@@ -149,7 +151,7 @@ def _check_that_it_may_come(path: list[str]) -> None:
     if imported in (0, len(path)):
         return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
-    if hasattr(type(parent), "__getattr__") or "__getattr__" in vars(parent) or part in vars(parent) or _is_being_imported(".".join(path[:imported])):
+    if hasattr(type(parent), "__getattr__") or "__getattr__" in vars(parent) or part in vars(parent):
         return
     if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
         return

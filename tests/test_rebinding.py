@@ -79,7 +79,10 @@ PLACES = {
     "nested class": ("import torch.nn.functional as F\nclass C:\n    class D:\n        act = F.gelu", lambda m, x: m.C.D().act(x)),
     "default": ("import torch.nn.functional as F\ndef f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)", lambda m, x: m.f(x)),
     "keyword default": ("import torch.nn.functional as F\ndef f(x, *, act=F.gelu):\n    return act(x)", lambda m, x: m.f(x)),
-    "default of a method": ("from torch.nn import functional\nclass C:\n    def f(self, x, act=functional.gelu):\n        return act(x)", lambda m, x: m.C().f(x)),
+    "default of a method": (
+        "from torch.nn import functional\nclass C:\n    def f(self, x, act=functional.gelu):\n        return act(x)",
+        lambda m, x: m.C().f(x),
+    ),
     "default of a class method": (
         "import torch\nclass C:\n    @classmethod\n    def f(cls, x, act=torch.nn.functional.gelu):\n        return act(x)",
         lambda m, x: m.C.f(x),
@@ -93,7 +96,7 @@ PLACES = {
         lambda m, x: m.f(x),
     ),
     "closure in a closure": (
-        "import torch.nn.functional as F\ndef twice(f):\n    return lambda x: f(f(x))\ndef make(act):\n    return twice(lambda x: act(x))\nf = make(F.gelu)",
+        "import torch.nn.functional as F\ndef same(f):\n    return lambda *a: f(*a)\ndef make(g):\n    return same(lambda x: g(x))\nf = make(F.gelu)",
         lambda m, x: m.f(x),
     ),
     "table": ("import torch.nn.functional as F\nACT = {'gelu': F.gelu, 'own': lambda x: x}", lambda m, x: m.ACT["gelu"](x)),
@@ -204,8 +207,8 @@ def test_what_the_user_changed_during_the_session_stays(make_package, lists):
     del module.ACT["gone"], module.ACTS[0]
     module.f.__defaults__ = (mine,)
     amp.reset()
-    assert module.act is module.C.act is mine and module.ACT == {"gelu": mine} and module.f.__defaults__ == (mine,)
-    assert module.ACTS == [F.gelu]
+    assert module.act is module.C.act is mine and {"gelu": mine} == module.ACT and module.f.__defaults__ == (mine,)
+    assert [F.gelu] == module.ACTS
 
 
 def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
@@ -266,17 +269,17 @@ def test_no_code_of_the_program_is_run(make_package, lists):
     make_package({"program_x": TRAPS})
     module = importlib.import_module("program_x")
     lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
-    vars(types.ModuleType)["__dict__"].__get__(lazy)["gelu"] = F.gelu
-    sys.modules["lazy_x"] = lazy
-    sys.modules["no_module_x"] = module.instance
+    namespace_of, attributes_of = rebinding.namespace_of, rebinding.attributes_of
+    namespace_of(lazy)["gelu"] = F.gelu
+    sys.modules.update({"lazy_x": lazy, "no_module_x": module.instance})
     try:
         _session = open_session(lists)
-        held = [vars(module)["plain"].act, dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
-        held += [type.__dict__["__dict__"].__get__(module.Guarded)["act"].__func__, vars(types.ModuleType)["__dict__"].__get__(lazy)["gelu"]]
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        held += [module.plain.act, attributes_of(module.Guarded)["act"].__func__]
         assert all(value is F.gelu and value(X).dtype is LOW for value in held)
         amp.reset()
-        assert dict.get(module.table, "gelu") is list.__getitem__(module.array, 0) is type.__dict__["__dict__"].__get__(module.Guarded)["act"] is F.gelu
-        assert vars(types.ModuleType)["__dict__"].__get__(lazy)["gelu"] is F.gelu
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        assert all(value is F.gelu for value in (*held, attributes_of(module.Plain)["act"], attributes_of(module.Guarded)["act"]))
     finally:
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
@@ -303,7 +306,7 @@ def test_keys_of_tables_stay(make_package, lists):
     module = importlib.import_module("program_x")
     original = module.gelu
     _session = open_session(lists)
-    assert module.gelu is not original and module.HANDLERS == {original: "mine"}
+    assert module.gelu is not original and {original: "mine"} == module.HANDLERS
 
 
 def test_a_replacement_keeps_its_own_original(make_package, lists):
@@ -433,7 +436,7 @@ def make_encoder():
 @pytest.mark.parametrize("make", [make_encoder, lambda: nn.Sequential(Block(F.gelu), Block(F.silu))], ids=["encoder layer", "own"])
 def test_functions_that_a_model_holds_are_rebound_and_given_back(make, lists):
     model = make()
-    holders = {(module, name): value for module in model.modules() for name, value in vars(module).items() if callable(value) and name in ("act", "activation")}
+    holders = {(module, name): vars(module)[name] for module in model.modules() for name in ("act", "activation") if name in vars(module)}
     assert holders
     open_session(lists, model)
     for (module, name), original in holders.items():
@@ -516,7 +519,8 @@ def test_a_model_can_be_copied_and_saved(act, moment, lists):
     copies = [copy.deepcopy(model), load(save(model)), pickle.loads(pickle.dumps(model)), load(save(copy.deepcopy(model)))]
     if moment == "after":
         amp.reset()
-        copies += [copy.deepcopy(model), load(save(model)), *[load(save(other)) for other in copies], *[pickle.loads(pickle.dumps(c, 5)) for c in copies]]
+        copies += [copy.deepcopy(model), load(save(model)), *[load(save(other)) for other in copies]]
+        copies += [pickle.loads(pickle.dumps(other, protocol)) for other in copies for protocol in (0, 5)]
     for other in copies:
         assert torch.equal(other(X), cast if moment == "during" else plain)
 
@@ -574,7 +578,8 @@ def test_a_partial_that_a_model_holds_is_named(lists):
 
 
 def test_is_patched_and_get_original_know_globals_and_class_attributes(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nact = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n    n = 1"})
+    source = "import torch.nn.functional as F\nact = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n    n = 1"
+    make_package({"program_x": source})
     module = importlib.import_module("program_x")
     expected = {(module, "act"): F.gelu, (module.C, "raw"): F.gelu, (module.C, "static"): F.silu}
     assert not any(amp.is_patched(*target) for target in expected)
