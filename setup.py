@@ -19,7 +19,10 @@ setup(
     install_requires=["torch>=2.6", "wrapt>=2.4", "PyYAML>=6"],
     extras_require={
         "demo": ["scikit-learn", "matplotlib", "tqdm"],
-        "dev": ["expecttest", "hypothesis", "jsonschema", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "types-PyYAML", "scikit-learn", "matplotlib", "tqdm"],
+        "dev": [
+            *("expecttest", "hypothesis", "jsonschema", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "types-PyYAML"),
+            *("scikit-learn", "matplotlib", "tqdm"),
+        ],
     },
     packages=[*find_packages(include=["amp_patch", "amp_patch.*"]), "amp_patch.lists"],
     package_dir={"amp_patch.lists": "lists"},

@@ -234,14 +234,7 @@ def test_a_mask_of_huge_negatives_masks_in_float16_and_zeroes_rows_that_are_mask
 # ---- functions that layers keep -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "is_built_first",
-    [
-        pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="a function that a layer stored before initialize is the unpatched one")),
-        False,
-    ],
-    ids=["built-before", "built-after"],
-)
+@pytest.mark.parametrize("is_built_first", [True, False], ids=["built-before", "built-after"])
 @pytest.mark.parametrize("get_activation", [lambda: "gelu", lambda: F.gelu], ids=["by-name", "by-function"])
 def test_a_listed_activation_that_a_layer_keeps_is_reached(tmp_path: Any, get_activation: Callable[[], Any], is_built_first: bool) -> None:
     lists = tmp_path / "wide_gelu.yaml"
