@@ -71,6 +71,8 @@ def run_here(name, module, *arguments, cwd, monkeypatch):
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setitem(sys.modules, "plain_amp", PLAIN)
+    # torch's own test helpers, which other test modules import, forbid scripts to set flags such as torch.backends.cudnn.benchmark
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     monkeypatch.setattr(amp_patch, "_amp_state", amp_patch.apex.amp._amp_state, raising=False)  # it looks at the session, whoever opened that
     if module == "amp_patch":
         (cwd / "presets.yaml").write_text(AS_APEX)
