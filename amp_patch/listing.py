@@ -16,7 +16,7 @@ from amp_patch.errors import OpListError
 from amp_patch.faults import sort_by_position
 from amp_patch.oplists import OpLists, Spelling, check_oplists, lists_dir, load_oplists, make_oplists
 from amp_patch.opnames import find_spellings
-from amp_patch.rulings import SUMMARIES, Explanation, Ruling, compare, describe_effects, explain, get_module_rules
+from amp_patch.rulings import SUMMARIES, Explanation, Ruling, compare, describe_effects, explain
 
 SUMMARY = "Show, check, compare and explain op lists."
 LOW_NAMES = ("float16", "bfloat16")
@@ -84,7 +84,7 @@ def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
             yield f"  {row}  except {lost}" if lost else f"  {row}"
             if has_spellings:
                 yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
-    if modules := get_module_rules(lists):
+    if modules := lists.modules:
         yield "\nmodules: run in this dtype whatever the rules above say; of several that cover a module the last one counts"
         yield from (f"  {row}" for row in _columns((rule.chooser, rule.run, rule.why, _place(rule)) for rule in modules))
     without_effect = (
@@ -105,7 +105,7 @@ def _show_as_data(lists: OpLists) -> dict[str, object]:
         "digest": lists.digest,
         "inplace_blacklist": lists.inplace_blacklist,
         "entries": [{**asdict(entry), "spellings": [_as_data(spelling) for spelling in group]} for entry, group in _by_entry(lists).items()],
-        "modules": [_module_as_data(rule) for rule in get_module_rules(lists)],
+        "modules": [_module_as_data(rule) for rule in lists.modules],
         "missing": [asdict(entry) for entry in lists.missing],
         "deferred": [asdict(entry) for entry in lists.deferred],
         "other_torch": [asdict(entry) for entry in lists.other_torch],
@@ -189,12 +189,12 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     explanation = explain(arguments.op, lists)
     if arguments.json:
         effects = {ruling.kind: describe_effects(ruling.kind, low) for ruling in explanation.rulings}
-        modules = [_module_as_data(rule) for rule in get_module_rules(lists)]
+        modules = [_module_as_data(rule) for rule in lists.modules]
         _print(_as_json({"lists": names, "low": low, **asdict(explanation), "effects": effects, "modules": modules}))
         return 0
     _print(_explain(explanation, names, low))
-    if get_module_rules(lists) and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
-        _print(f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})." for rule in get_module_rules(lists))
+    if lists.modules and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+        _print(f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})." for rule in lists.modules)
     return 0
 
 

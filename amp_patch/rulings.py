@@ -115,12 +115,7 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     for key in {**sides[0], **sides[1]}:
         by_op.setdefault(get_op(key), []).append(key)
     ops = (difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
-    return (*ops, *_compare_modules(get_module_rules(left), get_module_rules(right)))
-
-
-def get_module_rules(lists: OpLists) -> tuple[Any, ...]:
-    """Return the rules for parts of a model, each with `chooser`, `run`, `why`, `path`, `line` and `column`."""
-    return tuple(getattr(lists, "modules", ()))
+    return (*ops, *_compare_modules(left.modules, right.modules))
 
 
 def _compare_modules(left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:

@@ -8,9 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 import yaml
 
 from amp_patch import cli, listing, rulings
+from amp_patch.modulerules import ModuleRule
 from amp_patch.oplists import OpLists, load_oplists, shipped_names
 from amp_patch.torch_autocast import get_rules
 from amp_patch.yaml_loader import MAX_BYTES
@@ -423,10 +423,9 @@ def test_explain_json(lists: Amp) -> None:
 # ---- module rules ---------------------------------------------------------------------------------------------------------------------------
 
 
-def with_modules(lists: OpLists, *rules: tuple[str, str]) -> Any:
-    """The lists with rules for parts of a model, each a chooser and a dtype."""
-    modules = tuple(SimpleNamespace(chooser=c, run=run, why="range", path="mine.yaml", line=3, column=5) for c, run in rules)
-    return SimpleNamespace(**{field.name: getattr(lists, field.name) for field in fields(lists)} | {"modules": modules})
+def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
+    """The lists with module rules of these choosers and runs."""
+    return replace(lists, modules=tuple(ModuleRule(c, run, None, "range", "mine.yaml", 3, 5) for c, run in rules))
 
 
 def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
