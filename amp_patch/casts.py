@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtypes import CASTABLE, LOW_DTYPES, TensorCast
+from .dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
 from .errors import BannedOpError
 from .switch import Mode, Switch
 from .weights import LiveLink, WeightLinks
@@ -84,6 +84,8 @@ class OpCasts:
                     if (dtype := weight.dtype) is not low:
                         link = get_live(id(weight)) if dtype is float32 else None
                         fresh = link is not None and link[1] == weight._version and link[2] == weight.data_ptr() and link[3] is weight.requires_grad
+                        if not fresh and is_opaque(weight):
+                            return walk(*args)
                         weight = link[0] if fresh else to_low(weight)  # type: ignore[index]
                     if bias is not None and (dtype := bias.dtype) is not low:
                         link = get_live(id(bias)) if dtype is float32 else None
@@ -110,8 +112,12 @@ class OpCasts:
                 try:
                     if left.dtype is not low:
                         left = to_low(left)
+                        if left is args[0] and is_opaque(left):
+                            return walk(*args)
                     if right.dtype is not low:
                         right = to_low(right)
+                        if right is args[1] and is_opaque(right):
+                            return walk(*args)
                 except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
                     return original(*args)
                 return original(left, right)
@@ -121,18 +127,22 @@ class OpCasts:
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""
-        switch, low, to_low, cast_nested = self.switch, self.low, self.to_low, _cast_nested
+        switch, low, to_low, cast_nested, beside = self.switch, self.low, self.to_low, _cast_nested, self._beside
         in_region, by_lists = self._in_region, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                given = kwargs
                 if kwargs:
                     if kwargs.get("out") is not None:
                         return original(*args, **kwargs)
-                    for name, value in kwargs.items():
+                    kwargs = dict(kwargs)
+                    for name, value in given.items():
                         if isinstance(value, Tensor):
                             if value.dtype is not low:
                                 kwargs[name] = to_low(value)
+                                if kwargs[name] is value and is_opaque(value):
+                                    return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, to_low)
                 cast_args = None
@@ -142,6 +152,8 @@ class OpCasts:
                             if cast_args is None:
                                 cast_args = list(args)
                             cast_args[index] = to_low(value)
+                            if cast_args[index] is value and is_opaque(value):
+                                return beside(value, original, args, given)
                     elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                         if cast_args is None:
                             cast_args = list(args)
@@ -157,17 +169,21 @@ class OpCasts:
     def blacklist(self, original: Op) -> Op:
         """Run in float32, unless the call names a dtype."""
         switch, to_float, cast_nested, float32, dtype_class = self.switch, self.to_float, _cast_nested, torch.float32, torch.dtype
-        in_region, by_lists = self._in_region, Mode.BY_LISTS
+        in_region, by_lists, beside = self._in_region, Mode.BY_LISTS, self._beside
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                given = kwargs
                 if kwargs:
                     if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
                         return original(*args, **kwargs)
-                    for name, value in kwargs.items():
+                    kwargs = dict(kwargs)
+                    for name, value in given.items():
                         if isinstance(value, Tensor):
                             if value.dtype is not float32:
                                 kwargs[name] = to_float(value)
+                                if kwargs[name] is value and is_opaque(value):
+                                    return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, to_float)
                 cast_args = None
@@ -177,6 +193,8 @@ class OpCasts:
                             if cast_args is None:
                                 cast_args = list(args)
                             cast_args[index] = to_float(value)
+                            if cast_args[index] is value and is_opaque(value):
+                                return beside(value, original, args, given)
                     elif value.__class__ is dtype_class:
                         return original(*args, **kwargs)
                     elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
@@ -208,6 +226,11 @@ class OpCasts:
                 return original(*args, **kwargs)
 
         return wrapper
+
+    def _beside(self, opaque: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others are cast."""
+        cast = make_plain_cast(opaque.dtype, self.device_type)
+        return original(*[_cast_nested(value, cast) for value in args], **{name: _cast_nested(value, cast) for name, value in kwargs.items()})
 
     def promote(self, original: Op) -> Op:
         """Run in the widest dtype among the arguments. With a float64 or complex argument torch's own rule (or error) stands."""
@@ -309,9 +332,9 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any other as it is."""
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype in CASTABLE and tensor.device.type == device_type and not tensor.is_quantized:
-            return tensor.to(dtype)
-        return tensor
+        if tensor.dtype not in CASTABLE or tensor.device.type != device_type or tensor.is_quantized:
+            return tensor
+        return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 
     return cast
 

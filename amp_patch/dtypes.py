@@ -17,6 +17,9 @@ LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """The dtypes that are ever cast. float64, complex, integer, float8 and quantised tensors pass through, which is torch.autocast's rule too."""
 
+PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter})
+"""Most tensors are of one of these, and none of these is opaque."""
+
 _BY_NAME = {
     "float16": torch.float16,
     "half": torch.float16,
@@ -50,8 +53,28 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def is_castable(tensor: Tensor, device_type: str | None = None) -> bool:
-    """Tell whether `tensor` is float16, bfloat16 or float32 and, if a device type is given, lives on such a device."""
-    return tensor.dtype in CASTABLE and not tensor.is_quantized and (device_type is None or tensor.device.type == device_type)
+    """Tell whether `tensor` is float16, bfloat16 or float32, not opaque, and, if a device type is given, lives on such a device."""
+    if tensor.dtype not in CASTABLE or tensor.is_quantized or is_opaque(tensor):
+        return False
+    return device_type is None or tensor.device.type == device_type
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Tell whether `tensor` shows a castable dtype, but keeps its values in another form, as the weights of quantisation libraries do.
+
+    Such classes answer every operation themselves (`__torch_dispatch__`), a cast by what they like. Those that torch defines, such as DTensor, are
+    cast like plain tensors, unless they wrap an opaque one or are sparse weights, which know no cast. So is any class that answers none itself,
+    as subclasses of Parameter do.
+    """
+    kind = type(tensor)
+    if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:
+        return False
+    for base in kind.__mro__:
+        if vars(base).get("__torch_dispatch__", torch._C._disabled_torch_dispatch_impl) is not torch._C._disabled_torch_dispatch_impl:
+            inner = getattr(tensor, "_local_tensor", None)
+            is_of_torch = base.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch.sparse.SparseSemiStructuredTensor)
+            return not is_of_torch or (isinstance(inner, Tensor) and is_opaque(inner))
+    return False
 
 
 def cast_tree(value: Any, cast: TensorCast) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compiling
-from .dtypes import LOW_DTYPES, cast_tree, is_castable
+from .dtypes import LOW_DTYPES, cast_tree, is_castable, is_opaque
 from .errors import ArgumentTypeError, ModelError
 from .modulerules import ModuleRule, decide_runs, find_borders
 from .policy import Policy
@@ -218,7 +218,7 @@ class Float32StateDict(_SessionHook):
         masters.sync()
         own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
         for name, tensor in own.items():
-            if tensor is None or tensor.dtype not in LOW_DTYPES or prefix + name not in state_dict:
+            if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
             master = masters.get(tensor)
             state_dict[prefix + name] = tensor.detach().float() if master is None else master.detach()
@@ -268,7 +268,9 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
     if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
-        low = [key for key, value in (*model.named_parameters(), *model.named_buffers()) if value.dtype in LOW_DTYPES]
+        left_alone = _ids_beside_opaque(model)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        low = [key for key, value in tensors if value.dtype in LOW_DTYPES and id(value) not in left_alone]
         if low:
             problems.append(
                 f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32 weights. "
@@ -319,6 +321,7 @@ class ModelBinding:
             return
         if policy.cast_model_type is not None:
             self._cast_parameters(model, policy.cast_model_type, float32_data)
+            self._let_opaque_modules_be(model, policy.cast_model_type)
             if policy.master_weights:
                 self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
             self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
@@ -360,6 +363,14 @@ class ModelBinding:
             if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
                 self._add(module.register_forward_pre_hook(CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True))
 
+    def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their neighbours in `dtype`."""
+        for module in model.modules():
+            shown = _shown_dtype(module)
+            if shown is not None and shown != dtype:
+                self._add(module.register_forward_pre_hook(CastInputs(shown), with_kwargs=True))
+                self._add(module.register_forward_hook(CastOutputs(dtype)))
+
     def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
         cast: list[Tensor] = []
         self._undo.callback(_restore_float32, cast, float32_data, self._masters)
@@ -377,10 +388,10 @@ class ModelBinding:
 def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
-    Left out is what a module rule keeps in float32, also where another module holds it too, and, if they are kept, those of BatchNorm layers
-    (of any kind, affine or not) that no rule covers.
+    Left out are opaque tensors and what a module holds beside them; what a module rule keeps in float32, also where another module holds it too;
+    and, if they are kept, those of BatchNorm layers (of any kind, affine or not) that no rule covers.
     """
-    seen: set[int] = set()
+    seen = _ids_beside_opaque(model)
     for module in model.modules():
         is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
         if is_kept:
@@ -389,6 +400,20 @@ def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Mo
         if id(tensor) not in seen and is_castable(tensor):
             seen.add(id(tensor))
             yield tensor
+
+
+def _shown_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that the module's own opaque tensors show, or None if it has none."""
+    return next((tensor.dtype for tensor in _own_tensors(module) if is_opaque(tensor)), None)
+
+
+def _ids_beside_opaque(model: nn.Module) -> set[int]:
+    """Return the ids of opaque tensors and of what their modules hold beside them, which fits them."""
+    return {id(tensor) for module in model.modules() if _shown_dtype(module) is not None for tensor in _own_tensors(module)}
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:

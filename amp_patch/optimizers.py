@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .dtypes import LOW_DTYPES
+from .dtypes import LOW_DTYPES, is_opaque
 from .errors import ArgumentTypeError, GradientOverflowError, OptimizerError
 from .gradients import GradientSet, Pair
 from .models import Masters
@@ -143,7 +143,7 @@ class OptimizerBinding:
         Without masters, the state of parameters that were cast is cast with them.
         """
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in LOW_DTYPES:
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
                 continue
             if not self._use_masters:
                 if id(parameter) in float32_data:
