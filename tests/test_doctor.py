@@ -335,6 +335,9 @@ NEGATIVE = {
     "AMP302-renewed": HEAD
     + setup()
     + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nwith amp.scale_loss(b, optimizer) as scaled:\n    scaled.backward()",
+    "AMP302-made-anew": HEAD
+    + setup()
+    + "with amp.scale_loss(loss, optimizer) as loss:\n    loss.backward()\nloss = amp.scale(loss)\nloss.backward()",
     "AMP303-else": HEAD
     + "if args.fp16:\n    "
     + setup()
