@@ -49,7 +49,7 @@ def one_thread():
 def run_script(name, *arguments, cwd, before=(), **environment):
     command = [sys.executable, "-m", "amp_patch", "run", *before, str(SCRIPTS / name), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent.parent), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return torch.load(cwd / "out.pt")
 

@@ -21,7 +21,7 @@ import amp_patch.apex
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = SCRIPTS.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-PATIENCE = 120
+PATIENCE = 300  # seconds; a script takes a few
 
 AS_APEX = """
 O1: {extends: O1, patch_torch_functions_type: float16, lists: apex}

@@ -21,7 +21,7 @@ print(__name__, __package__, sys.argv, sys.path[0], __file__, sys.modules["__mai
 
 def run(*command, cwd, env=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def amp_patch_run(*arguments, cwd, env=None):
