@@ -150,7 +150,6 @@ def _announce(policy: Policy, opened: Session) -> None:
         say("%d names patched, low dtype %s", len(opened.patcher), dtype_name(policy.low_dtype))
 
 
-@contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -158,7 +157,7 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager that gives the loss times the loss scale; when it exits, gradients are divided by it again.
 
     After the exit `.grad` (of the masters, where there are masters) holds true sums: clip, log or accumulate them as they are. If one is inf or
@@ -175,21 +174,20 @@ def scale_loss(
     Yields:
         `loss.float()` times the scale; the loss itself, if it is float32 and the scale is 1.
 
-    Waits for the device: never; `step()` reads one flag under a dynamic scale.
+    Waits for the device: never. Under a dynamic scale `step()` waits for one flag, except torch's fused Adam, AdamW, SGD and Adagrad, which are
+    handed the flag on the device; what users are told of their steps then comes one step later, or when `step_was_skipped` or `stats()` is read.
 
     Raises:
         SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that `initialize` has not seen.
         ArgumentTypeError: the loss is no tensor. IndexError: no such `loss_id`.
     """
     if _current.state.is_disabled:
-        yield loss
-        return
+        return contextlib.nullcontext(loss)
     current = _current.require()
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:
         raise ArgumentTypeError("scale_loss needs the optimizers whose parameters the loss reaches")
-    with current.scale_loss(loss, optimizer_list, loss_id, delay_unscale) as scaled_loss:
-        yield scaled_loss
+    return current.scale_loss(loss, optimizer_list, loss_id, delay_unscale)
 
 
 def scale(tensors: Any, loss_id: int = 0) -> Any:

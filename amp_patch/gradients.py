@@ -72,7 +72,7 @@ class GradientSet:
         scale, self._carried = self._carried, None
         owed, self._owed = self._owed, [check for check in self._owed if check.is_open]  # of a pass under way there may be more to come
         check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
-        gradients = self._plain_gradients()
+        gradients = [] if scale is None else self._plain_gradients()
         if scale is not None and gradients:
             unscale_(gradients, scale, check)
         self._fold(scale, check)
@@ -84,7 +84,7 @@ class GradientSet:
         if self._carried is scale and scale is not None:
             return
         self.unscale()
-        gradients = self._plain_gradients()
+        gradients = [] if scale is None else self._plain_gradients()
         if scale is not None and gradients:
             rescale_(gradients, scale)
         self._carried = scale

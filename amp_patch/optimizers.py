@@ -7,7 +7,6 @@ training loop: a skip is a flag that `step` reads.
 import contextlib
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,16 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .dtypes import LOW_DTYPES, is_opaque
-from .errors import ArgumentTypeError, GradientOverflowError, OptimizerError
+from .errors import ArgumentTypeError, OptimizerError
 from .gradients import GradientSet, Pair
 from .models import Masters
-from .reporting import say_on_every_rank
+from .outcomes import DeviceSkip, StepOutcome, StepOutcomes, skipping_by
 from .scaler import LossScaler, OverflowCheck
 from .switch import Mode, Switch
 from .weights import WeightLinks
-
-MAX_SKIPS_IN_A_ROW = 100
-"""A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
 
 
 class OptimizerBinding:
@@ -63,13 +59,11 @@ class OptimizerBinding:
         self._pairs: dict[int, Pair] = {}  # by the master's id
         self.linked: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
         self._checks: list[OverflowCheck] = []
-        self._skips_in_a_row = 0
-        self._has_warned = False
+        self._device_skip: DeviceSkip | None = None
         self._is_bound = False
         self._is_stepping = False
         self._undo = contextlib.ExitStack()
-        self.steps = 0
-        self.steps_skipped = 0
+        self.outcomes = StepOutcomes(scalers, self._find_culprits, self._tell_skipped)
         self.gradients = GradientSet(self._plain_parameters, lambda: list(self._pairs.values()))
 
     @property
@@ -103,9 +97,11 @@ class OptimizerBinding:
             self._adopt(optimizer, group, float32_data)
         if any(parameter.grad is not None for parameter, _ in self._pairs.values()):
             self.gradients.settle()
+        inner_optimizers = _find_inner_optimizers(optimizer)
+        self._device_skip = None if inner_optimizers else DeviceSkip(optimizer, optimizer.step)
         for name, method in (("step", self._step), ("zero_grad", self._zero_grad), ("add_param_group", self._add_param_group)):
             self._replace(optimizer, name, method)
-        for inner in _find_inner_optimizers(optimizer):
+        for inner in inner_optimizers:
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
             self._replace(inner, "step", self._step)
@@ -122,6 +118,7 @@ class OptimizerBinding:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
             self.gradients.settle()
+            self.outcomes.settle()
         self._is_bound = False
         self._undo.close()
 
@@ -239,19 +236,21 @@ class OptimizerBinding:
         optimizer: Any = self.optimizer
         for check in checks:
             check.scaler.decide()
-        overflowed = [check for check in checks if check.scaler.is_dynamic and check.is_overflow()]
-        optimizer.step_was_skipped = bool(overflowed)
-        if overflowed:
+        outcome = StepOutcome(checks)
+        flag = None
+        if not outcome.is_known() and self._device_skip is not None and self._device_skip.is_possible(optimizer):
+            flag = outcome.get_flag()
+        result = None
+        if flag is None and outcome.find_overflowed(is_dynamic=True):
             optimizer._opt_called = True  # what LR schedulers look at: a skipped step is no reason to warn about their order
-            self._skip(overflowed)
-            return None
-        self._warn_of_static_overflow(checks)
-        with self._switch.region(Mode.OFF):
-            result = original(*args, **kwargs)
-        self.steps += 1
-        self._skips_in_a_row = 0
-        self.push_masters()
-        self.gradients.drop()
+        else:
+            with self._switch.region(Mode.OFF), skipping_by(optimizer, flag):
+                result = original(*args, **kwargs)
+            self.push_masters()
+        try:
+            self.outcomes.add(outcome)
+        finally:
+            self.gradients.drop()
         return result
 
     def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -275,38 +274,13 @@ class OptimizerBinding:
             return args, {**kwargs, "closure": evaluate}
         return (evaluate, *args[1:]), kwargs
 
-    def _skip(self, overflowed: Sequence[OverflowCheck]) -> None:
-        self.steps_skipped += 1
-        self._skips_in_a_row += 1
-        culprits = self._get_names(self.gradients.find_nonfinite()) if self._skips_in_a_row == MAX_SKIPS_IN_A_ROW else []
-        self.gradients.drop()
-        for scaler in dict.fromkeys(check.scaler for check in overflowed):
-            index, scale = list(self._scalers).index(scaler), scaler.loss_scale()
-            say_on_every_rank("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", index, scale)
-            floor = scaler.min_loss_scale or 1.0
-            if scale <= floor and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any more. "
-                    "Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see the op lists).",
-                    stacklevel=4,
-                )
-        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise GradientOverflowError(
-                f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters with non-finite gradients: "
-                f"{', '.join(culprits) or 'none by now'}. Look for NaN in the data or the weights, or an op that needs float32."
-            )
+    def _find_culprits(self) -> list[str]:
+        return self._get_names(self.gradients.find_nonfinite())
 
-    def _warn_of_static_overflow(self, checks: Sequence[OverflowCheck]) -> None:
-        if self._has_warned or not any(check.is_overflow() for check in checks):
-            return
-        self._has_warned = True
-        names = ", ".join(self._get_names(self.gradients.find_nonfinite())[:5])
-        warnings.warn(
-            f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never skips. "
-            'Use a smaller loss_scale, or loss_scale="dynamic".',
-            stacklevel=4,
-        )
+    def _tell_skipped(self, is_skip: bool) -> None:
+        optimizer = self.optimizer
+        if optimizer is not None:
+            optimizer.step_was_skipped = is_skip  # type: ignore[attr-defined]
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:

@@ -1,7 +1,7 @@
 """`LossScaler`: multiply the loss, divide the gradients, and decide after each step what the next scale is.
 
 The state is two 0-dim tensors on the device of the loss, so that neither scaling nor unscaling waits for the device. Reading a value back
-(`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does. The scaler knows no optimizer.
+(`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does, unless it was sent to the host before. The scaler knows no optimizer.
 """
 
 import math
@@ -19,19 +19,46 @@ GROWTH_INTERVAL = 2000
 INIT_SCALE = 2.0**16
 
 
+class EarlyReading:
+    """A number on its way from a 0-dim tensor to the host. On a CPU it is there; from a CUDA device it arrives with the work queued before it."""
+
+    __slots__ = ("_event", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            with torch.cuda.device(tensor.device):
+                self._tensor = torch.empty((), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def is_here(self) -> bool:
+        """Tell whether `value` has nothing to wait for."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return self._tensor.device.type == "cpu"
+
+    def value(self) -> float:
+        """Return the number. Waits for it, but for no work queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._tensor.item())
+
+
 class OverflowCheck:
     """Whether the gradients of one backward pass were finite.
 
     `found_inf` is a 0-dim float32 tensor, 0.0 or 1.0, on the device of the loss; the scaler's unscaling writes it.
     """
 
-    __slots__ = ("_is_overflow", "_unsettled", "found_inf", "is_open", "scaler")
+    __slots__ = ("_reading", "_unsettled", "found_inf", "is_open", "scaler")
 
     def __init__(self, scaler: "LossScaler", device: torch.device) -> None:
         self.scaler = scaler
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.is_open = False  # while the backward pass is still to come, or under way, no decision takes the check into account
-        self._is_overflow: bool | None = None
+        self._reading: EarlyReading | None = None
         self._unsettled: list[Callable[[], None]] = []
 
     def wait_for(self, settle: Callable[[], None]) -> None:
@@ -43,14 +70,18 @@ class OverflowCheck:
         while self._unsettled:
             self._unsettled.pop()()
 
-    def is_overflow(self) -> bool:
-        """Tell whether any gradient element was inf or NaN. Waits for the device the first time after the pass."""
-        if self.is_open:  # asked in the middle of the pass: there may be more to come
-            return bool(self.found_inf.item())
+    def read_early(self) -> EarlyReading:
+        """Send the flag, as it is by now, to the host. Waits for nothing."""
+        if self.is_open:  # there may be more to come
+            return EarlyReading(self.found_inf.clone())
         self.settle()
-        if self._is_overflow is None:
-            self._is_overflow = bool(self.found_inf.item())
-        return self._is_overflow
+        if self._reading is None:
+            self._reading = EarlyReading(self.found_inf)
+        return self._reading
+
+    def is_overflow(self) -> bool:
+        """Tell whether any gradient element was inf or NaN. Waits for the device, the first time after the pass."""
+        return bool(self.read_early().value())
 
 
 class LossScaler:
@@ -78,8 +109,13 @@ class LossScaler:
         self.is_identity = not self.is_dynamic and start == 1.0
         self._undecided: list[OverflowCheck] = []
 
+    @property
+    def scale(self) -> Tensor:
+        """The scale as a 0-dim float32 tensor where it was last used. It never changes in place: a later decision makes a new tensor."""
+        return self._scale
+
     def scale_on(self, device: torch.device) -> Tensor:
-        """Return the scale as a 0-dim float32 tensor on `device`. It never changes in place: a later decision makes a new tensor."""
+        """Move the scale to `device` and return it."""
         if self._scale.device != device:
             self._scale = self._scale.to(device)
             self._good_steps = self._good_steps.to(device)
@@ -110,11 +146,9 @@ class LossScaler:
         for check in due:  # a delayed pass is judged when its gradients are unscaled
             check.settle()
         scale, good_steps = self._scale.clone(), self._good_steps.clone()
-        found_inf = due[0].found_inf.to(scale.device)
-        for check in due[1:]:
-            found_inf = torch.maximum(found_inf, check.found_inf.to(scale.device))
         if not self.is_dynamic:
             return scale, good_steps + 1
+        found_inf = combine_flags(due).to(scale.device)
         torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for good
         return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
@@ -153,6 +187,14 @@ class LossScaler:
         # at the interval or beyond it the equality test of the growth rule would never hold again
         self._good_steps = torch.tensor(min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
         self._good_steps = self._good_steps.to(self._scale.device)
+
+
+def combine_flags(checks: Sequence[OverflowCheck]) -> Tensor:
+    """Return whether any of `checks`, at least one, found an overflow: 0-dim float32, 0.0 or 1.0, on the device of the first. Waits for nothing."""
+    found_inf = checks[0].found_inf
+    for check in checks[1:]:
+        found_inf = torch.maximum(found_inf, check.found_inf.to(found_inf.device))
+    return found_inf
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | None) -> None:

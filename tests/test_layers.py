@@ -27,6 +27,7 @@ LAYERS = {
     "yaml_loader": 1,
     "entries": 2,
     "gradients": 2,
+    "outcomes": 2,
     "modulerules": 3,
     "oplists": 4,
     "torch_autocast": 2,

@@ -42,7 +42,7 @@ def scale_loss(
     if session is not None and _is_plain(session, loss_id):  # Apex did not look at the optimizers then, so scripts may pass any
         bound = [binding.optimizer for binding in session.bindings()]
         known = [optimizer for optimizer in as_optimizers(optimizers) if any(optimizer is other for other in bound)]
-        context = session.scale_loss(loss, known, loss_id, delay_unscale)
+        context: contextlib.AbstractContextManager[Tensor] = session.scale_loss(loss, known, loss_id, delay_unscale)
     else:
         known = [] if session is None else as_optimizers(optimizers)
         context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
