@@ -21,6 +21,11 @@ Op = Callable[..., Any]
 _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
 )
+_NORMALIZED = frozenset({"layer_norm", "group_norm"})
+# Of these only the first argument can be a tensor. Not all there are: those that models call often.
+_SINGLE = frozenset(
+    {"softmax", "log_softmax", "softmin", "softplus", "exp", "expm1", "log", "log1p", "sum", "cumsum", "norm", "rsqrt", "reciprocal", "square"}
+)
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
@@ -63,6 +68,13 @@ class OpCasts:
                 return self.weighted(original)
             if name in _PRODUCTS:
                 return self.product(original)
+            if name == "scaled_dot_product_attention":
+                return self.attention(original)
+        if kind == "blacklist":
+            if name in _NORMALIZED:
+                return self.normalized(original)
+            if name in _SINGLE:
+                return self.single(original)
         wrapper = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, wrapper, position)
@@ -77,7 +89,12 @@ class OpCasts:
             if kwargs or len(args) < 2 or is_dynamo_compiling():
                 return walk(*args, **kwargs)
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
-                value, weight, bias, *others = args if len(args) > 2 else (*args, None)
+                others: tuple[Any, ...] = ()
+                if len(args) == 3:
+                    value, weight, bias = args
+                else:
+                    value, weight, bias = args[:3] if len(args) > 3 else (*args, None)
+                    others = args[3:]
                 try:
                     if value.dtype is not low:
                         value = to_low(value)
@@ -97,6 +114,56 @@ class OpCasts:
                     return original(value, weight, bias, *others)
                 return original(value, weight, bias) if len(args) > 2 else original(value, weight)
             return walk(*args)
+
+        return wrapper
+
+    def attention(self, original: Op) -> Op:
+        """`whitelist` for an op called with (query, key, value, ...) that are low by themselves: nothing is walked."""
+        switch, low, walk = self.switch, self.low, self.whitelist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and len(args) == 3 and kwargs.get("attn_mask") is None:
+                query, key, value = args
+                try:
+                    is_low = query.dtype is low and key.dtype is low and value.dtype is low
+                except AttributeError:
+                    is_low = False
+                if is_low:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def normalized(self, original: Op) -> Op:
+        """`blacklist` for ops called with (input, shape or groups, weight, bias, ...): float32 ones go straight on, as most do."""
+        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and not kwargs and len(args) > 3:
+                value, _, weight, bias, *_ = args
+                try:
+                    is_float = value.dtype is float32 and (weight is None or weight.dtype is float32) and (bias is None or bias.dtype is float32)
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def single(self, original: Op) -> Op:
+        """`blacklist` for ops of one tensor, the first argument: a float32 one goes straight on."""
+        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and args:
+                try:
+                    is_float = args[0].dtype is float32
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
 
         return wrapper
 

@@ -5,14 +5,13 @@ scaled loss adds scaled gradients; therefore `enter` first multiplies what is th
 divides the sum. The sums stay right across scales, losses and delayed passes, and DistributedDataParallel reduces complete sums.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .masters import Pair
 from .scaler import OverflowCheck, rescale_, unscale_
-
-Pair = tuple[Tensor, Tensor]
 
 
 class GradientSet:
@@ -21,7 +20,7 @@ class GradientSet:
     A 16-bit parameter's gradient only lives from the backward pass to its end: it is added to the master's gradient in float32 and dropped.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]], pairs: Callable[[], Iterable[Pair]]) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]], pairs: Callable[[], Collection[Pair]]) -> None:
         self._parameters = parameters
         self._pairs = pairs
         self._carried: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
@@ -33,6 +32,11 @@ class GradientSet:
     def is_scaled(self) -> bool:
         """Whether the gradients carry a loss scale now."""
         return self._carried is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a pass without a loss scale has nothing to do here, neither before nor after: no scale, no check, no masters."""
+        return self._carried is None and not self._owed and not self._pairs()
 
     def enter(self, scale: Tensor | None) -> None:
         """Make the gradients ready for a backward pass of a loss multiplied by `scale` (0-dim; None: not scaled)."""
@@ -69,6 +73,8 @@ class GradientSet:
 
     def unscale(self) -> None:
         """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill the checks owed."""
+        if self.is_idle:
+            return
         scale, self._carried = self._carried, None
         owed, self._owed = self._owed, [check for check in self._owed if check.is_open]  # of a pass under way there may be more to come
         check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
@@ -112,26 +118,32 @@ class GradientSet:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
         masters: list[Tensor] = []
         low: list[Tensor] = []
+        is_on_cpu = True
         for parameter, master in self._pairs():
-            if parameter.grad is not None:
-                masters.append(master)
-                low.append(parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None:
                 parameter.grad = None
+                masters.append(master)
+                low.append(gradient)
+                is_on_cpu = is_on_cpu and gradient.is_cpu
         if not masters:
             return
-        full = _to_float32(low, masters)
+        if scale is not None or not is_on_cpu:  # a CPU needs no copies to sum up two dtypes in one call
+            low = _to_float32(low, masters)
         if scale is not None:
-            unscale_(full, scale, check)
+            unscale_(low, scale, check)
         sums: list[Tensor] = []
         addends: list[Tensor] = []
-        for master, gradient in zip(masters, full, strict=True):
-            if master.grad is None:
-                master.grad = gradient
-            elif gradient.layout == torch.strided and master.grad.layout == torch.strided:
-                sums.append(master.grad)
-                addends.append(gradient)
+        for master, gradient in zip(masters, low, strict=True):
+            total = master.grad
+            if total is None:
+                is_alike = gradient.is_sparse or gradient.stride() == master.stride()
+                master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
+            elif gradient.is_sparse or total.is_sparse:
+                master.grad = total + gradient.float()
             else:
-                master.grad = master.grad + gradient
+                sums.append(total)
+                addends.append(gradient)
         if sums:
             torch._foreach_add_(sums, addends)
 

@@ -7,7 +7,7 @@ replica runs the same casts on its own weights.
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,91 +16,13 @@ from torch import Tensor, nn
 from . import compiling
 from .dtypes import LOW_DTYPES, cast_tree, is_castable, is_opaque
 from .errors import ArgumentTypeError, ModelError
+from .masters import Masters
 from .modulerules import ModuleRule, decide_runs, find_borders
 from .policy import Policy
 from .switch import Mode, Switch, enter_in_graph, leave_in_graph
 from .weights import WeightLinks
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-Signature = tuple[int, int]
-
-
-class Masters:
-    """Which float32 master belongs to which 16-bit parameter, and keeping the two together.
-
-    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight clipping) by themselves. Both
-    sides' version counters and addresses as of the last copy tell which side moved; if both did, the master counts.
-    """
-
-    def __init__(self) -> None:
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id
-        self._parameter_of: dict[int, int] = {}  # the parameter's id, by the master's
-        self._seen: dict[int, tuple[Signature, Signature]] = {}  # of parameter and master, by the parameter's id
-
-    def add(self, parameter: Tensor, master: Tensor) -> None:
-        """Register `master` (float32, same shape) as the master of `parameter`."""
-        self._pairs[id(parameter)] = (parameter, master)
-        self._parameter_of[id(master)] = id(parameter)
-        self._seen[id(parameter)] = (_signature(parameter), _signature(master))
-
-    def keep_only(self, parameter_ids: set[int]) -> None:
-        """Forget the masters of all parameters but these."""
-        self._pairs = {key: pair for key, pair in self._pairs.items() if key in parameter_ids}
-        self._seen = {key: seen for key, seen in self._seen.items() if key in parameter_ids}
-        self._parameter_of = {key: parameter for key, parameter in self._parameter_of.items() if parameter in parameter_ids}
-
-    def get(self, parameter: Tensor) -> Tensor | None:
-        """Return the master of `parameter`, or None."""
-        pair = self._pairs.get(id(parameter))
-        return None if pair is None else pair[1]
-
-    def mark_updated(self, masters: Iterable[Tensor]) -> None:
-        """Say that an optimizer stepped over these tensors: fused ones leave the version counter alone."""
-        for master in masters:
-            key = self._parameter_of.get(id(master))
-            if key is not None:
-                self._seen[key] = (self._seen[key][0], (-1, -1))
-
-    def push(self, pairs: Iterable[tuple[Tensor, Tensor]] | None = None) -> None:
-        """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        chosen = list(self._pairs.values() if pairs is None else pairs)
-        for parameter, master in chosen:
-            targets, sources = groups.setdefault((parameter.device, parameter.dtype), ([], []))
-            targets.append(parameter)
-            sources.append(master)
-        with torch.inference_mode(False), torch.no_grad():
-            for targets, sources in groups.values():
-                torch._foreach_copy_(targets, sources)
-        for parameter, master in chosen:
-            self._seen[id(parameter)] = (_signature(parameter), _signature(master))
-
-    def pull(self) -> None:
-        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too."""
-        self._reconcile(pushing=False)
-
-    def sync(self) -> None:
-        """Bring both sides together, whichever moved."""
-        self._reconcile(pushing=True)
-
-    def _reconcile(self, *, pushing: bool) -> None:
-        moved: list[tuple[Tensor, Tensor]] = []
-        for key, (parameter, master) in self._pairs.items():
-            seen_parameter, seen_master = self._seen[key]
-            if _signature(master) != seen_master:
-                moved.append((parameter, master))
-            elif _signature(parameter) != seen_parameter:
-                with torch.inference_mode(False), torch.no_grad():
-                    master.copy_(parameter)
-                self._seen[key] = (_signature(parameter), _signature(master))
-        if pushing and moved:
-            self.push(moved)
-
-
-def _signature(tensor: Tensor) -> Signature:
-    return tensor._version, tensor.data_ptr()
 
 
 # ---- hooks: copied and pickled with the module they sit on -------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from .dtypes import LOW_DTYPES, is_opaque
 from .errors import ArgumentTypeError, OptimizerError
-from .gradients import GradientSet, Pair
-from .models import Masters
-from .outcomes import DeviceSkip, StepOutcome, StepOutcomes, skipping_by
+from .gradients import GradientSet
+from .masters import Masters, Pair
+from .outcomes import DeviceSkip, StepOutcome, StepOutcomes, skip_by
 from .scaler import LossScaler, OverflowCheck
 from .switch import Mode, Switch
 from .weights import WeightLinks
@@ -64,7 +64,7 @@ class OptimizerBinding:
         self._is_stepping = False
         self._undo = contextlib.ExitStack()
         self.outcomes = StepOutcomes(scalers, self._find_culprits, self._tell_skipped)
-        self.gradients = GradientSet(self._plain_parameters, lambda: list(self._pairs.values()))
+        self.gradients = GradientSet(self._plain_parameters, self._pairs.values)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -212,6 +212,8 @@ class OptimizerBinding:
 
     def push_masters(self) -> None:
         """Copy the masters of this optimizer to their parameters."""
+        if not self._pairs:
+            return
         self._masters.push(self._pairs.values())
 
     # ---- the replaced methods -----------------------------------------------------------------------------------------------------------
@@ -244,8 +246,11 @@ class OptimizerBinding:
         if flag is None and outcome.find_overflowed(is_dynamic=True):
             optimizer._opt_called = True  # what LR schedulers look at: a skipped step is no reason to warn about their order
         else:
-            with self._switch.region(Mode.OFF), skipping_by(optimizer, flag):
-                result = original(*args, **kwargs)
+            region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
+            try:
+                result = original(*args, **kwargs) if flag is None else skip_by(flag, optimizer, original, args, kwargs)
+            finally:
+                self._switch.leave(region)
             self.push_masters()
         try:
             self.outcomes.add(outcome)

@@ -169,15 +169,11 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     return all(optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in parameters if parameter.grad is not None)
 
 
-@contextlib.contextmanager
-def skipping_by(optimizer: Any, flag: Tensor | None) -> Iterator[None]:
-    """Hand a fused optimizer the flag that its kernels read: 0-dim float32, 0.0 or 1.0. Gradients are unscaled: no scale is handed on."""
-    if flag is None:
-        yield
-        return
+def skip_by(flag: Tensor, optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0. Gradients are unscaled: no scale is handed on."""
     optimizer.found_inf = flag
     try:
-        yield
+        return step(*args, **kwargs)
     finally:
         del optimizer.found_inf
 

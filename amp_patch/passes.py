@@ -63,7 +63,8 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
         for binding in self._bindings:
             binding.abandon_window_if_empty()
         for gradients in self._passes.all_gradients():
-            gradients.enter(scale)
+            if scale is not None or not gradients.is_idle:
+                gradients.enter(scale)
         if scale is not None:
             self._check = check = scaler.open_check(loss.device)
             for binding in self._bindings:
@@ -107,6 +108,8 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
             for binding in self._passes.get_bindings():
                 binding.close_checks()
         for gradients in self._passes.all_gradients():
+            if gradients.is_idle and not gradients.is_in_block:
+                continue  # in this block as in those around it
             gradients.leave()
             if gradients not in delayed:
                 gradients.settle()

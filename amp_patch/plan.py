@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 
 from .casts import OpCasts
 from .dtypes import CASTABLE
-from .models import Masters
+from .masters import Masters
 from .oplists import OpLists
 from .patching import Patch, Patcher
 from .switch import Switch

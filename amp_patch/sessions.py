@@ -23,7 +23,8 @@ from .casts import OpCasts
 from .errors import ArgumentTypeError, OptimizerError, PolicyError, SessionError
 from .gradients import GradientSet
 from .late import LateOps
-from .models import Masters, ModelBinding
+from .masters import Masters
+from .models import ModelBinding
 from .oplists import OpLists, load_oplists
 from .optimizers import OptimizerBinding
 from .outcomes import asking_before
@@ -34,7 +35,7 @@ from .policy import Policy
 from .reporting import find_stacklevel
 from .scaler import LossScaler
 from .switch import Switch
-from .weights import WeightLinks
+from .weights import WeightLinks, are_kept_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Session:
                     "and there are none in these; use O1 or O4"
                 )
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
-            self._links = WeightLinks(policy.patch_torch_functions_type)
+            self._links = WeightLinks(policy.patch_torch_functions_type, is_kept=are_kept_on(device_type))
             self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
         self.add_scalers(num_losses)
 

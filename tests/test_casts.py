@@ -534,7 +534,8 @@ WRONG = {
     "inplace_error": (torch.Tensor.pow_, (rand(2), "text")),
     "banned": (F.binary_cross_entropy_with_logits, (rand(2), "text")),
 }
-INNER_FRAMES = {"inplace_error": 2}  # a check before the blacklist's own function
+# A look before the blacklist's own function: whether it may run in place, whether its only tensor is float32 as it is.
+INNER_FRAMES = {"inplace_error": 2, "blacklist": 2, "blacklist-missing": 2}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -569,7 +570,7 @@ def count_frames(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("has_bias", [True, False, None], ids=["bias", "bias-none", "bias-left-out"])
 def test_linear_with_cached_weights_takes_one_frame_and_one_for_each_parameter(has_bias: bool | None) -> None:
-    links = WeightLinks(torch.bfloat16)
+    links = WeightLinks(torch.bfloat16, is_kept=False)
     parameters = [torch.nn.Parameter(rand(3, 4)), torch.nn.Parameter(rand(3))][: 1 + bool(has_bias)]
     links.own(parameters)
     linear = make_casts(links=links).wrap("whitelist", F.linear)
@@ -583,7 +584,10 @@ def test_linear_with_cached_weights_takes_one_frame_and_one_for_each_parameter(h
     ("rule", "op", "args"),
     [
         ("whitelist", torch.mm, (rand(2, 2, dtype=torch.bfloat16), rand(2, 2, dtype=torch.bfloat16))),
+        ("whitelist", F.scaled_dot_product_attention, (rand(1, 2, 2, dtype=torch.bfloat16),) * 3),
         ("blacklist", torch.exp, (rand(2),)),
+        ("blacklist", torch.logsumexp, (rand(2), 0)),
+        ("blacklist", torch.layer_norm, (rand(2, 4), (4,), rand(4), None)),
         ("promote", torch.dot, (rand(2), rand(2))),
         ("banned", torch.exp, (rand(2),)),
     ],

@@ -14,6 +14,7 @@ PACKAGE = Path(amp_patch.__file__).parent
 LAYERS = {
     "errors": 0,
     "imports": 0,
+    "masters": 0,
     "places": 0,
     "retired": 0,
     "dtypes": 1,

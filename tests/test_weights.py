@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
+from amp_patch import sessions
 from amp_patch.casts import OpCasts
 from amp_patch.switch import Switch
 from amp_patch.weights import WeightLinks
@@ -76,8 +77,15 @@ def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None])
     assert all(torch.equal(value, wanted) for value, wanted in zip(values, expected, strict=True) if value is not None and wanted is not None)
 
 
+@pytest.fixture(params=[True, False], ids=["kept", "dropped"], autouse=True)
+def is_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Links that are kept and refreshed, as on a GPU, and links that are dropped, as on a CPU."""
+    monkeypatch.setattr(sessions, "are_kept_on", lambda device_type: request.param)
+    return bool(request.param)
+
+
 @pytest.fixture
-def net() -> Net:
+def net(is_kept: bool) -> Net:
     """A model under O4, with an optimizer that stays alive."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -171,7 +179,7 @@ class CastCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("passes", [1, 3], ids=["one-forward", "three-forwards"])
 @pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
-def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passes: int) -> None:
+def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passes: int, is_kept: bool) -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, **how)
     amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
@@ -184,7 +192,7 @@ def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passe
                 scaled_loss.backward()
             optimizer.step()
             counts.append((counter.single, counter.together, counter.kernels))
-    assert counts == [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)]
+    assert counts == ([(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)])
 
 
 def test_accumulating_without_scale_loss_exits_casts_once(net: Net) -> None:
@@ -458,11 +466,12 @@ def test_a_live_graph_outlives_a_doubt_about_weights_that_did_not_change(
     input_shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
     doubt: Callable[[WeightLinks, nn.Parameter], None],
+    is_kept: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(input_shape, generator=generator).requires_grad_()
     weight = nn.Parameter(torch.randn(weight_shape, generator=generator))
-    links, switch = WeightLinks(LOW), Switch()
+    links, switch = WeightLinks(LOW, is_kept=is_kept), Switch()
     links.own([weight])
     switch.turn_on()
     replacement = OpCasts(switch, LOW, "cpu", links).whitelist(op)
