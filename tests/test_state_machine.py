@@ -22,6 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 import amp_patch as amp
+from amp_patch import sessions
+from amp_patch.scaler import EarlyReading
 
 LOW = torch.bfloat16
 LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it
@@ -378,14 +380,25 @@ class TrainingMachine(RuleBasedStateMachine):
         num_losses=NUM_LOSSES,
         bounds=BOUNDS,
         adopt=st.booleans(),
+        is_like_a_gpu=st.booleans(),
     )
-    def start(self, norms, is_pair, kind, level, scale, num_losses, bounds, adopt):
+    def start(self, norms, is_pair, kind, level, scale, num_losses, bounds, adopt, is_like_a_gpu):
         amp.reset()
+        # as where launches are dear and the host runs ahead: links are kept, flags arrive late, fused optimizers skip by themselves
+        self.patches, self.is_like_a_gpu, self.turns = pytest.MonkeyPatch(), is_like_a_gpu, itertools.count()
+        if is_like_a_gpu:
+            self.patches.setattr(sessions, "are_kept_on", lambda device_type: True)
+            self.patches.setattr(EarlyReading, "is_here", lambda reading: False)
         self.norms, self.kind, self.level = norms[: 1 + is_pair], kind, None
         self.seeds = itertools.count()
         self.saved = None
         self.make_fresh()
         self.open_session(level, scale, num_losses, bounds, adopt=adopt)
+
+    @property
+    def asks(self):
+        """Whether to ask what became of steps now: as on a GPU, that is only known for sure to who waits, and so nobody asks all the time."""
+        return not self.is_like_a_gpu or next(self.turns) % 5 == 0
 
     # ---- helpers -------------------------------------------------------------------------------------------------------------------------------
 
@@ -769,8 +782,11 @@ class TrainingMachine(RuleBasedStateMachine):
         if not hasattr(self, "models"):
             return
         for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
-            assert_same_tree(optimizer.state_dict()["state"], owner.optimizer.state_dict()["state"], "state")
-            assert self.level is None or optimizer.step_was_skipped is owner.was_skipped
+            ours, theirs = optimizer.state_dict()["state"], owner.optimizer.state_dict()["state"]
+            if self.is_like_a_gpu:  # a first step that skips by itself has made its zeros before
+                ours = {key: state for key, state in ours.items() if key in theirs or any(value.any() for value in state.values())}
+            assert_same_tree(ours, theirs, "state")
+            assert self.level is None or not self.asks or optimizer.step_was_skipped is owner.was_skipped
 
     @invariant()
     def gradients_are_the_true_sums(self):
@@ -800,6 +816,8 @@ class TrainingMachine(RuleBasedStateMachine):
         self.reference.settle()
         expected = {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.reference.scalers)}
         assert amp.state_dict() == expected, f"{amp.state_dict()} is not {expected}"
+        if not self.asks:
+            return
         stats, owners = amp.stats(), self.reference.owners
         assert (stats.opt_level, stats.steps, stats.steps_skipped) == (self.level, sum(o.steps for o in owners), sum(o.skips for o in owners))
         assert stats.loss_scales == tuple(entry["loss_scale"] for entry in expected.values())
@@ -813,6 +831,7 @@ class TrainingMachine(RuleBasedStateMachine):
     def teardown(self):
         amp.reset()
         if hasattr(self, "models"):
+            self.patches.undo()
             assert find_changes() == []
 
 
