@@ -47,6 +47,7 @@ class OpCasts:
         self.device_type = device_type
         plain = make_plain_cast(low, device_type)
         self.to_low = plain if links is None else links.make_cast(plain)
+        self.to_low_unlinked: TensorCast = plain if links is None else links.make_cast_unlinked(plain)
         live: dict[int, LiveLink] = {} if links is None else links.live
         self.get_live: Callable[[int], LiveLink | None] = live.get
         self.to_float = make_plain_cast(torch.float32, device_type)
@@ -83,6 +84,7 @@ class OpCasts:
     def weighted(self, original: Op) -> Op:
         """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in place."""
         switch, low, to_low, get_live, walk = self.switch, self.low, self.to_low, self.get_live, self.whitelist(original)
+        to_low_unlinked, plain_classes = self.to_low_unlinked, PLAIN_CLASSES
         float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -101,13 +103,13 @@ class OpCasts:
                     if (dtype := weight.dtype) is not low:
                         link = get_live(id(weight)) if dtype is float32 else None
                         fresh = link is not None and link[1] == weight._version and link[2] == weight.data_ptr() and link[3] is weight.requires_grad
-                        if not fresh and is_opaque(weight):
+                        if not fresh and weight.__class__ not in plain_classes and is_opaque(weight):
                             return walk(*args)
-                        weight = link[0] if fresh else to_low(weight)  # type: ignore[index]
+                        weight = link[0] if fresh else to_low_unlinked(weight)  # type: ignore[index]
                     if bias is not None and (dtype := bias.dtype) is not low:
                         link = get_live(id(bias)) if dtype is float32 else None
                         fresh = link is not None and link[1] == bias._version and link[2] == bias.data_ptr() and link[3] is bias.requires_grad
-                        bias = link[0] if fresh else to_low(bias)  # type: ignore[index]
+                        bias = link[0] if fresh else to_low_unlinked(bias)  # type: ignore[index]
                 except AttributeError:  # not tensors: the error is torch's to raise
                     return original(*args)
                 if others:
@@ -395,11 +397,23 @@ class OpCasts:
         return [self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value for value in values]
 
 
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any other as it is."""
 
+    # `device.type` makes a string, at a tenth of what the cast itself costs
+    checks: dict[str, Callable[[Tensor], bool]] = {"cpu": _is_on_cpu, "cuda": _is_on_cuda}
+    is_there = checks.get(device_type, lambda tensor: tensor.device.type == device_type)
+
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CASTABLE or tensor.device.type != device_type or tensor.is_quantized:
+        if tensor.dtype not in CASTABLE or not is_there(tensor) or tensor.is_quantized:
             return tensor
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 

@@ -6,12 +6,14 @@ while some thread has a region open does anybody look at thread-local state.
 
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch._guards import TracingContext
 
 
@@ -27,7 +29,7 @@ class Mode(Enum):
 class Switch:
     """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for a while."""
 
-    __slots__ = ("__weakref__", "_local", "_lock", "_open", "_traced", "on", "regions")
+    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "_traced", "on", "regions")
 
     def __init__(self) -> None:
         self.on = False
@@ -36,6 +38,7 @@ class Switch:
         self._traced: list[Mode] = []  # those that torch.compile enters and leaves while it traces
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._get_name = _make_constant_for_dynamo(weakref.ref(self))
         _switches.add(self)
 
     def __deepcopy__(self, memo: Any) -> "Switch":
@@ -64,6 +67,11 @@ class Switch:
             return self._traced[-1]
         if not self.regions:
             return Mode.BY_LISTS
+        if torch.compiler.is_dynamo_compiling():
+            return _MODES[self._get_name()]
+        return self._find_mode()
+
+    def _find_mode(self) -> Mode:
         context = TracingContext.try_get()
         if context is not None and context in _regions_in_graphs:
             return _regions_in_graphs[context][-1]
@@ -92,6 +100,7 @@ class Switch:
             modes = self._local.modes = []
         entry = (mode, object())
         modes.append(mode)
+        _show_to_dynamo(mode)
         with self._lock:
             self._open.append(entry)
             self.regions = len(self._open)
@@ -99,7 +108,9 @@ class Switch:
 
     def leave(self, entry: tuple[Mode, object]) -> None:
         """Close a region, in the thread that opened it."""
-        self._local.modes.pop()
+        modes = self._local.modes
+        modes.pop()
+        _show_to_dynamo(modes[-1] if modes else Mode.BY_LISTS)
         with self._lock:
             self._open.remove(entry)
             self.regions = len(self._open)
@@ -115,6 +126,33 @@ class Switch:
         leave_in_graph()
         self._traced.pop()
         self.regions -= 1
+
+
+_MODES = {mode.name: mode for mode in Mode}
+
+# Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow how a thread's region is found
+# nor guards patched Tensor methods. But it guards the autocast state of the thread, for every kind of device. The state of one that torch lists and
+# no longer runs on says which region is open.
+
+_SIGN = "ipu"
+_SIGNS = {Mode.OFF: torch.float64, Mode.LOW: torch.float16, Mode.FLOAT32: torch.float32}
+_UNSIGNED = torch.get_autocast_dtype(_SIGN)
+
+
+def _show_to_dynamo(mode: Mode) -> None:
+    torch.set_autocast_dtype(_SIGN, _SIGNS.get(mode, _UNSIGNED))
+    torch.set_autocast_enabled(_SIGN, mode in _SIGNS)
+
+
+def _make_constant_for_dynamo(reference: "weakref.ref[Switch]") -> Callable[[], str]:
+    """Return a function that Dynamo calls while it traces, instead of tracing it: the name of the mode in this thread."""
+
+    def get_name() -> str:
+        switch = reference()
+        return Mode.OFF.name if switch is None else switch._find_mode().name
+
+    get_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, which would import Dynamo
+    return get_name
 
 
 # Dynamo writes calls of these two into its graph. What then traces the graph on (AOTAutograd) runs the ops through the patched functions once more,

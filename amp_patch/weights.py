@@ -17,12 +17,11 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dtypes import TensorCast
+from .dtypes import PLAIN_CLASSES, TensorCast
 
 LiveLink = tuple[Tensor, int, int, bool]
 """The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
@@ -95,7 +94,7 @@ class WeightLinks:
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
         """Return the function that casts one tensor to the low dtype: through a live link if there is one, else by `plain_cast`."""
-        live, cast_slowly = self.live, self._cast_slowly
+        live, cast_unlinked = self.live, self.make_cast_unlinked(plain_cast)
         is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
         def to_low(tensor: Tensor) -> Tensor:
@@ -110,41 +109,50 @@ class WeightLinks:
                 and tensor.dtype is torch.float32
             ):
                 return entry[0]
-            return cast_slowly(tensor, plain_cast)
+            return cast_unlinked(tensor)
 
         return to_low
 
-    def _cast_slowly(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
+    def make_cast_unlinked(self, plain_cast: TensorCast) -> TensorCast:
+        """Return the function for a tensor that has no live link. If it may have one, it has one from then on."""
+        live, owned, float32, is_linkable = self.live, self._owned, torch.float32, _can_link
+        is_grad_enabled, is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
+
+        def cast(tensor: Tensor) -> Tensor:
+            key = id(tensor)
+            if key not in owned or tensor.dtype is not float32 or self._is_bypassed or not is_linkable(tensor):
+                return plain_cast(tensor)
+            if not is_grad_enabled() or is_inference_mode_enabled():
+                return plain_cast(tensor)  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
+            if self._is_kept:
+                return self._keep_or_refresh(tensor, plain_cast)
+            copy = plain_cast(tensor)
+            if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
+                live[key] = (copy, tensor._version, tensor.data_ptr(), tensor.requires_grad)
+            return copy
+
+        return cast
+
+    def _keep_or_refresh(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
         key = id(tensor)
-        if key not in self._owned or self._is_bypassed or not _can_link(tensor):
-            return plain_cast(tensor)
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return plain_cast(tensor)  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
         with self._lock:  # two threads that refresh at once would write under each other's graphs
             entry = self.live.get(key)
             if entry is None or entry[1:] != _signature(tensor):
                 self.live.pop(key, None)
-                if self._is_kept:
-                    self._refresh()
+                self._refresh()
                 entry = self.live.get(key)
-            return entry[0] if entry is not None else self._make(tensor, plain_cast)
-
-    def _make(self, parameter: Tensor, plain_cast: TensorCast) -> Tensor:
-        copy = plain_cast(parameter)
-        if copy is parameter:  # a tensor of another device type: not ours to cast
+            if entry is not None:
+                return entry[0]
+            copy = plain_cast(tensor)
+            if copy is not tensor:
+                self._keep(tensor, copy)
             return copy
-        if self._is_kept:
-            self._keep(parameter, copy)
-        self._enliven(parameter, copy)
-        return copy
 
     def _keep(self, parameter: Tensor, copy: Tensor) -> None:
         alias = copy.detach()
         link = _Link(parameter, copy, alias, _layout(parameter), alias.untyped_storage()._cdata)
         link.idle_uses = link.count_uses()
         self._links[id(parameter)] = link
-
-    def _enliven(self, parameter: Tensor, copy: Tensor) -> None:
         self.live[id(parameter)] = (copy, *_signature(parameter))
 
     def _drop(self, key: int) -> None:
@@ -159,7 +167,7 @@ class WeightLinks:
             if key in self.live:
                 continue
             parameter = link.parameter
-            if not _can_link(parameter) or link.layout != _layout(parameter) or link.is_held():
+            if parameter.dtype is not torch.float32 or not _can_link(parameter) or link.layout != _layout(parameter) or link.is_held():
                 self._drop(key)
                 continue
             targets, sources = groups.setdefault(parameter.device, ([], []))
@@ -170,7 +178,7 @@ class WeightLinks:
             for targets, sources in groups.values():
                 torch._foreach_copy_(targets, sources)
         for link in refreshed:
-            self._enliven(link.parameter, link.copy)
+            self.live[id(link.parameter)] = (link.copy, *_signature(link.parameter))
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -194,12 +202,7 @@ class WeightLinks:
 
 
 def _can_link(tensor: Tensor) -> bool:
-    if tensor.dtype is not torch.float32 or not tensor.is_leaf or tensor.layout != torch.strided:
+    """Tell whether a float32 tensor is one that links are for, and whether the cast is no part of a trace or a function transform."""
+    if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False  # what is cast here belongs to a trace or a function transform
-    return not _is_subclass(tensor)
-
-
-def _is_subclass(tensor: Any) -> bool:
-    return type(tensor) not in (Tensor, torch.nn.Parameter)
+    return not (torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling())

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import amp_patch as amp
+from amp_patch import current
+from amp_patch.switch import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 LOW, FULL = torch.bfloat16, torch.float32
@@ -56,7 +59,11 @@ class Graphs:
 
     def casts(self):
         """The dtypes that the last graph casts to, in order."""
-        return [node.meta["val"].dtype for node in self.traced[-1].nodes if node.target in CASTS]
+        return self.all_casts()[-1]
+
+    def all_casts(self):
+        """The same for every graph."""
+        return [[node.meta["val"].dtype for node in graph.nodes if node.target in CASTS] for graph in self.traced]
 
     def operations(self):
         """Each graph as the list of its operations and the dtypes of their results."""
@@ -146,12 +153,9 @@ def test_casts_may_be_turned_off_inside_a_graph():
             assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
-# ---- what does not hold yet ---------------------------------------------------------------------------------------------------------------------
-
 PRODUCTS = {"function": lambda x: torch.mm(x, x), "method": lambda x: x.mm(x), "operator": lambda x: x @ x}
 
 
-@pytest.mark.xfail(reason="Dynamo cannot trace how an open region is found, and guards no Tensor method")
 @pytest.mark.parametrize("history", [(False, True, False), (True, False, True)], ids=["on first", "off first"])
 @pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
 def test_casts_may_be_turned_off_around_a_compiled_function(function, history):
@@ -162,7 +166,6 @@ def test_casts_may_be_turned_off_around_a_compiled_function(function, history):
                 assert compiled(X).dtype is (FULL if is_off else LOW)
 
 
-@pytest.mark.xfail(reason="the region was opened outside of what is compiled; causes as above")
 @pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
 def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, tmp_path):
     class Block(nn.Module):
@@ -174,6 +177,34 @@ def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, 
     for part in model.values():
         part[0].compile(backend="aot_eager", fullgraph=True)
     assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
+
+
+def test_one_block_runs_in_each_way_that_the_regions_around_it_say():
+    graphs = Graphs()
+    compiled = torch.compile(lambda x: (x @ x.mm(x)).softmax(-1), backend=graphs, fullgraph=True)
+    with casting(True):
+        switch = current.require().switch
+        for _ in range(2):  # the second time nothing is compiled
+            assert compiled(X).dtype is FULL
+            for mode, expected in ((Mode.OFF, FULL), (Mode.LOW, LOW), (Mode.FLOAT32, FULL)):
+                with switch.region(mode):
+                    assert compiled(X).dtype is expected
+                    with switch.region(Mode.BY_LISTS):
+                        assert compiled(X).dtype is FULL
+    assert len(graphs.traced) == 4 and [graph.count(LOW) for graph in graphs.all_casts()] == [3, 0, 3, 0]
+
+
+def test_a_region_belongs_to_its_thread_also_for_compiled_code():
+    compiled, found = torch.compile(lambda x: x @ x, backend=Graphs(), fullgraph=True), []
+    with casting(True), amp.disable_casts():
+        thread = threading.Thread(target=lambda: found.append(compiled(X).dtype))
+        thread.start()
+        thread.join()
+        assert compiled(X).dtype is FULL
+    assert found == [LOW]
+
+
+# ---- what does not hold yet ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.xfail(reason="AOTAutograd decomposes the op into others in Python, and finds those patched")
