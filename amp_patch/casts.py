@@ -410,7 +410,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
 
     # `device.type` makes a string, at a tenth of what the cast itself costs
     checks: dict[str, Callable[[Tensor], bool]] = {"cpu": _is_on_cpu, "cuda": _is_on_cuda}
-    is_there = checks.get(device_type, lambda tensor: tensor.device.type == device_type)
+    is_there: Callable[[Tensor], bool] = checks.get(device_type, lambda tensor: tensor.device.type == device_type)
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE or not is_there(tensor) or tensor.is_quantized:
