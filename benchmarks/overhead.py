@@ -37,7 +37,7 @@ print(torch_done - started, done - torch_done)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation: where its name lives, the bare inputs, the inputs that the patch has to deal with, and the code that both run."""
+    """One operation: the rule it is to show, where its name lives, the bare inputs, those that the patch deals with, and the code that both run."""
 
     label: str
     owner: object
@@ -98,16 +98,38 @@ def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
     """The calls to time, on 8x8 tensors. The float32 weights belong to `model`, so the patch finds their low copies in its cache."""
     rows, weight, bias = torch.randn(8, 8), model.weight, model.bias
     low_rows, low_weight, low_bias = rows.to(low), weight.detach().to(low).requires_grad_(), bias.detach().to(low).requires_grad_()
+    heads = low_rows[None]
     return [
-        Call("F.linear, low input, cached weights", F, "linear", lambda *a: F.linear(*a), (low_rows, low_weight, low_bias), (low_rows, weight, bias)),
-        Call("F.softmax, float32 input", F, "softmax", lambda x: F.softmax(x, dim=-1), (rows,), (rows,)),
-        Call("x @ w, low inputs", torch.Tensor, "__matmul__", lambda x, w: x @ w, (low_rows, low_weight), (low_rows, low_weight)),
-        Call("x @ w, low input, cached weight", torch.Tensor, "__matmul__", lambda x, w: x @ w, (low_rows, low_weight), (low_rows, weight)),
-        Call("torch.relu, a name not patched", torch, "relu", lambda x: torch.relu(x), (rows,), (rows,)),
+        Call("whitelist: F.linear, cached weight", F, "linear", lambda *a: F.linear(*a), (low_rows, low_weight), (low_rows, weight)),
+        Call("whitelist: F.linear, with bias", F, "linear", lambda *a: F.linear(*a), (low_rows, low_weight, low_bias), (low_rows, weight, bias)),
+        Call("whitelist: x @ w, low", Tensor, "__matmul__", lambda x, w: x @ w, (low_rows, low_weight), (low_rows, low_weight)),
+        Call("whitelist: x @ w, cached weight", Tensor, "__matmul__", lambda x, w: x @ w, (low_rows, low_weight), (low_rows, weight)),
+        Call("whitelist: attention, low", F, "scaled_dot_product_attention", lambda x: F.scaled_dot_product_attention(x, x, x), (heads,), (heads,)),
+        Call("whitelist: torch.einsum, low", torch, "einsum", lambda x: torch.einsum("ij,jk->ik", x, x), (low_rows,), (low_rows,)),
+        Call("blacklist: F.softmax, float32", F, "softmax", lambda x: F.softmax(x, dim=-1), (rows,), (rows,)),
+        Call("blacklist: F.layer_norm, float32", F, "layer_norm", lambda x, b: F.layer_norm(x, (8,), b, b), (rows, bias), (rows, bias)),
+        Call("blacklist: torch.logsumexp, float32", torch, "logsumexp", lambda x: torch.logsumexp(x, 0), (rows,), (rows,)),
+        Call("blacklist: torch.exp, low: one cast", torch, "exp", lambda x: torch.exp(x), (rows,), (low_rows,)),
+        Call("promote: torch.atan2, alike", torch, "atan2", lambda x: torch.atan2(x, x), (rows,), (rows,)),
+        Call("promote: torch.atan2, mixed: one cast", torch, "atan2", lambda x, y: torch.atan2(x, y), (rows, rows), (rows, low_rows)),
+        Call("sequence promote: torch.cat, alike", torch, "cat", lambda x: torch.cat([x, x]), (rows,), (rows,)),
+        Call("match self: x.addcmul_(x, x), alike", Tensor, "addcmul_", lambda x: x.addcmul_(x, x, value=0.0), (rows.clone(),), (rows.clone(),)),
+        Call("no rule: torch.relu", torch, "relu", lambda x: torch.relu(x), (rows,), (rows,)),
     ]
 
 
-def measure_calls(level: str, rounds: int, calls: int) -> tuple[list[list[str]], dict[str, object]]:
+def make_apex_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
+    """The same for the rules that only the list `apex` has."""
+    rows = torch.rand(8, 8)
+    return [
+        Call("banned: F.binary_cross_entropy", F, "binary_cross_entropy", lambda x: F.binary_cross_entropy(x, x), (rows,), (rows,)),
+        Call("in-place error: x.pow_(1)", Tensor, "pow_", lambda x: x.pow_(1), (rows.clone(),), (rows.clone(),)),
+    ]
+
+
+def measure_calls(
+    level: str, rounds: int, calls: int, make: Callable[[nn.Linear, torch.dtype], list[Call]] = make_calls, lists: str | None = None
+) -> tuple[list[list[str]], dict[str, object]]:
     """Microseconds of each call bare and under `level`; every round opens and closes a session of its own."""
     bare: dict[str, list[float]] = {}
     patched: dict[str, list[float]] = {}
@@ -115,10 +137,10 @@ def measure_calls(level: str, rounds: int, calls: int) -> tuple[list[list[str]],
     for _ in range(rounds):
         model = nn.Linear(8, 8)
         low = torch.bfloat16
-        timed = make_calls(model, low)
+        timed = make(model, low)
         for call in timed:
             bare.setdefault(call.label, []).append(1e6 * seconds_per_call(lambda call=call: call.code(*call.bare), calls))
-        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, lists=lists, verbosity=0)
         if amp.stats().low_dtype != low:
             raise SystemExit(f"{level} is in {amp.stats().low_dtype} here, but the calls are timed in {low}")
         for call in timed:
@@ -139,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Costs of amp_patch on the host: import, initialize, reset, and each patched call.")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repeats (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=5000, help="calls timed together in one repeat (default: %(default)s)")
-    parser.add_argument("--levels", default="O1,O4", help="levels to initialize, with a comma between (default: %(default)s)")
+    parser.add_argument("--levels", default="O4", help="levels to initialize, with a comma between (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; tiny tensors need no more than one (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     arguments = parser.parse_args()
@@ -152,6 +174,8 @@ def main() -> None:
     for level in levels:
         rows, calls[level] = measure_calls(level, arguments.rounds, arguments.calls)
         call_rows += rows
+    rows, calls["apex"] = measure_calls("O4", arguments.rounds, arguments.calls, make_apex_calls, "apex")
+    call_rows += [[f"apex list, {row[0]}", *row[1:]] for row in rows]
     machine = environment(torch.device("cpu"))
     print(", ".join(f"{key} {value}" for key, value in machine.items()), end="\n\n")
     print(format_table(("what", "median", "against", "amp_patch adds"), [*import_rows, *initialize_rows, *call_rows]))
