@@ -23,6 +23,10 @@ from workloads import WORKLOADS, Size, Workload
 from amp_patch.errors import AmpError
 from amp_patch.oplists import load_oplists
 
+BYTES_PER_PARAMETER = 38
+"""What a step with float32 weights cannot but move for each parameter: AdamW reads weight, gradient and two moments and writes three of them (28),
+backward writes the gradient (4), and 16-bit copies are written once and read by forward and backward (6). Activations come on top."""
+
 COLUMNS = ("workload", "mode", "ms/step", "spread", "ratio", "to", "loss", "peak MB")
 OVERLAID = ("O1", "O4")
 
@@ -97,6 +101,30 @@ def compare(plan: Plan, modes: list[str], rounds: int) -> tuple[dict[str, Outcom
     return {mode: Outcome(samples[mode], last[mode]) for mode in modes}, references
 
 
+def measure_bandwidth(device: torch.device, rounds: int = 7) -> float:
+    """Bytes a second, read and written together, of a copy that fits no cache."""
+    source = torch.empty(2**28 if device.type == "cuda" else 2**25)
+    source = source.to(device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(rounds):
+        synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * source.numel() * source.element_size() / statistics.median(seconds)
+
+
+def floor_row(title: str, workload: Workload, bandwidth: float, outcomes: dict[str, Outcome]) -> list[str]:
+    """The time of the bytes that every step must move, against the first autocast mode."""
+    parameters = sum(parameter.numel() for parameter in workload.build().parameters())
+    milliseconds = 1e3 * BYTES_PER_PARAMETER * parameters / bandwidth
+    name = next((mode for mode in AUTOCAST if mode in outcomes), None)
+    ratio = "-" if name is None else f"{milliseconds / outcomes[name].samples.median:.3f}"
+    return [title, "floor: bytes", f"{milliseconds:.2f}", "", ratio, name or "-", "", ""]
+
+
 def table_rows(title: str, outcomes: dict[str, Outcome], references: dict[str, str]) -> list[list[str]]:
     """One row for each mode, in the order given."""
     rows = []
@@ -166,6 +194,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     size = Size(arguments.batch, arguments.sequence, arguments.image, arguments.channels_last)
     rows, report, panels = [], {}, {}
+    bandwidth = measure_bandwidth(device)
     for name in arguments.workload.split(","):
         for micro_batches in map(int, arguments.micro_batches.split(",")):
             torch.manual_seed(0)
@@ -173,14 +202,14 @@ def main() -> None:
             run = (arguments.fused, arguments.steps, arguments.warmup, device, arguments.compile, arguments.overlays)
             outcomes, references = compare(Plan(workload, micro_batches, *run), arguments.modes, arguments.rounds)
             title = f"{name} x{micro_batches}"
-            rows += table_rows(title, outcomes, references)
+            rows += [*table_rows(title, outcomes, references), floor_row(title, workload, bandwidth, outcomes)]
             panels[f"{title}, batch {tuple(workload.inputs.shape)}"] = bars(outcomes, references)
             report[title] = {
                 "batch": list(workload.inputs.shape),
                 "modes": {m: {"ms": o.samples.values, "loss": o.last.loss, "peak_bytes": o.last.peak_bytes} for m, o in outcomes.items()},
             }
     machine = {**environment(device), "optimizer": "AdamW, fused" if arguments.fused else "AdamW"}
-    machine |= {"compile": arguments.compile or "no", "channels_last": arguments.channels_last}
+    machine |= {"compile": arguments.compile or "no", "channels_last": arguments.channels_last, "GB/s": round(bandwidth / 1e9)}
     columns = len(COLUMNS) if device.type == "cuda" else len(COLUMNS) - 1
     print(", ".join(f"{key} {value}" for key, value in machine.items()), end="\n\n")
     print(format_table(COLUMNS[:columns], [row[:columns] for row in rows], left=2))

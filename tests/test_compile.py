@@ -292,6 +292,32 @@ def take_step(run, optimizer, x):
     optimizer.step()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level):
+    trained = []
+    for is_compiled in (False, True):
+        model, optimizer = make(level)
+        run, compute_loss = model, lambda output, target: F.cross_entropy(output, target).float() + F.mse_loss(output.mean(1), output.sum(1))
+        if is_compiled:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            compute_loss = torch.compile(compute_loss, backend="aot_eager", fullgraph=True)
+        losses = []
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = compute_loss(run(numbers(6, 8) + seed), torch.arange(6) % 4)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        trained.append((torch.stack(losses), [parameter.clone() for parameter in amp.master_params(optimizer)]))
+        amp.reset()
+    (losses, weights), (compiled_losses, compiled_weights) = trained
+    assert torch.equal(losses[0], compiled_losses[0])
+    torch.testing.assert_close(compiled_losses, losses, rtol=1e-2, atol=1e-2)
+    for eager, compiled in zip(weights, compiled_weights, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-2)  # AOTAutograd sums some gradients in another order
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O4"])
 def test_batches_of_any_size_run_what_the_first_compiled(level):
     model, optimizer = make(level)
