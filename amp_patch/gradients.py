@@ -5,7 +5,7 @@ scaled loss adds scaled gradients; therefore `enter` first multiplies what is th
 divides the sum. The sums stay right across scales, losses and delayed passes, and DistributedDataParallel reduces complete sums.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -116,36 +116,41 @@ class GradientSet:
 
     def _fold(self, scale: Tensor | None, check: OverflowCheck | None) -> None:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
-        masters: list[Tensor] = []
-        low: list[Tensor] = []
-        is_on_cpu = True
+        if scale is None:
+            _add_each(self._take(is_on_cpu=True))
+        pairs = list(self._take())
+        if not pairs:
+            return
+        full = _to_float32([gradient for _, gradient in pairs], [master for master, _ in pairs])
+        if scale is not None:
+            unscale_(full, scale, check)
+        _add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
+
+    def _take(self, *, is_on_cpu: bool = False) -> Iterator[Pair]:
+        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with their masters."""
         for parameter, master in self._pairs():
             gradient = parameter.grad
-            if gradient is not None:
+            if gradient is not None and (gradient.is_cpu or not is_on_cpu):
                 parameter.grad = None
-                masters.append(master)
-                low.append(gradient)
-                is_on_cpu = is_on_cpu and gradient.is_cpu
-        if not masters:
-            return
-        if scale is not None or not is_on_cpu:  # a CPU needs no copies to sum up two dtypes in one call
-            low = _to_float32(low, masters)
-        if scale is not None:
-            unscale_(low, scale, check)
-        sums: list[Tensor] = []
-        addends: list[Tensor] = []
-        for master, gradient in zip(masters, low, strict=True):
-            total = master.grad
-            if total is None:
-                is_alike = gradient.is_sparse or gradient.stride() == master.stride()
-                master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
-            elif gradient.is_sparse or total.is_sparse:
-                master.grad = total + gradient.float()
-            else:
-                sums.append(total)
-                addends.append(gradient)
-        if sums:
-            torch._foreach_add_(sums, addends)
+                yield master, gradient
+
+
+def _add_each(pairs: Iterable[Pair]) -> None:
+    """Add gradients to those that masters have; dense ones in one call. A first one of 16 bits is freed before the next is looked at."""
+    sums: list[Tensor] = []
+    addends: list[Tensor] = []
+    for master, gradient in pairs:
+        total = master.grad
+        if total is None:
+            is_alike = gradient.is_sparse or gradient.stride() == master.stride()
+            master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
+        elif gradient.is_sparse or total.is_sparse:
+            master.grad = total + gradient.float()
+        else:
+            sums.append(total)
+            addends.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
 
 
 def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:

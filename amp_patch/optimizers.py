@@ -235,6 +235,11 @@ class OptimizerBinding:
                 self.add_check(OverflowCheck(checks[-1].scaler, checks[-1].found_inf.device))
 
     def _step_or_skip(self, checks: Sequence[OverflowCheck], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not checks:
+            result = self._take_step(None, original, args, kwargs)
+            self.outcomes.add_taken()
+            self.gradients.drop()
+            return result
         optimizer: Any = self.optimizer
         for check in checks:
             check.scaler.decide()
@@ -246,16 +251,20 @@ class OptimizerBinding:
         if flag is None and outcome.find_overflowed(is_dynamic=True):
             optimizer._opt_called = True  # what LR schedulers look at: a skipped step is no reason to warn about their order
         else:
-            region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
-            try:
-                result = original(*args, **kwargs) if flag is None else skip_by(flag, optimizer, original, args, kwargs)
-            finally:
-                self._switch.leave(region)
-            self.push_masters()
+            result = self._take_step(flag, original, args, kwargs)
         try:
             self.outcomes.add(outcome)
         finally:
             self.gradients.drop()
+        return result
+
+    def _take_step(self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
+        try:
+            result = original(*args, **kwargs) if flag is None else skip_by(flag, self.optimizer, original, args, kwargs)
+        finally:
+            self._switch.leave(region)
+        self.push_masters()
         return result
 
     def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -97,6 +97,15 @@ class StepOutcomes:
                 f"{', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the data or the weights, or an op that needs float32."
             )
 
+    def add_taken(self) -> None:
+        """Take in a step that no check was made for."""
+        if self._pending:
+            self.add(StepOutcome(()))
+            return
+        self._taken += 1
+        self._skips_in_a_row = 0
+        self._tell_skipped(False)
+
     def settle(self) -> None:
         """Tell of every step so far. Waits for the device if one is not known."""
         while self._pending:
