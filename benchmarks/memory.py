@@ -140,13 +140,13 @@ def measure(mode: str, workload: Workload, device: torch.device, micro_batches: 
     torch.manual_seed(0)
     losses = workload.micro_batches(micro_batches)
     with metered(device) as meter, prepared(mode, workload.build, make_optimizer, device) as trainer:
-        for _ in range(WARMUP):
-            trainer.step(losses)
-        trainer.optimizer.zero_grad()
         saved = SavedForBackward(trainer, workload)
         with saved:
             loss = trainer.forward(losses[0])
         del loss
+        for _ in range(WARMUP):
+            trainer.step(losses)
+        trainer.optimizer.zero_grad()
         meter.mark("before")
         for number, compute in enumerate(losses, start=1):
             loss = trainer.forward(compute)
