@@ -20,7 +20,8 @@ INIT_SCALE = 2.0**16
 
 
 class EarlyReading:
-    """A number on its way from a 0-dim tensor to the host. On a CPU it is there; from a CUDA device it arrives with the work queued before it."""
+    """A number on its way from a 0-dim tensor to the host. From a CUDA device it arrives with the work queued before it; elsewhere it is read when
+    it is asked for."""
 
     __slots__ = ("_event", "_tensor")
 
@@ -34,10 +35,8 @@ class EarlyReading:
                 self._event.record()
 
     def is_here(self) -> bool:
-        """Tell whether `value` has nothing to wait for."""
-        if self._event is not None:
-            return bool(self._event.query())
-        return self._tensor.device.type == "cpu"
+        """Tell whether there is any use in asking later."""
+        return self._event is None or bool(self._event.query())
 
     def value(self) -> float:
         """Return the number. Waits for it, but for no work queued after it."""
