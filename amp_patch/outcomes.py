@@ -169,7 +169,7 @@ class DeviceSkip:
         if not self._is_fused or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return False
         return all(
-            group["fused"] and (not group.get("momentum") or _have_momentum(optimizer, group["params"])) for group in optimizer.param_groups
+            group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"])) for group in optimizer.param_groups
         )
 
 
