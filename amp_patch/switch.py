@@ -4,11 +4,11 @@ Patches are process-wide; a region in which they act otherwise belongs to the th
 while some thread has a region open does anybody look at thread-local state.
 """
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -84,7 +84,7 @@ class Switch:
                 return self._open[-1][0] if self._open else Mode.BY_LISTS
         return Mode.BY_LISTS
 
-    @contextmanager
+    @contextlib.contextmanager
     def region(self, mode: Mode) -> Iterator[None]:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
         entry = self.enter(mode)
@@ -134,14 +134,25 @@ _MODES = {mode.name: mode for mode in Mode}
 # nor guards patched Tensor methods. But it guards the autocast state of the thread, for every kind of device. The state of one that torch lists and
 # no longer runs on says which region is open.
 
-_SIGN = "ipu"
 _SIGNS = {Mode.OFF: torch.float64, Mode.LOW: torch.float16, Mode.FLOAT32: torch.float32}
-_UNSIGNED = torch.get_autocast_dtype(_SIGN)
+
+
+def _find_idle_device() -> tuple[str, torch.dtype] | None:
+    """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if torch lists none any more."""
+    for name in ("ipu", "maia"):
+        with contextlib.suppress(RuntimeError):
+            return name, torch.get_autocast_dtype(name)
+    return None
+
+
+_IDLE_DEVICE = _find_idle_device()
 
 
 def _show_to_dynamo(mode: Mode) -> None:
-    torch.set_autocast_dtype(_SIGN, _SIGNS.get(mode, _UNSIGNED))
-    torch.set_autocast_enabled(_SIGN, mode in _SIGNS)
+    if _IDLE_DEVICE is not None:
+        name, usual = _IDLE_DEVICE
+        torch.set_autocast_dtype(name, _SIGNS.get(mode, usual))
+        torch.set_autocast_enabled(name, mode in _SIGNS)
 
 
 def _make_constant_for_dynamo(reference: "weakref.ref[Switch]") -> Callable[[], str]:

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from amp_patch import switch as switching
 from amp_patch.switch import Mode, Switch
 
 
@@ -234,3 +236,46 @@ class TestFork:
 
     def test_the_check_itself_can_fail(self, switch: Switch) -> None:
         assert exit_code_of_child(lambda: switch.on) == 1
+
+
+# ---- what torch.compile sees -------------------------------------------------------------------------------------------------------------------
+
+
+def get_sign() -> tuple[bool, torch.dtype]:
+    """The autocast state that Dynamo guards by: of a device that nobody uses."""
+    return torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
+
+
+def test_each_mode_shows_in_the_autocast_state_of_the_thread_and_leaves_no_trace(switch: Switch) -> None:
+    before, seen = get_sign(), []
+    with pytest.raises(KeyError), switch.region(Mode.OFF):
+        seen.append(get_sign())
+        for mode in (Mode.LOW, Mode.FLOAT32, Mode.BY_LISTS):
+            with switch.region(mode):
+                seen.append(get_sign())
+        assert get_sign() == seen[0]
+        raise KeyError
+    assert get_sign() == before == seen[3] and not before[0]
+    assert len(set(seen)) == 4
+
+
+def test_another_thread_does_not_see_the_mode(switch: Switch) -> None:
+    before, seen = get_sign(), []
+    with switch.region(Mode.OFF):
+        thread = threading.Thread(target=lambda: seen.append(get_sign()))
+        thread.start()
+        thread.join(timeout=30)
+    assert seen == [before]
+
+
+def test_a_torch_without_such_a_device_goes_without(switch: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> torch.dtype:
+        raise RuntimeError(f"unknown device type {name}")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(torch, "get_autocast_dtype", refuse)
+        found = switching._find_idle_device()
+    assert found is None
+    monkeypatch.setattr(switching, "_IDLE_DEVICE", None)
+    with switch.region(Mode.OFF):
+        assert not switch.is_on_here() and not get_sign()[0]
