@@ -63,7 +63,7 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
-        name = getattr(original, "__name__", "")
+        name = getattr(original, "__name__", "") if _is_torchs(original) else ""  # a user's function of that name may take anything
         if kind == "whitelist":
             if name in _WEIGHTED:
                 return self.weighted(original)
@@ -418,6 +418,12 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 
     return cast
+
+
+def _is_torchs(original: Op) -> bool:
+    """Tell whether a function is of torch: methods of tensors name no module."""
+    module = getattr(original, "__module__", None)
+    return issubclass(Tensor, getattr(original, "__objclass__", ())) if module is None else module.partition(".")[0] == "torch"
 
 
 def _position_of_inplace(original: Op) -> int | None:

@@ -114,6 +114,7 @@ class GradientSet:
     def _plain_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
+    @torch.no_grad()
     def _fold(self, scale: Tensor | None, check: OverflowCheck | None) -> None:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
         if scale is None:
@@ -145,7 +146,7 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             is_alike = gradient.is_sparse or gradient.stride() == master.stride()
             master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
         elif gradient.is_sparse or total.is_sparse:
-            master.grad = total + gradient.float()
+            master.grad = gradient.float() + total if total.is_sparse else total + gradient  # the dense one must come first
         else:
             sums.append(total)
             addends.append(gradient)

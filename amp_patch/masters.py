@@ -19,9 +19,16 @@ _get_version = operator.attrgetter("_version")
 class _State:
     """Version counters and addresses of tensors, read and compared in a few calls for all of them: a step asks for those of the whole model."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
         self.versions = list(map(_get_version, tensors))
         self.addresses = list(map(Tensor.data_ptr, tensors))
+        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the first
+        is_same = before is not None and before.addresses == self.addresses
+        self.aliases: list[Tensor] = before.aliases if before is not None and is_same else [tensor.detach() for tensor in tensors]
+
+    def see(self, index: int, tensor: Tensor) -> None:
+        """Take over the state of one tensor."""
+        self.versions[index], self.addresses[index], self.aliases[index] = tensor._version, tensor.data_ptr(), tensor.detach()
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _State) and self.versions == other.versions and self.addresses == other.addresses
@@ -54,6 +61,7 @@ class Masters:
             for seen in self._seen:
                 seen.versions.append(-1)
                 seen.addresses.append(-1)
+                seen.aliases.append(parameter)
         else:
             del self._index_of_master[id(self._masters[index])]
             self._masters[index] = master
@@ -69,6 +77,7 @@ class Masters:
         for seen in self._seen:
             seen.versions = [seen.versions[index] for index in kept]
             seen.addresses = [seen.addresses[index] for index in kept]
+            seen.aliases = [seen.aliases[index] for index in kept]
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._index_of_master = {id(master): index for index, master in enumerate(self._masters)}
         self._groups = None
@@ -93,7 +102,7 @@ class Masters:
             if self._groups is None:
                 self._groups = _group(self._parameters, self._masters)
             _copy(self._groups)
-            self._seen = (_State(self._parameters), _State(self._masters))
+            self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
 
@@ -112,11 +121,10 @@ class Masters:
 
     def _see(self, index: int) -> None:
         for seen, tensors in zip(self._seen, (self._parameters, self._masters), strict=True):
-            seen.versions[index] = tensors[index]._version
-            seen.addresses[index] = tensors[index].data_ptr()
+            seen.see(index, tensors[index])
 
     def _reconcile(self, *, pushing: bool) -> None:
-        parameters, masters = _State(self._parameters), _State(self._masters)
+        parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
         if (parameters, masters) == self._seen:
             return
         moved: list[int] = []

@@ -5,6 +5,7 @@ Also here: whether an optimizer's `step` can skip on the device by itself, given
 
 import contextlib
 import inspect
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +146,19 @@ class StepOutcomes:
 
 # ---- skipping on the device ---------------------------------------------------------------------------------------------------------------
 
+_GLOBAL_PRE_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks
+_GLOBAL_POST_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_post_hooks
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
+
+
+class StepHook:
+    """A hook after the steps of every optimizer, which a skipped step may run as well: `mark_updated` is called with what it stepped on."""
+
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
+        self._mark_updated = mark_updated
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class DeviceSkip:
@@ -167,6 +180,8 @@ class DeviceSkip:
     def is_possible(self, optimizer: Any) -> bool:
         """Tell whether the next step can skip by itself."""
         if not self._is_fused or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return False
+        if _GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in _GLOBAL_POST_HOOKS.values()):
             return False
         return all(
             group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"])) for group in optimizer.param_groups

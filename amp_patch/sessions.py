@@ -9,9 +9,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from .masters import Masters
 from .models import ModelBinding
 from .oplists import OpLists, load_oplists
 from .optimizers import OptimizerBinding
-from .outcomes import asking_before
+from .outcomes import StepHook, asking_before
 from .passes import BackwardPasses, LossBlock
 from .patching import Patcher
 from .plan import Registration, plan_gradient_patches, plan_patches, plan_reload_patch
@@ -185,7 +184,7 @@ class Session:
         undo.callback(self._take_patches_out)
         self.patcher.install(patches)
         if self._links is not None:
-            hook = register_optimizer_step_post_hook(_StepHook(self._links.mark_updated))
+            hook = register_optimizer_step_post_hook(StepHook(self._links.mark_updated))
             undo.callback(hook.remove)
         late = LateOps(self.oplists, [(owner, name) for owner, name, _ in self._registered], self.casts, self.patcher, self._patching)
         if late:
@@ -196,7 +195,7 @@ class Session:
     def _patch_around_ops(self, undo: contextlib.ExitStack) -> None:
         undo.enter_context(asking_before(self._settle_outcomes))
         self._module_patcher.install(plan_gradient_patches(self._masters, self._tell_zeroed))
-        hook = register_optimizer_step_post_hook(_StepHook(self._masters.mark_updated))
+        hook = register_optimizer_step_post_hook(StepHook(self._masters.mark_updated))
         undo.callback(hook.remove)
 
     def _bind_to_replacements(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
@@ -338,14 +337,6 @@ class Session:
             return self.scalers[loss_id]
         except IndexError:
             raise IndexError(f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize") from None
-
-
-class _StepHook:
-    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
-        self._mark_updated = mark_updated
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _forget_optimizer(reference: "weakref.ref[Session]", binding: OptimizerBinding) -> None:

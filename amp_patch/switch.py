@@ -26,6 +26,10 @@ class Mode(Enum):
     FLOAT32 = "every listed op in float32"
 
 
+Region = tuple[Mode, object]
+"""How casts act in it, and what tells it from others of the same mode."""
+
+
 class Switch:
     """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for a while."""
 
@@ -34,7 +38,7 @@ class Switch:
     def __init__(self) -> None:
         self.on = False
         self.regions = 0  # open regions of all threads
-        self._open: list[tuple[Mode, object]] = []  # the same, in the order in which they were opened
+        self._open: list[Region] = []  # the same, in the order in which they were opened
         self._traced: list[Mode] = []  # those that torch.compile enters and leaves while it traces
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -75,9 +79,9 @@ class Switch:
         context = TracingContext.try_get()
         if context is not None and context in _regions_in_graphs:
             return _regions_in_graphs[context][-1]
-        modes: list[Mode] = getattr(self._local, "modes", [])
-        if modes:
-            return modes[-1]
+        regions: list[Region] = getattr(self._local, "regions", [])
+        if regions:
+            return regions[-1][0]
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
@@ -93,24 +97,24 @@ class Switch:
         finally:
             self.leave(entry)
 
-    def enter(self, mode: Mode) -> tuple[Mode, object]:
+    def enter(self, mode: Mode) -> Region:
         """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks."""
-        modes: list[Mode] | None = getattr(self._local, "modes", None)
-        if modes is None:
-            modes = self._local.modes = []
+        regions: list[Region] | None = getattr(self._local, "regions", None)
+        if regions is None:
+            regions = self._local.regions = []
         entry = (mode, object())
-        modes.append(mode)
+        regions.append(entry)
         _show_to_dynamo(mode)
         with self._lock:
             self._open.append(entry)
             self.regions = len(self._open)
         return entry
 
-    def leave(self, entry: tuple[Mode, object]) -> None:
-        """Close a region, in the thread that opened it."""
-        modes = self._local.modes
-        modes.pop()
-        _show_to_dynamo(modes[-1] if modes else Mode.BY_LISTS)
+    def leave(self, entry: Region) -> None:
+        """Close a region, in the thread that opened it. Generators may close theirs in any order."""
+        regions = self._local.regions
+        regions.remove(entry)
+        _show_to_dynamo(regions[-1][0] if regions else Mode.BY_LISTS)
         with self._lock:
             self._open.remove(entry)
             self.regions = len(self._open)

@@ -608,3 +608,39 @@ def test_while_casts_are_off_a_call_takes_one_frame(casts: OpCasts) -> None:
 def test_the_frame_counter_can_fail(casts: OpCasts) -> None:
     mm = casts.whitelist(torch.mm)
     assert count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 5  # the wrapper, and for each tensor the cast and where it is
+
+
+# ---- functions of users that have the name of one of torch's ---------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum() / weight.square().sum()
+
+
+def layer_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return residual
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return mask
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor) -> Tensor:
+    return extra
+
+
+@pytest.mark.parametrize(
+    ("rule", "op", "dtypes", "expected"),
+    [
+        ("blacklist", norm, "fl", torch.float32),
+        ("blacklist", layer_norm, "f(ffl", torch.float32),
+        ("whitelist", scaled_dot_product_attention, "lllf", torch.bfloat16),
+        ("whitelist", linear, "lllf", torch.bfloat16),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_name_of_torchs_says_nothing_of_a_users_function(casts: OpCasts, rule: str, op: Op, dtypes: str, expected: torch.dtype) -> None:
+    values = {"f": rand(4), "l": rand(4, dtype=torch.bfloat16), "(": (4,)}
+    assert casts.wrap(rule, op)(*(values[kind] for kind in dtypes)).dtype is expected
+    if op is norm:
+        assert torch.equal(casts.wrap(rule, op)(values["f"], values["l"]), norm(values["f"], values["l"].float()))

@@ -255,6 +255,48 @@ def test_sparse_gradients():
         amp.reset()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("is_sparse_first", [True, False], ids=["sparse first", "dense first"])
+def test_sparse_and_dense_gradients_of_one_parameter_add_up(level, scale, is_sparse_first):
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    amp.initialize(table, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    losses = [lambda: table(torch.tensor([1, 1])).sum(), lambda: table.weight.float().sum()]
+    for compute in losses if is_sparse_first else reversed(losses):
+        with amp.scale_loss(compute(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    gradient = next(iter(amp.master_params(optimizer))).grad.to_dense()
+    assert torch.equal(gradient, torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0])[:, None].expand(5, 3))
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_the_gradients_of_masters_hold_no_graph(scale):
+    model, optimizer = initialize("O5", loss_scale=scale)
+    images, labels = make_batches(1)[0]
+    for _ in range(2):
+        with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        own = {id(parameter) for parameter in model.parameters()}
+        masters = [master for master in amp.master_params(optimizer) if id(master) not in own]
+        assert masters and not any(master.grad.requires_grad for master in masters)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("edits", [1, 2, 3, 4])
+def test_parameters_that_are_replaced_several_times_are_seen(level, edits):
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    expected = model.weight.detach().float() * 0.5**edits
+    for _ in range(edits):
+        model.weight.data = model.weight.data * 0.5  # every second time where it was before, if that is free
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight.detach().float(), expected)
+
+
 def test_a_wrapper_that_holds_an_optimizer_is_followed_to_it():
     class Wrapper:
         def __init__(self, optim):

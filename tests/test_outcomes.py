@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_patch as amp
 from amp_patch.scaler import EarlyReading
@@ -217,6 +218,21 @@ def test_only_torchs_own_fused_steps_are_trusted_to_skip(build, waits, late):
     assert bool(late.waits) is waits
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert optimizer.step_was_skipped is True and vars(optimizer).get("steps_of_mine", 1) == 1
+
+
+def test_hooks_on_all_optimizers_see_no_skipped_step(late):
+    calls = []
+    model, optimizer = make(OPTIMIZERS["AdamW"])
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        step(model, optimizer, 0)
+        step(model, optimizer, 1, float("inf"))
+    finally:
+        handle.remove()
+    assert len(calls) == 1 and optimizer.step_was_skipped is True
+    late.waits = 0
+    step(model, optimizer, 2)
+    assert late.waits == 0
 
 
 def test_a_scheduler_made_later_does_not_keep_the_step_from_skipping(late):

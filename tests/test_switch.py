@@ -238,6 +238,14 @@ class TestFork:
         assert exit_code_of_child(lambda: switch.on) == 1
 
 
+def test_regions_may_be_left_in_any_order(switch: Switch) -> None:
+    first, second = switch.enter(Mode.OFF), switch.enter(Mode.LOW)
+    switch.leave(first)
+    assert switch.mode_here() is Mode.LOW
+    switch.leave(second)
+    assert switch.mode_here() is Mode.BY_LISTS
+
+
 # ---- what torch.compile sees -------------------------------------------------------------------------------------------------------------------
 
 
