@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .foreach import copy_, group_pairs
 from .masters import Pair
-from .scaler import OverflowCheck, rescale_, unscale_
+from .scaler import OverflowCheck, dense_values, rescale_, unscale_
 
 
 class GradientSet:
@@ -63,8 +64,7 @@ class GradientSet:
     def settle(self) -> None:
         """Turn the gradients into true sums and fill the checks owed. In the middle of a pass, scale them for the rest of it again."""
         self.unscale()
-        if self.is_in_block:
-            self._prepare(self._block_scale)
+        self.resume()
 
     def resume(self) -> None:
         """Scale the gradients again for the rest of the pass, after a step in the middle of it."""
@@ -78,9 +78,8 @@ class GradientSet:
         scale, self._carried = self._carried, None
         owed, self._owed = self._owed, [check for check in self._owed if check.is_open]  # of a pass under way there may be more to come
         check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
-        gradients = [] if scale is None else self._plain_gradients()
-        if scale is not None and gradients:
-            unscale_(gradients, scale, check)
+        if scale is not None:
+            unscale_(self._plain_gradients(), scale, check)
         self._fold(scale, check)
         for other in owed:
             if check is not None and other is not check:
@@ -90,9 +89,8 @@ class GradientSet:
         if self._carried is scale and scale is not None:
             return
         self.unscale()
-        gradients = [] if scale is None else self._plain_gradients()
-        if scale is not None and gradients:
-            rescale_(gradients, scale)
+        if scale is not None:
+            rescale_(self._plain_gradients(), scale)
         self._carried = scale
 
     def is_empty(self) -> bool:
@@ -156,23 +154,14 @@ def _add_each(pairs: Iterable[Pair]) -> None:
 
 def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
     """Return float32 copies of gradients, in one kernel for each (device, dtype)."""
-    result: list[Tensor] = []
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for gradient, master in zip(low, masters, strict=True):
-        if gradient.layout != torch.strided:
-            result.append(gradient.float())
-            continue
-        full = torch.empty_like(master, requires_grad=False)
-        targets, sources = groups.setdefault((gradient.device, gradient.dtype), ([], []))
-        targets.append(full)
-        sources.append(gradient)
-        result.append(full)
-    with torch.no_grad():
-        for targets, sources in groups.values():
-            torch._foreach_copy_(targets, sources)
-    return result
+    full = [
+        torch.empty_like(master, requires_grad=False) if gradient.layout == torch.strided else gradient.float()
+        for gradient, master in zip(low, masters, strict=True)
+    ]
+    dense = [index for index, gradient in enumerate(low) if gradient.layout == torch.strided]
+    copy_(group_pairs([full[index] for index in dense], [low[index] for index in dense]))
+    return full
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-    return bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(dense_values(gradient)).all())

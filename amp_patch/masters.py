@@ -4,14 +4,12 @@ import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from .foreach import Group, copy_, group_pairs
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
-
-Group = tuple[list[Tensor], list[Tensor]]
-"""Targets and sources."""
 
 _get_version = operator.attrgetter("_version")
 
@@ -100,8 +98,8 @@ class Masters:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self._parameters):
             if self._groups is None:
-                self._groups = _group(self._parameters, self._masters)
-            _copy(self._groups)
+                self._groups = group_pairs(self._parameters, self._masters)
+            copy_(self._groups)
             self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
@@ -115,7 +113,7 @@ class Masters:
         self._reconcile(pushing=True)
 
     def _push_some(self, indices: list[int]) -> None:
-        _copy(_group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
+        copy_(group_pairs([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
         for index in indices:
             self._see(index)
 
@@ -132,24 +130,7 @@ class Masters:
             if masters.differs_at(index, self._seen[1]):
                 moved.append(index)
             elif parameters.differs_at(index, self._seen[0]):
-                _copy([([self._masters[index]], [self._parameters[index]])])
+                copy_([([self._masters[index]], [self._parameters[index]])])
                 self._see(index)
         if pushing and moved:
             self._push_some(moved)
-
-
-def _group(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> list[Group]:
-    """Return the pairs as groups of one device and one dtype on either side."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], Group] = {}
-    for target, source in zip(targets, sources, strict=True):
-        group = groups.setdefault((target.device, target.dtype, source.dtype), ([], []))
-        group[0].append(target)
-        group[1].append(source)
-    return list(groups.values())
-
-
-def _copy(groups: Iterable[Group]) -> None:
-    """Copy sources into targets, in one kernel for each group."""
-    with torch.inference_mode(False), torch.no_grad():
-        for targets, sources in groups:
-            torch._foreach_copy_(targets, sources)

@@ -103,9 +103,7 @@ class StepOutcomes:
         if self._pending:
             self.add(StepOutcome(()))
             return
-        self._taken += 1
-        self._skips_in_a_row = 0
-        self._tell_skipped(False)
+        self._count(is_skip=False)
 
     def settle(self) -> None:
         """Tell of every step so far. Waits for the device if one is not known."""
@@ -115,13 +113,7 @@ class StepOutcomes:
     def _settle_first(self) -> None:
         outcome = self._pending.popleft()
         overflowed = outcome.find_overflowed(is_dynamic=True)
-        self._tell_skipped(bool(overflowed))
-        if overflowed:
-            self._skipped += 1
-            self._skips_in_a_row += 1
-        else:
-            self._taken += 1
-            self._skips_in_a_row = 0
+        self._count(is_skip=bool(overflowed))
         for scaler in overflowed:
             self._tell_of_overflow(scaler, outcome.get_scale(scaler))
         if not self._has_warned and not overflowed and outcome.find_overflowed(is_dynamic=False):
@@ -130,6 +122,15 @@ class StepOutcomes:
                 f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never skips. "
                 'Use a smaller loss_scale, or loss_scale="dynamic".',
             )
+
+    def _count(self, *, is_skip: bool) -> None:
+        self._tell_skipped(is_skip)
+        if is_skip:
+            self._skipped += 1
+            self._skips_in_a_row += 1
+        else:
+            self._taken += 1
+            self._skips_in_a_row = 0
 
     def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
         say_on_every_rank("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", list(self._scalers).index(scaler), scale)

@@ -82,7 +82,7 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         check = self._check
         try:
-            if error is not None or kind is not None:
+            if kind is not None:
                 if check is not None:
                     for binding in self._bindings:
                         binding.drop_check(check)

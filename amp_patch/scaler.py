@@ -5,7 +5,7 @@ The state is two 0-dim tensors on the device of the loss, so that neither scalin
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -128,10 +128,8 @@ class LossScaler:
 
     def decide(self) -> None:
         """Update the scale once for all checks since the last decision; without any, do nothing. Waits for nothing."""
-        due = [check for check in self._undecided if not check.is_open]
-        if due:
-            self._scale, self._good_steps = self._next_state()
-            self._undecided = [check for check in self._undecided if check.is_open]
+        self._scale, self._good_steps = self._next_state()
+        self._undecided = [check for check in self._undecided if check.is_open]
 
     def discard(self, check: OverflowCheck) -> None:
         """Leave a check out of the next decision: its backward pass has failed."""
@@ -201,10 +199,9 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | 
 
     Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits for nothing.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        values = _dense_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
+    groups = _group_values(gradients)
+    if not groups:
+        return
     inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()  # MPS has no float64
     for (device, _), values_of_group in groups.items():
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if check is None or check.found_inf.device != device else check.found_inf
@@ -215,14 +212,19 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | 
 
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` in place, so that a backward pass of a loss scaled by it may add to them."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        values = _dense_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), values_of_group in groups.items():
+    for (device, _), values_of_group in _group_values(gradients).items():
         torch._foreach_mul_(values_of_group, scale.to(device))
 
 
-def _dense_values(gradient: Tensor) -> Tensor:
+def _group_values(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = dense_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    return groups
+
+
+def dense_values(gradient: Tensor) -> Tensor:
+    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
     values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
     return torch.view_as_real(values) if values.is_complex() else values

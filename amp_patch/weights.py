@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import PLAIN_CLASSES, TensorCast
+from .foreach import copy_, group_pairs
 
 LiveLink = tuple[Tensor, int, int, bool]
 """The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
@@ -161,7 +162,6 @@ class WeightLinks:
 
     def _refresh(self) -> None:
         """Bring every link that is not live up to date, in one kernel for each device; drop those that may not be written."""
-        groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         refreshed: list[_Link] = []
         for key, link in list(self._links.items()):
             if key in self.live:
@@ -170,13 +170,8 @@ class WeightLinks:
             if parameter.dtype is not torch.float32 or not _can_link(parameter) or link.layout != _layout(parameter) or link.is_held():
                 self._drop(key)
                 continue
-            targets, sources = groups.setdefault(parameter.device, ([], []))
-            targets.append(link.alias)
-            sources.append(parameter)
             refreshed.append(link)
-        with torch.no_grad():
-            for targets, sources in groups.values():
-                torch._foreach_copy_(targets, sources)
+        copy_(group_pairs([link.alias for link in refreshed], [link.parameter for link in refreshed]))
         for link in refreshed:
             self.live[id(link.parameter)] = (link.copy, *_signature(link.parameter))
 

@@ -67,13 +67,4 @@ def torch_is_left_as_found():
     assert find_changes() == []
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """For test modules of many tiny steps: threads that wait for each other cost more than they give there."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -38,14 +38,6 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run_script(name, *arguments, cwd, before=(), **environment):
     command = [sys.executable, "-m", "amp_patch", "run", *before, str(SCRIPTS / name), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent.parent), "OMP_NUM_THREADS": "1", **environment}

@@ -17,8 +17,6 @@ from amp_patch.apex.contrib.optimizers import FP16_Optimizer as ContribFP16_Opti
 from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.apex.optimizers import FusedAdam
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAMES = (
     "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16 to_python_float "
     "clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler DynamicLossScaler fp16util fp16_optimizer loss_scaler"

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from training import train
 
 import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdam
 from amp_patch.apex.parallel.LARC import LARC
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -135,20 +134,6 @@ def test_copies_go_on_alone(way, is_bound):
     parameter.grad = torch.ones_like(parameter)
     twin.step()
     assert not torch.equal(parameter, before[0]) and torch.equal(optimizer.param_groups[0]["params"][0], before[1])
-
-
-def train(model, optimizer, batches, scheduler=None):
-    losses = []
-    for images, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
+from training import train
 
 import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
@@ -531,20 +530,6 @@ def test_a_state_dict_that_cannot_be_honoured_is_refused():
 
 
 # ---- under amp ---------------------------------------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, batches, scheduler=None):
-    losses = []
-    for images, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -16,8 +16,6 @@ import amp_patch as amp
 from amp_patch.apex import parallel
 from amp_patch.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group, distributed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

@@ -36,14 +36,6 @@ PLAIN.state_dict = dict
 PLAIN.load_state_dict = lambda state: None
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run_script(name, *arguments, cwd):
     command = [sys.executable, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)

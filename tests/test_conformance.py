@@ -29,14 +29,6 @@ Op = Callable[..., Any]
 devices = pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def open_session(lists: str, low: torch.dtype) -> None:
     amp_patch.initialize(nn.Linear(2, 2), opt_level="O1", lists=lists, patch_torch_functions_type=low, verbosity=0)
 

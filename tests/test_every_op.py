@@ -2,7 +2,6 @@
 hand, and the floating results have the dtype that the rule says."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,15 +28,6 @@ OVERLAYS = ("fast",)
 def lists_of(name: str, low: torch.dtype) -> Any:
     """What to ask `initialize` for: an overlay goes over the default list of the dtype."""
     return [str(low).removeprefix("torch."), name] if name in OVERLAYS else name
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads have nothing to share in a 4x4 matrix, and wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", shipped_names())

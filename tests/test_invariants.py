@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from conftest import ORIGINALS, find_changes
 from reference import make_batches, make_model, train_with_casts
 from torch import nn
+from training import train
 
 import amp_patch as amp
 from amp_patch.oplists import load_oplists, shipped_names
@@ -26,18 +27,6 @@ def initialize(level="O4", **options):
     model = make_model()
     optimizer = options.pop("make_optimizer", lambda p: torch.optim.SGD(p, lr=0.05))(model.parameters())
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-
-
-def train(model, optimizer, batches):
-    losses = []
-    for images, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_1_importing_changes_no_torch_name():

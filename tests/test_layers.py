@@ -13,8 +13,8 @@ PACKAGE = Path(amp_patch.__file__).parent
 
 LAYERS = {
     "errors": 0,
+    "foreach": 0,
     "imports": 0,
-    "masters": 0,
     "places": 0,
     "retired": 0,
     "dtypes": 1,
@@ -24,6 +24,7 @@ LAYERS = {
     "scaler": 1,
     "switch": 1,
     "compiling": 1,
+    "masters": 1,
     "reporting": 1,
     "yaml_loader": 1,
     "entries": 2,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model, train_plainly, train_with_casts, train_with_masters
+from training import train
 
 import amp_patch as amp
 
@@ -16,17 +17,9 @@ OPTIMIZERS = {
 }
 
 
-def train(model, optimizer, batches, **options):
+def initialize_and_train(model, optimizer, batches, **options):
     model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
-    losses = []
-    for images, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, batches)
 
 
 def assert_same_weights(left, right):
@@ -43,7 +36,7 @@ def make_optimizer(request):
 def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
     batches = make_batches(50)
     ours, theirs = make_model(), make_model()
-    losses = train(ours, make_optimizer(ours.parameters()), batches, opt_level=level)
+    losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level=level)
     assert losses == train_with_casts(theirs, make_optimizer(theirs.parameters()), batches, torch.bfloat16)
     assert_same_weights(ours, theirs)
     assert losses[-1] < losses[0] / 2
@@ -52,7 +45,7 @@ def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
 def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_hand():
     batches = make_batches(6, size=2)
     ours, theirs = make_model(width=2), make_model(width=2)
-    losses = train(
+    losses = initialize_and_train(
         ours,
         torch.optim.SGD(ours.parameters(), lr=0.05),
         batches,
@@ -71,7 +64,7 @@ def test_master_weights_equal_masters_written_by_hand(level, make_optimizer):
     batches = make_batches(50)
     ours, theirs = make_model(), make_model()
     optimizer = make_optimizer(ours.parameters())
-    losses = train(ours, optimizer, batches, opt_level=level)
+    losses = initialize_and_train(ours, optimizer, batches, opt_level=level)
     expected, masters = train_with_masters(theirs, make_optimizer, batches, torch.bfloat16)
     assert losses == pytest.approx(expected, abs=1e-6)
     for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
@@ -85,7 +78,7 @@ def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_
     batches = make_batches(6, size=2)
     ours, theirs = make_model(width=2), make_model(width=2)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
-    losses = train(ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0)
+    losses = initialize_and_train(ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0)
     expected, masters = train_with_masters(
         theirs, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), batches, torch.float16, scale=128.0
     )
@@ -97,7 +90,7 @@ def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_
 def test_o0_is_plain_float32(make_optimizer):
     batches = make_batches(20)
     ours, theirs = make_model(), make_model()
-    assert train(ours, make_optimizer(ours.parameters()), batches, opt_level="O0") == train_plainly(
+    assert initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O0") == train_plainly(
         theirs, make_optimizer(theirs.parameters()), batches
     )
     assert_same_weights(ours, theirs)
@@ -106,7 +99,7 @@ def test_o0_is_plain_float32(make_optimizer):
 def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
     batches = make_batches(20)
     ours, theirs = make_model(), make_model()
-    losses = train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3")
+    losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3")
     assert losses == train_plainly(theirs.bfloat16(), make_optimizer(theirs.parameters()), batches, torch.bfloat16)
     assert_same_weights(ours, theirs)
 
@@ -115,7 +108,7 @@ def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
 def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
     batches = make_batches(10)
     with_scale_loss, without = make_model(), make_model()
-    losses = train(with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level)
+    losses = initialize_and_train(with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level)
     weights = copy.deepcopy(with_scale_loss.state_dict())
     amp.reset()
     model, optimizer = amp.initialize(without, torch.optim.SGD(without.parameters(), lr=0.05), opt_level=level, verbosity=0)
@@ -131,9 +124,9 @@ def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_loop_over_levels_needs_nothing_but_new_models(level):
     batches = make_batches(5)
-    alone = train(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level)
+    alone = initialize_and_train(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level)
     amp.reset()
     for other in ("O1", "O5", level):
         model = make_model()
-        losses = train(model, torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=other)
+        losses = initialize_and_train(model, torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=other)
     assert losses == alone

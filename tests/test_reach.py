@@ -2,7 +2,7 @@
 or after it: results, and in training gradients, are those of the casts written out by hand."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,6 @@ from torch.func import functional_call
 import amp_patch as amp
 
 MODES = ("train", "eval", "no_grad")  # "no_grad" is eval mode without gradients, where some layers have a fused path
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
