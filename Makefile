@@ -1,4 +1,5 @@
 # make demo   train at every level and print the table
+# make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
@@ -12,14 +13,17 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto
 BENCH_ARGS ?=
 
-.PHONY: demo test bench install
+.PHONY: demo lint test bench install
 
 demo: $(STAMP)
 	$(PY) -m amp_patch demo $(DEMO_ARGS)
 
-test: $(STAMP)
+lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict amp_patch
+
+test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 bench: $(STAMP)

@@ -20,7 +20,17 @@ setup(
     extras_require={
         "demo": ["scikit-learn", "matplotlib", "tqdm"],
         "dev": [
-            *("expecttest", "hypothesis", "jsonschema", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "types-PyYAML"),
+            *(
+                "expecttest",
+                "hypothesis",
+                "jsonschema",
+                "mypy",
+                "numpy",
+                "pytest",
+                "pytest-xdist",
+                "ruff",
+                "types-PyYAML",
+            ),
             *("scikit-learn", "matplotlib", "tqdm"),
         ],
     },

@@ -1,11 +1,11 @@
 """Mixed precision for PyTorch by levels and editable op lists: what apex.amp offered, for today's torch.
 
-    import amp_patch as amp
+import amp_patch as amp
 
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
 """
 
 from . import amp as amp

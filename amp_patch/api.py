@@ -76,10 +76,11 @@ def initialize(
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
         enabled: False makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale, patch_torch_functions_type: override one
-            property of the level; `lists/presets.yaml` says what each means. `loss_scale` is a positive number or "dynamic".
-        cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as they come.
-        num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
+            patch_torch_functions_type: override one property of the level; `lists/presets.yaml` says what each means.
+            `loss_scale` is a positive number or "dynamic".
+        cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
+        they come. num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
         verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch".
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.
@@ -90,7 +91,8 @@ def initialize(
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
 
     Raises:
-        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed.
+        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was
+            changed.
         SessionError: models under another policy are still alive.
     """
     returned = models if optimizers is None else (models, optimizers)
@@ -142,7 +144,11 @@ def _announce(policy: Policy, opened: Session) -> None:
     for line in policy.describe():
         say("%s", line)
     if policy.is_cpu_variant:
-        say("On the CPU, %s uses %s: float16 is slow there. Name the dtype to have it all the same.", policy.opt_level, dtype_name(policy.low_dtype))
+        say(
+            "On the CPU, %s uses %s: float16 is slow there. Name the dtype to have it all the same.",
+            policy.opt_level,
+            dtype_name(policy.low_dtype),
+        )
     if opened.oplists is not None:
         absent = [entry.op for entry in opened.oplists.missing]
         if absent:
@@ -160,8 +166,9 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager that gives the loss times the loss scale; when it exits, gradients are divided by it again.
 
-    After the exit `.grad` (of the masters, where there are masters) holds true sums: clip, log or accumulate them as they are. If one is inf or
-    NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped once, and the scale halves.
+    After the exit `.grad` (of the masters, where there are masters) holds true sums: clip, log or accumulate them as
+    they are. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped
+    once, and the scale halves.
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
@@ -174,12 +181,13 @@ def scale_loss(
     Yields:
         `loss.float()` times the scale; the loss itself, if it is float32 and the scale is 1.
 
-    Waits for the device: never. Under a dynamic scale `step()` waits for one flag, except torch's fused Adam, AdamW, SGD and Adagrad, which are
-    handed the flag on the device; what users are told of their steps then comes one step later, or when `step_was_skipped` or `stats()` is read.
+    Waits for the device: never. Under a dynamic scale `step()` waits for one flag, except torch's fused Adam, AdamW,
+    SGD and Adagrad, which are handed the flag on the device; what users are told of their steps then comes one step
+    later, or when `step_was_skipped` or `stats()` is read.
 
     Raises:
-        SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that `initialize` has not seen.
-        ArgumentTypeError: the loss is no tensor. IndexError: no such `loss_id`.
+        SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that
+        `initialize` has not seen. ArgumentTypeError: the loss is no tensor. IndexError: no such `loss_id`.
     """
     if _current.state.is_disabled:
         return contextlib.nullcontext(loss)
@@ -191,33 +199,50 @@ def scale_loss(
 
 
 def scale(tensors: Any, loss_id: int = 0) -> Any:
-    """Return a tensor, or any container of tensors, multiplied by a loss scale: for `torch.autograd.grad` outside `scale_loss`.
+    """Return a tensor, or any container of tensors, multiplied by a loss scale: for `torch.autograd.grad` outside
+    `scale_loss`.
 
-    The product is float32 and differentiable. For a gradient penalty, scale the loss, take gradients with `create_graph=True`, `unscale` them,
-    and add the penalty to the loss that goes through `scale_loss`: an overflow on the way makes that loss overflow, so the scale recovers.
+    The product is float32 and differentiable. For a gradient penalty, scale the loss, take gradients with
+    `create_graph=True`, `unscale` them, and add the penalty to the loss that goes through `scale_loss`: an overflow on
+    the way makes that loss overflow, so the scale recovers.
     """
     if _current.state.is_disabled:
         return tensors
     scaler = _current.require().scaler(loss_id)
-    return tensors if scaler.is_identity else cast_tree(tensors, lambda tensor: tensor.float() * scaler.scale_on(tensor.device))
+    return (
+        tensors
+        if scaler.is_identity
+        else cast_tree(tensors, lambda tensor: tensor.float() * scaler.scale_on(tensor.device))
+    )
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
-    """Return gradients (a tensor, or any container of tensors; None stays None) divided by a loss scale. Differentiable; the dtype is kept."""
+    """Return gradients (a tensor, or any container of tensors; None stays None) divided by a loss scale.
+
+    Differentiable; the dtype is kept.
+    """
     if _current.state.is_disabled:
         return gradients
     scaler = _current.require().scaler(loss_id)
-    return gradients if scaler.is_identity else cast_tree(gradients, lambda gradient: gradient / scaler.scale_on(gradient.device))
+    return (
+        gradients
+        if scaler.is_identity
+        else cast_tree(gradients, lambda gradient: gradient / scaler.scale_on(gradient.device))
+    )
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield what the optimizer steps on: float32 masters where there are masters, the model's parameters elsewhere. Clip the gradients of these."""
+    """Yield what the optimizer steps on: float32 masters where there are masters, the model's parameters elsewhere.
+
+    Clip the gradients of these.
+    """
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when disabled.
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when
+    disabled.
 
     Plain Python, so torch.load reads it with weights_only=True. Waits for the device.
     """
@@ -229,15 +254,18 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` (or Apex's) returned. Raises CheckpointError, before anything is loaded, if it does not fit the scalers."""
+    """Load what `state_dict` (or Apex's) returned.
+
+    Raises CheckpointError, before anything is loaded, if it does not fit the scalers.
+    """
     if _current.state.is_disabled:
         return
     scalers = _current.require().scalers
     expected = [f"loss_scaler{index}" for index in range(len(scalers))]
     if sorted(state_dict) != sorted(expected):
         raise CheckpointError(
-            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has {len(scalers)} loss scalers "
-            f"({', '.join(expected)}): pass the same num_losses to initialize"
+            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
+            f" {len(scalers)} loss scalers ({', '.join(expected)}): pass the same num_losses to initialize"
         )
     before = [scaler.state_dict() for scaler in scalers]
     try:
@@ -251,7 +279,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Context manager and decorator: run the body as plain torch, in this thread. Does nothing at levels that patch nothing."""
+    """Context manager and decorator: run the body as plain torch, in this thread.
+
+    Does nothing at levels that patch nothing.
+    """
     opened = _current.state.session
     if opened is None:
         yield
@@ -297,17 +328,26 @@ def _decorate(function: Any, kind: str) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say. Raises ValueError if there is no such name."""
+    """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say.
+
+    Raises ValueError if there is no such name.
+    """
     _register(module, name, "whitelist")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say. Raises ValueError if there is no such name."""
+    """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say.
+
+    Raises ValueError if there is no such name.
+    """
     _register(module, name, "blacklist")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have `module.name` run in its widest input dtype, from the next `initialize` on. Raises ValueError if there is no such name."""
+    """Have `module.name` run in its widest input dtype, from the next `initialize` on.
+
+    Raises ValueError if there is no such name.
+    """
     _register(module, name, "promote")
 
 
@@ -352,12 +392,17 @@ def session(
 
 
 def reset() -> None:
-    """Undo everything that `initialize` did: torch's functions, the models (float32 again, with the trained weights) and the optimizers."""
+    """Undo everything that `initialize` did: torch's functions, the models (float32 again, with the trained weights)
+    and the optimizers.
+    """
     _current.reset()
 
 
 def refresh() -> None:
-    """Have cached low-precision weights made anew before their next use. Needed only after edits torch cannot see, such as `p.data.mul_(2)`."""
+    """Have cached low-precision weights made anew before their next use.
+
+    Needed only after edits torch cannot see, such as `p.data.mul_(2)`.
+    """
     if _current.state.session is not None:
         _current.state.session.refresh()
 
@@ -376,7 +421,10 @@ def get_original(owner: Any, name: str) -> Any:
 
 
 def stats() -> Stats:
-    """Return the level, counts and loss scales of the session in force; zeros and None without one. Waits for the device."""
+    """Return the level, counts and loss scales of the session in force; zeros and None without one.
+
+    Waits for the device.
+    """
     opened = _current.state.session
     if opened is None:
         return Stats(None, None, 0, 0, 0, 0, 0, ())

@@ -1,7 +1,8 @@
 """What replaces a listed op: one plain function per op and rule, chosen when it is installed.
 
-Each has the same shape: if casts act in this thread, cast the arguments that need it, then call the original. An argument already in the right
-dtype costs one `dtype is` test. As in torch.autocast, a call with an explicit `out=` (and, for float32 ops, `dtype=`) runs as it was written.
+Each has the same shape: if casts act in this thread, cast the arguments that need it, then call the original. An
+argument already in the right dtype costs one `dtype is` test. As in torch.autocast, a call with an explicit `out=`
+(and, for float32 ops, `dtype=`) runs as it was written.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,22 @@ _WEIGHTED = frozenset(
 _NORMALIZED = frozenset({"layer_norm", "group_norm"})
 # Of these only the first argument can be a tensor. Not all there are: those that models call often.
 _SINGLE = frozenset(
-    {"softmax", "log_softmax", "softmin", "softplus", "exp", "expm1", "log", "log1p", "sum", "cumsum", "norm", "rsqrt", "reciprocal", "square"}
+    {
+        "softmax",
+        "log_softmax",
+        "softmin",
+        "softplus",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "sum",
+        "cumsum",
+        "norm",
+        "rsqrt",
+        "reciprocal",
+        "square",
+    }
 )
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -63,7 +79,9 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
-        name = getattr(original, "__name__", "") if _is_torchs(original) else ""  # a user's function of that name may take anything
+        name = (
+            getattr(original, "__name__", "") if _is_torchs(original) else ""
+        )  # a user's function of that name may take anything
         if kind == "whitelist":
             if name in _WEIGHTED:
                 return self.weighted(original)
@@ -82,8 +100,16 @@ class OpCasts:
         return wrapper
 
     def weighted(self, original: Op) -> Op:
-        """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in place."""
-        switch, low, to_low, get_live, walk = self.switch, self.low, self.to_low, self.get_live, self.whitelist(original)
+        """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in
+        place.
+        """
+        switch, low, to_low, get_live, walk = (
+            self.switch,
+            self.low,
+            self.to_low,
+            self.get_live,
+            self.whitelist(original),
+        )
         to_low_unlinked, plain_classes = self.to_low_unlinked, PLAIN_CLASSES
         float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
 
@@ -102,13 +128,23 @@ class OpCasts:
                         value = to_low(value)
                     if (dtype := weight.dtype) is not low:
                         link = get_live(id(weight)) if dtype is float32 else None
-                        fresh = link is not None and link[1] == weight._version and link[2] == weight.data_ptr() and link[3] is weight.requires_grad
+                        fresh = (
+                            link is not None
+                            and link[1] == weight._version
+                            and link[2] == weight.data_ptr()
+                            and link[3] is weight.requires_grad
+                        )
                         if not fresh and weight.__class__ not in plain_classes and is_opaque(weight):
                             return walk(*args)
                         weight = link[0] if fresh else to_low_unlinked(weight)  # type: ignore[index]
                     if bias is not None and (dtype := bias.dtype) is not low:
                         link = get_live(id(bias)) if dtype is float32 else None
-                        fresh = link is not None and link[1] == bias._version and link[2] == bias.data_ptr() and link[3] is bias.requires_grad
+                        fresh = (
+                            link is not None
+                            and link[1] == bias._version
+                            and link[2] == bias.data_ptr()
+                            and link[3] is bias.requires_grad
+                        )
                         bias = link[0] if fresh else to_low_unlinked(bias)  # type: ignore[index]
                 except AttributeError:  # not tensors: the error is torch's to raise
                     return original(*args)
@@ -137,14 +173,20 @@ class OpCasts:
         return wrapper
 
     def normalized(self, original: Op) -> Op:
-        """`blacklist` for ops called with (input, shape or groups, weight, bias, ...): float32 ones go straight on, as most do."""
+        """`blacklist` for ops called with (input, shape or groups, weight, bias, ...): float32 ones go straight on, as
+        most do.
+        """
         switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and not switch.regions and not kwargs and len(args) > 3:
                 value, _, weight, bias, *_ = args
                 try:
-                    is_float = value.dtype is float32 and (weight is None or weight.dtype is float32) and (bias is None or bias.dtype is float32)
+                    is_float = (
+                        value.dtype is float32
+                        and (weight is None or weight.dtype is float32)
+                        and (bias is None or bias.dtype is float32)
+                    )
                 except AttributeError:
                     is_float = False
                 if is_float:
@@ -171,7 +213,13 @@ class OpCasts:
 
     def product(self, original: Op) -> Op:
         """`whitelist` for ops called with two tensors, without a walk over the arguments."""
-        switch, low, to_low, walk, by_lists = self.switch, self.low, self.to_low, self.whitelist(original), Mode.BY_LISTS
+        switch, low, to_low, walk, by_lists = (
+            self.switch,
+            self.low,
+            self.to_low,
+            self.whitelist(original),
+            Mode.BY_LISTS,
+        )
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 2:
@@ -223,7 +271,11 @@ class OpCasts:
                             cast_args[index] = to_low(value)
                             if cast_args[index] is value and is_opaque(value):
                                 return beside(value, original, args, given)
-                    elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                    elif (
+                        (value.__class__ is list or value.__class__ is tuple)
+                        and value
+                        and value[0].__class__ is not int
+                    ):
                         if cast_args is None:
                             cast_args = list(args)
                         cast_args[index] = cast_nested(value, to_low)
@@ -237,7 +289,13 @@ class OpCasts:
 
     def blacklist(self, original: Op) -> Op:
         """Run in float32, unless the call names a dtype."""
-        switch, to_float, cast_nested, float32, dtype_class = self.switch, self.to_float, _cast_nested, torch.float32, torch.dtype
+        switch, to_float, cast_nested, float32, dtype_class = (
+            self.switch,
+            self.to_float,
+            _cast_nested,
+            torch.float32,
+            torch.dtype,
+        )
         in_region, by_lists, beside = self._in_region, Mode.BY_LISTS, self._beside
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +324,11 @@ class OpCasts:
                                 return beside(value, original, args, given)
                     elif value.__class__ is dtype_class:
                         return original(*args, **kwargs)
-                    elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                    elif (
+                        (value.__class__ is list or value.__class__ is tuple)
+                        and value
+                        and value[0].__class__ is not int
+                    ):
                         if cast_args is None:
                             cast_args = list(args)
                         cast_args[index] = cast_nested(value, to_float)
@@ -284,7 +346,10 @@ class OpCasts:
         if mode is Mode.OFF or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
-        return original(*[_cast_nested(value, cast) for value in args], **{name: _cast_nested(value, cast) for name, value in kwargs.items()})
+        return original(
+            *[_cast_nested(value, cast) for value in args],
+            **{name: _cast_nested(value, cast) for name, value in kwargs.items()},
+        )
 
     def uncast(self, original: Op) -> Op:
         """Run with the casts off, as do all the functions that it calls."""
@@ -297,12 +362,20 @@ class OpCasts:
         return wrapper
 
     def _beside(self, opaque: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others are cast."""
+        """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
+        are cast.
+        """
         cast = make_plain_cast(opaque.dtype, self.device_type)
-        return original(*[_cast_nested(value, cast) for value in args], **{name: _cast_nested(value, cast) for name, value in kwargs.items()})
+        return original(
+            *[_cast_nested(value, cast) for value in args],
+            **{name: _cast_nested(value, cast) for name, value in kwargs.items()},
+        )
 
     def promote(self, original: Op) -> Op:
-        """Run in the widest dtype among the arguments. With a float64 or complex argument torch's own rule (or error) stands."""
+        """Run in the widest dtype among the arguments.
+
+        With a float64 or complex argument torch's own rule (or error) stands.
+        """
         switch, widen = self.switch, self._widen
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -348,7 +421,9 @@ class OpCasts:
                 target = _target_of(args, kwargs)
                 if isinstance(target, Tensor) and target.dtype in CASTABLE and target.device.type == device_type:
                     cast = make_plain_cast(target.dtype, device_type)
-                    kwargs = {name: _cast_nested(value, cast) for name, value in kwargs.items()}  # the target has the dtype, and stays itself
+                    kwargs = {
+                        name: _cast_nested(value, cast) for name, value in kwargs.items()
+                    }  # the target has the dtype, and stays itself
                     return original(*[_cast_nested(value, cast) for value in args], **kwargs)
             return original(*args, **kwargs)
 
@@ -364,8 +439,8 @@ class OpCasts:
                 target = _target_of(args, kwargs)
                 if _is_low(target, device_type):
                     raise BannedOpError(
-                        f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor. "
-                        f"Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
+                        f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
+                        f" Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
                     )
             return in_float(*args, **kwargs)
 
@@ -381,20 +456,30 @@ class OpCasts:
                 for value in (*args, *kwargs.values()):
                     if _is_low(value, device_type):
                         raise BannedOpError(
-                            f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may leave the range. "
-                            "For binary_cross_entropy use torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; "
-                            "or cast the inputs with .float(), or move the op to the blacklist."
+                            f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may"
+                            " leave the range. For binary_cross_entropy use"
+                            " torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; or"
+                            " cast the inputs with .float(), or move the op to the blacklist."
                         )
             return original(*args, **kwargs)
 
         return wrapper
 
     def _widen(self, values: Any) -> Any:
-        """Return `values` with all castable tensors in their widest dtype; as they are, if one is float64 or complex or none differs."""
-        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())}
+        """Return `values` with all castable tensors in their widest dtype; as they are, if one is float64 or complex or
+        none differs.
+        """
+        dtypes = {
+            value.dtype
+            for value in values
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
         if len(dtypes) < 2 or not dtypes <= CASTABLE:
             return values
-        return [self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value for value in values]
+        return [
+            self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value
+            for value in values
+        ]
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
@@ -406,7 +491,9 @@ def _is_on_cuda(tensor: Tensor) -> bool:
 
 
 def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
-    """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any other as it is."""
+    """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
+    other as it is.
+    """
 
     # `device.type` makes a string, at a tenth of what the cast itself costs
     checks: dict[str, Callable[[Tensor], bool]] = {"cpu": _is_on_cpu, "cuda": _is_on_cuda}
@@ -423,7 +510,11 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
 def _is_torchs(original: Op) -> bool:
     """Tell whether a function is of torch: methods of tensors name no module."""
     module = getattr(original, "__module__", None)
-    return issubclass(Tensor, getattr(original, "__objclass__", ())) if module is None else module.partition(".")[0] == "torch"
+    return (
+        issubclass(Tensor, getattr(original, "__objclass__", ()))
+        if module is None
+        else module.partition(".")[0] == "torch"
+    )
 
 
 def _position_of_inplace(original: Op) -> int | None:

@@ -1,7 +1,7 @@
 """The `amp-patch` command: one parser over the subcommands in `COMMANDS`.
 
-Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be used or an optional extra is
-missing.
+Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be
+used or an optional extra is missing.
 """
 
 import argparse
@@ -36,7 +36,9 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands; parsed arguments carry their `Command` as `command` and its parser as `parser`."""
+    """Return the parser of all commands; parsed arguments carry their `Command` as `command` and its parser as
+    `parser`.
+    """
     parser = argparse.ArgumentParser(prog="amp-patch", description="Apex-style mixed precision by reversible patches.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:

@@ -1,7 +1,8 @@
 """Living beside torch.compile: tables built before the patches go in, and compiled code forgotten when they come or go.
 
-Dynamo guards patched functions but not patched Tensor methods, its rule tables are built from names at first use, and the on-disk cache keys on
-graphs that look the same with and without casts. So: build the tables first, forget compiled code at each change, and tag the cache key.
+Dynamo guards patched functions but not patched Tensor methods, its rule tables are built from names at first use, and
+the on-disk cache keys on graphs that look the same with and without casts. So: build the tables first, forget compiled
+code at each change, and tag the cache key.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import torch
 
 def prime() -> None:
     """Have Dynamo and torch.overrides build their tables of torch functions now, while every name is torch's own."""
-    import torch._dynamo.trace_rules as trace_rules  # not at the top: it takes most of a second, and optimizers import it anyway
+    # not at the top: it takes most of a second, and optimizers import it anyway
+    import torch._dynamo.trace_rules as trace_rules
 
     torch.overrides.get_overridable_functions()
     trace_rules.get_torch_obj_rule_map()
@@ -37,7 +39,10 @@ def forget_compiled_code() -> None:
 
 @contextlib.contextmanager
 def cache_key(tag: str) -> Iterator[None]:
-    """Make the on-disk compile caches of a patched process differ from those of any other. Without `cache_key_tag` in torch, do nothing."""
+    """Make the on-disk compile caches of a patched process differ from those of any other.
+
+    Without `cache_key_tag` in torch, do nothing.
+    """
     config = getattr(torch.compiler, "config", None)
     if config is None or not hasattr(config, "cache_key_tag"):
         yield

@@ -32,9 +32,16 @@ state = _State()
 
 
 def initialize(
-    policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, num_losses: int, replace: bool, accept_low: bool = False
+    policy: Policy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    num_losses: int,
+    replace: bool,
+    accept_low: bool = False,
 ) -> Session:
-    """Open a session for these objects, or bring them under the open one if its policy is the same. See `amp_patch.initialize`.
+    """Open a session for these objects, or bring them under the open one if its policy is the same. See
+    `amp_patch.initialize`.
 
     With `accept_low`, models may hold 16-bit parameters already at any level.
     """
@@ -49,8 +56,12 @@ def initialize(
             session.add_scalers(num_losses)
             session.adopt(models, optimizers)
             return session
-        with session.patcher.suspended() if session is not None else contextlib.nullcontext():  # names are looked up as torch has them
-            session = Session(policy, device_type, num_losses, registered=state.registered)  # raises before anything is closed
+        with (
+            session.patcher.suspended() if session is not None else contextlib.nullcontext()
+        ):  # names are looked up as torch has them
+            session = Session(
+                policy, device_type, num_losses, registered=state.registered
+            )  # raises before anything is closed
         reset()
         _check(policy, models, optimizers, accept_low)
         _open(session, models, optimizers)
@@ -68,9 +79,9 @@ def _open(session: Session, models: Sequence[nn.Module], optimizers: Sequence[Op
 
 def _conflict(session: Session, policy: Policy) -> SessionError:
     return SessionError(
-        f"opt_level {session.policy.opt_level} is in force for {describe(session.models()) or 'a session block'}, which is still in use, and "
-        f"{policy.opt_level} (or the same level with other options) was asked for. Pass all models to one initialize call, or delete the old ones, "
-        "or call amp.reset() first, or pass replace=True."
+        f"opt_level {session.policy.opt_level} is in force for {describe(session.models()) or 'a session block'}, which"
+        f" is still in use, and {policy.opt_level} (or the same level with other options) was asked for. Pass all"
+        " models to one initialize call, or delete the old ones, or call amp.reset() first, or pass replace=True."
     )
 
 
@@ -80,7 +91,8 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
         _close_if_over()
         if state.session is not None:
             raise SessionError(
-                f"opt_level {state.session.policy.opt_level} is in force already: call amp.reset() first, or leave the session block you are in"
+                f"opt_level {state.session.policy.opt_level} is in force already: call amp.reset() first, or leave the"
+                " session block you are in"
             )
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         _open(session, [], [])
@@ -108,14 +120,17 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
     problems = [problem for model in models for problem in find_model_problems(model, policy, accept_low)]
     if problems:
         raise ModelError("; ".join(problems))
-    problems = find_optimizer_problems(optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights))
+    problems = find_optimizer_problems(
+        optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights)
+    )
     if problems:
         raise OptimizerError("; ".join(problems))
     for optimizer in optimizers if models else ():
         known = {id(parameter) for model in models for parameter in model.parameters()}
         if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
             warnings.warn(
-                f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model was moved or copied?",
+                f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
+                " was moved or copied?",
                 stacklevel=4,
             )
 
@@ -143,13 +158,16 @@ def reset() -> None:
 
 
 def disable() -> None:
-    """Make the API a no-op, as `initialize(enabled=False)` asks. Raises SessionError while another session is in use."""
+    """Make the API a no-op, as `initialize(enabled=False)` asks.
+
+    Raises SessionError while another session is in use.
+    """
     with state.lock:
         _close_if_over()
         if state.session is not None:
             raise SessionError(
-                f"opt_level {state.session.policy.opt_level} is in force for {describe(state.session.models())}, which is still alive: "
-                "call amp.reset() before initialize(enabled=False)"
+                f"opt_level {state.session.policy.opt_level} is in force for {describe(state.session.models())}, which"
+                " is still alive: call amp.reset() before initialize(enabled=False)"
             )
         state.is_disabled = True
 
@@ -157,5 +175,7 @@ def disable() -> None:
 def require() -> Session:
     """Return the session in force; raises SessionError without one."""
     if state.session is None:
-        raise SessionError("amp.initialize has not been called yet (or amp.reset() has been since): call it before anything else")
+        raise SessionError(
+            "amp.initialize has not been called yet (or amp.reset() has been since): call it before anything else"
+        )
     return state.session

@@ -1,10 +1,12 @@
-"""Handwritten digits at every opt_level: one small convolutional network with BatchNorm, trained by the three lines that a user writes.
+"""Handwritten digits at every opt_level: one small convolutional network with BatchNorm, trained by the three lines
+that a user writes.
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
 
-scikit-learn brings the data (1,797 images of 8x8), tqdm the progress bar, matplotlib the picture: the extra `amp_patch[demo]`.
+scikit-learn brings the data (1,797 images of 8x8), tqdm the progress bar, matplotlib the picture: the extra
+`amp_patch[demo]`.
 """
 
 import argparse
@@ -31,7 +33,18 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 BATCH_SIZE = 96
 LEARNING_RATE = 0.1
 FINAL_LOSS_STEPS = 20
-COLUMNS = ("level", "low dtype", "accuracy", "final loss", "ms/step", "skipped", "loss scale", "names patched", "params low", "params float32")
+COLUMNS = (
+    "level",
+    "low dtype",
+    "accuracy",
+    "final loss",
+    "ms/step",
+    "skipped",
+    "loss scale",
+    "names patched",
+    "params low",
+    "params float32",
+)
 # Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white.
 COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#CC79A7", "O4": "#009E73", "O5": "#E69F00"}
 
@@ -51,7 +64,9 @@ class Digits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """One level's outcome: accuracy in percent on the test images, the median time of a step, and a training loss for each step."""
+    """One level's outcome: accuracy in percent on the test images, the median time of a step, and a training loss for
+    each step.
+    """
 
     level: str
     low_dtype: torch.dtype | None
@@ -70,7 +85,9 @@ def require_extras(names: Sequence[str]) -> None:
     """Raise `MissingExtraError` naming every module of `names` that is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f'the demo needs {", ".join(missing)}, not installed here; run: pip install "amp_patch[demo]"')
+        raise MissingExtraError(
+            f'the demo needs {", ".join(missing)}, not installed here; run: pip install "amp_patch[demo]"'
+        )
 
 
 def build_model() -> nn.Sequential:
@@ -93,7 +110,9 @@ def build_model() -> nn.Sequential:
 
 
 def load_digits_tensors(device: torch.device | str = "cpu") -> Digits:
-    """Return the digits on `device`: every third image is for testing (599 of 1,797), so the split does not depend on the seed."""
+    """Return the digits on `device`: every third image is for testing (599 of 1,797), so the split does not depend on
+    the seed.
+    """
     require_extras(["sklearn"])
     from sklearn.datasets import load_digits
 
@@ -102,7 +121,9 @@ def load_digits_tensors(device: torch.device | str = "cpu") -> Digits:
     images = (images - images.mean()) / images.std()
     targets = torch.from_numpy(labels).long()
     is_test = torch.arange(len(targets)) % 3 == 0
-    return Digits(*(part.to(device) for part in (images[~is_test], targets[~is_test], images[is_test], targets[is_test])))
+    return Digits(
+        *(part.to(device) for part in (images[~is_test], targets[~is_test], images[is_test], targets[is_test]))
+    )
 
 
 def train(
@@ -115,12 +136,15 @@ def train(
 ) -> TrainResult:
     """Train a new model on the device of `digits` for `steps` batches and leave amp's session open, as a script would.
 
-    `on_step` is called after every step, outside the time that is measured. The device is synchronised once a step, for the clock.
+    `on_step` is called after every step, outside the time that is measured. The device is synchronised once a step, for
+    the clock.
     """
     device = digits.train_images.device
     torch.manual_seed(seed)
     model: nn.Module = build_model().to(device)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        model.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=1e-4
+    )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LEARNING_RATE, total_steps=steps + 1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -163,7 +187,9 @@ def _accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def _report(level: str, accuracy: float, losses: list[float], seconds: list[float]) -> TrainResult:
-    """Join the measurements with what the open session says of itself; the first tenth of the steps is warm-up and not timed."""
+    """Join the measurements with what the open session says of itself; the first tenth of the steps is warm-up and not
+    timed.
+    """
     stats = amp.stats()
     return TrainResult(
         level=level,
@@ -186,7 +212,10 @@ def format_table(results: Sequence[TrainResult]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells))
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
@@ -214,7 +243,9 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def save_plot(results: Sequence[TrainResult], path: Path) -> None:
-    """Write the loss curves of all results into one PNG; each line carries its own label, so there is no legend to look up."""
+    """Write the loss curves of all results into one PNG; each line carries its own label, so there is no legend to look
+    up.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -224,7 +255,12 @@ def save_plot(results: Sequence[TrainResult], path: Path) -> None:
     smoothed = [_smoothed(result.losses) for result in results]
     for order, (result, losses) in enumerate(zip(results, smoothed, strict=True)):
         # Later lines are thinner, so that a line which runs under another still shows on both sides of it.
-        axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[result.level], linewidth=1 + 0.9 * (len(results) - 1 - order))
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            color=COLOURS[result.level],
+            linewidth=1 + 0.9 * (len(results) - 1 - order),
+        )
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel(f"training loss (mean of the last {FINAL_LOSS_STEPS} steps)")
@@ -249,17 +285,28 @@ def _label_ends(axes: "Axes", results: Sequence[TrainResult], ends: Sequence[flo
             textcoords="axes fraction",
             color=COLOURS[result.level],
             va="center",
-            arrowprops={"arrowstyle": "-", "color": COLOURS[result.level], "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 1},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": COLOURS[result.level],
+                "linewidth": 0.8,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 1,
+            },
         )
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and those before it, `FINAL_LOSS_STEPS` at most: the last value is the table's final loss."""
+    """The mean of each loss and those before it, `FINAL_LOSS_STEPS` at most: the last value is the table's
+    final loss.
+    """
     return [statistics.fmean(losses[max(0, end - FINAL_LOSS_STEPS) : end]) for end in range(1, len(losses) + 1)]
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move label heights (fractions of the axis) apart until neighbours differ by `gap`, around where they were and inside 0..1."""
+    """Move label heights (fractions of the axis) apart until neighbours differ by `gap`, around where they were and
+    inside 0..1.
+    """
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     placed: list[float] = []
     for index in order:
@@ -272,15 +319,21 @@ def _spread(heights: Sequence[float], gap: float) -> list[float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the demo's options on `parser`."""
-    parser.add_argument("--opt-level", dest="levels", action="extend", type=_levels, metavar="LEVEL[,LEVEL]", help="default: all six")
+    parser.add_argument(
+        "--opt-level", dest="levels", action="extend", type=_levels, metavar="LEVEL[,LEVEL]", help="default: all six"
+    )
     parser.add_argument("--device", type=_device, default=None, help="default: cuda where there is one, else cpu")
     parser.add_argument("--steps", type=_positive, default=300, help="optimizer steps per level (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--plot", type=_png, metavar="FILE.png", help="write the loss curves of all levels into one picture")
+    parser.add_argument(
+        "--plot", type=_png, metavar="FILE.png", help="write the loss curves of all levels into one picture"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train at each level asked for, in order, in this process; print the table, write the picture, close amp's session."""
+    """Train at each level asked for, in order, in this process; print the table, write the picture, close amp's
+    session.
+    """
     require_extras(["sklearn", "tqdm", *(["matplotlib"] if arguments.plot else [])])
     from tqdm import tqdm
 
@@ -306,7 +359,9 @@ def _levels(text: str) -> list[str]:
     levels = [level.strip() for level in text.split(",")]
     for level in levels:
         if level not in LEVELS:
-            raise argparse.ArgumentTypeError(f"{level!r} is not an opt_level ({', '.join(LEVELS)}).{did_you_mean(level, LEVELS)}")
+            raise argparse.ArgumentTypeError(
+                f"{level!r} is not an opt_level ({', '.join(LEVELS)}).{did_you_mean(level, LEVELS)}"
+            )
     return levels
 
 

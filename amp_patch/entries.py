@@ -25,7 +25,9 @@ _VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """One line of a list file: the op as written, the list it is on, where, and the bounds on torch's version, if any."""
+    """One line of a list file: the op as written, the list it is on, where, and the bounds on torch's version,
+    if any.
+    """
 
     op: str
     rule: str
@@ -51,14 +53,19 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, faults: Faults)
     for key, (line, column) in node.key_at.items():
         with faults:
             if key not in allowed:
-                raise OpListError(f"{path}:{line}:{column}: unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}")
+                raise OpListError(
+                    f"{path}:{line}:{column}: unknown key {key!r}; allowed are"
+                    f" {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                )
     return node.value
 
 
 def read_text(node: Node, path: Path, what: str) -> str:
     """Return the text of a scalar; `what` it stands for opens the error."""
     if not isinstance(node.value, str):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} must be a single text value, not a {type(node.value).__name__}")
+        raise OpListError(
+            f"{path}:{node.line}:{node.column}: {what} must be a single text value, not a {type(node.value).__name__}"
+        )
     return node.value
 
 
@@ -66,7 +73,10 @@ def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> 
     """Return the text of a scalar that must be one of the allowed words."""
     text = read_text(node, path, what)
     if text not in allowed:
-        raise OpListError(f"{path}:{node.line}:{node.column}: {what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}")
+        raise OpListError(
+            f"{path}:{node.line}:{node.column}: {what} is {text!r}; allowed are"
+            f" {', '.join(allowed)}.{did_you_mean(text, allowed)}"
+        )
     return text
 
 
@@ -99,29 +109,38 @@ def _read_entry(rule: str, node: Node, path: Path, faults: Faults) -> Iterator[L
     with faults:
         why = read_text(fields["why"], path, "why") if "why" in fields else ""
     with faults:
-        is_optional = "optional" in fields and read_choice(fields["optional"], path, "optional", ("true", "false")) == "true"
+        is_optional = (
+            "optional" in fields and read_choice(fields["optional"], path, "optional", ("true", "false")) == "true"
+        )
     applies = _applies(fields, path, faults)
     if "op" not in fields:
         raise OpListError(f"{path}:{node.line}:{node.column}: an entry of {rule} needs the key 'op'")
     name = _op_name(fields["op"], rule, path)
     since, until = (str(fields[bound].value) if bound in fields else "" for bound in ("since", "until"))
-    yield Line(OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies)
+    yield Line(
+        OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, since, until), is_optional, applies
+    )
 
 
 def _op_name(node: Node, rule: str, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if not _NAME.fullmatch(name):
-        raise OpListError(f"{path}:{node.line}:{node.column}: {name!r} is not an op name; write a name such as softmax or torch.fft.rfft")
+        raise OpListError(
+            f"{path}:{node.line}:{node.column}: {name!r} is not an op name; write a name such as softmax or"
+            " torch.fft.rfft"
+        )
     if rule == "whitelist" and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         raise OpListError(
-            f"{path}:{node.line}:{node.column}: {name} writes its running statistics, which are float32, and would write to cast copies of them. "
-            "Leave it unlisted: it takes 16-bit inputs as it is"
+            f"{path}:{node.line}:{node.column}: {name} writes its running statistics, which are float32, and would"
+            " write to cast copies of them. Leave it unlisted: it takes 16-bit inputs as it is"
         )
     return name
 
 
 def _applies(fields: dict[str, Node], path: Path, faults: Faults) -> bool:
-    """Whether an entry is meant for the running torch; not if its bounds are at fault, as nothing can be said of its op then."""
+    """Whether an entry is meant for the running torch; not if its bounds are at fault, as nothing can be said of its op
+    then.
+    """
     bounds: list[tuple[int, ...] | None] = []
     for name in ("since", "until"):
         with faults:
@@ -132,7 +151,10 @@ def _applies(fields: dict[str, Node], path: Path, faults: Faults) -> bool:
     with faults:
         if since and until and since >= until:
             node, text = fields["until"], fields["since"].value
-            raise OpListError(f"{path}:{node.line}:{node.column}: until {node.value!r} is not later than since {text!r}; no torch fits")
+            raise OpListError(
+                f"{path}:{node.line}:{node.column}: until {node.value!r} is not later than since {text!r}; no torch"
+                " fits"
+            )
     running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
     return (since is None or since <= running) and (until is None or running < until)
 

@@ -1,7 +1,7 @@
 """Every error that amp_patch raises on purpose.
 
-Each class is an `AmpError` and also the builtin that a caller would catch. `AmpError` itself is a `RuntimeError`, because that is what
-scripts written for Apex expect. A message says what was given, what is allowed and what to do.
+Each class is an `AmpError` and also the builtin that a caller would catch. `AmpError` itself is a `RuntimeError`,
+because that is what scripts written for Apex expect. A message says what was given, what is allowed and what to do.
 """
 
 import difflib
@@ -33,7 +33,9 @@ class ArgumentTypeError(AmpError, TypeError):
 
 
 class SessionError(AmpError):
-    """A call that the state of the session does not allow: before `initialize`, or against a session that is still in use."""
+    """A call that the state of the session does not allow: before `initialize`, or against a session that is still in
+    use.
+    """
 
 
 class BannedOpError(AmpError, NotImplementedError):

@@ -12,7 +12,8 @@ _POSITION = re.compile(r"(.*?):(\d+):(\d+): ", re.DOTALL)
 
 
 class Faults:
-    """`with faults:` encloses what a single fault spoils. The error leaves the block, or, when collecting, ends it and is kept.
+    """`with faults:` encloses what a single fault spoils. The error leaves the block, or, when collecting, ends it and
+    is kept.
 
     Attributes:
         found: the messages of the errors, each once, as keys.
@@ -27,7 +28,9 @@ class Faults:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
         self.found[str(error)] = None
@@ -42,7 +45,10 @@ class Faults:
 
 
 def sort_by_position(messages: Iterable[str]) -> list[str]:
-    """Return messages that start with `file:line:column: ` by line and column, the files in the order of their first message."""
+    """Return messages that start with `file:line:column:
+
+    ` by line and column, the files in the order of their first message.
+    """
     files: dict[str, int] = {}
 
     def position(message: str) -> tuple[int, int, int]:

@@ -1,8 +1,10 @@
-"""`GradientSet`: the gradients of some parameters, the loss scale they carry, and the way from 16-bit gradients to float32 masters.
+"""`GradientSet`: the gradients of some parameters, the loss scale they carry, and the way from 16-bit gradients to
+float32 masters.
 
-Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A backward pass of a
-scaled loss adds scaled gradients; therefore `enter` first multiplies what is there by the same scale (exact for powers of two), and `settle`
-divides the sum. The sums stay right across scales, losses and delayed passes, and DistributedDataParallel reduces complete sums.
+Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A
+backward pass of a scaled loss adds scaled gradients; therefore `enter` first multiplies what is there by the same scale
+(exact for powers of two), and `settle` divides the sum. The sums stay right across scales, losses and delayed passes,
+and DistributedDataParallel reduces complete sums.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,7 +20,8 @@ from .scaler import OverflowCheck, dense_values, rescale_, unscale_
 class GradientSet:
     """The gradients of `parameters()` (read anew at each call) and of `pairs()`: (16-bit parameter, float32 master).
 
-    A 16-bit parameter's gradient only lives from the backward pass to its end: it is added to the master's gradient in float32 and dropped.
+    A 16-bit parameter's gradient only lives from the backward pass to its end: it is added to the master's gradient in
+    float32 and dropped.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]], pairs: Callable[[], Collection[Pair]]) -> None:
@@ -36,7 +39,9 @@ class GradientSet:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a pass without a loss scale has nothing to do here, neither before nor after: no scale, no check, no masters."""
+        """Whether a pass without a loss scale has nothing to do here, neither before nor after: no scale, no check, no
+        masters.
+        """
         return self._carried is None and not self._owed and not self._pairs()
 
     def enter(self, scale: Tensor | None) -> None:
@@ -62,7 +67,10 @@ class GradientSet:
         return any(other is check for other in self._owed)
 
     def settle(self) -> None:
-        """Turn the gradients into true sums and fill the checks owed. In the middle of a pass, scale them for the rest of it again."""
+        """Turn the gradients into true sums and fill the checks owed.
+
+        In the middle of a pass, scale them for the rest of it again.
+        """
         self.unscale()
         self.resume()
 
@@ -72,11 +80,16 @@ class GradientSet:
             self._prepare(self._block_scale)
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill the checks owed."""
+        """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill
+        the checks owed.
+        """
         if self.is_idle:
             return
         scale, self._carried = self._carried, None
-        owed, self._owed = self._owed, [check for check in self._owed if check.is_open]  # of a pass under way there may be more to come
+        owed, self._owed = (
+            self._owed,
+            [check for check in self._owed if check.is_open],
+        )  # of a pass under way there may be more to come
         check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
         if scale is not None:
             unscale_(self._plain_gradients(), scale, check)
@@ -126,7 +139,9 @@ class GradientSet:
         _add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
 
     def _take(self, *, is_on_cpu: bool = False) -> Iterator[Pair]:
-        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with their masters."""
+        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with their
+        masters.
+        """
         for parameter, master in self._pairs():
             gradient = parameter.grad
             if gradient is not None and (gradient.is_cpu or not is_on_cpu):
@@ -135,7 +150,10 @@ class GradientSet:
 
 
 def _add_each(pairs: Iterable[Pair]) -> None:
-    """Add gradients to those that masters have; dense ones in one call. A first one of 16 bits is freed before the next is looked at."""
+    """Add gradients to those that masters have; dense ones in one call.
+
+    A first one of 16 bits is freed before the next is looked at.
+    """
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for master, gradient in pairs:
@@ -144,7 +162,9 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             is_alike = gradient.is_sparse or gradient.stride() == master.stride()
             master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
         elif gradient.is_sparse or total.is_sparse:
-            master.grad = gradient.float() + total if total.is_sparse else total + gradient  # the dense one must come first
+            master.grad = (
+                gradient.float() + total if total.is_sparse else total + gradient
+            )  # the dense one must come first
         else:
             sums.append(total)
             addends.append(gradient)

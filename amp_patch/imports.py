@@ -10,9 +10,11 @@ import wrapt
 
 
 class ImportWatch:
-    """Calls `tell(name)` whenever one of the watched modules has been imported, in the thread that imported it, until it is closed.
+    """Calls `tell(name)` whenever one of the watched modules has been imported, in the thread that imported it, until
+    it is closed.
 
-    wrapt keeps a hook until its module is imported. What it keeps here refers to no watch, and a watch that nobody holds hears nothing.
+    wrapt keeps a hook until its module is imported. What it keeps here refers to no watch, and a watch that nobody
+    holds hears nothing.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -20,7 +22,10 @@ class ImportWatch:
         self._names: set[str] = set()
 
     def add(self, names: Iterable[str]) -> None:
-        """Watch these modules, whether they exist or not. For one that is imported already, `tell` is called at once."""
+        """Watch these modules, whether they exist or not.
+
+        For one that is imported already, `tell` is called at once.
+        """
         names = set(names) - self._names
         self._names |= names
         _watches.add(self)

@@ -18,7 +18,8 @@ from .reporting import logger
 
 
 class LateOps:
-    """The ops outside torch of one session. It patches them as they come, through the session's patcher, until it is closed.
+    """The ops outside torch of one session. It patches them as they come, through the session's patcher, until it is
+    closed.
 
     Args:
         oplists: the lists of the session.
@@ -37,7 +38,10 @@ class LateOps:
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
         self._pending = oplists.pending
-        self._spellings = (*oplists.pending, *(spelling for spelling in oplists.spellings if is_outside_torch(spelling.owner_name)))
+        self._spellings = (
+            *oplists.pending,
+            *(spelling for spelling in oplists.spellings if is_outside_torch(spelling.owner_name)),
+        )
         self._overridden = tuple(overridden)
         self._casts = casts
         self._patcher = patcher
@@ -65,14 +69,19 @@ class LateOps:
     def look_again(self, module_name: str) -> None:
         """Patch what is not patched yet under a module that was imported or reloaded.
 
-        Raises nothing, since it runs inside of somebody's import: what cannot be patched, or turns out not to exist, is warned of once.
+        Raises nothing, since it runs inside of somebody's import: what cannot be patched, or turns out not to exist, is
+        warned of once.
         """
         if os.getpid() != self._process_id:
             return  # a forked child imports for itself
         functions: dict[int, Callable[..., Any]] = {}
         problems: list[tuple[Spelling, str]] = []
         with self._lock:
-            concerned = [] if self._is_closed else [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
+            concerned = (
+                []
+                if self._is_closed
+                else [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
+            )
             for spelling in concerned:
                 try:
                     functions |= self._patch(spelling, module_name)
@@ -89,12 +98,18 @@ class LateOps:
     def _patch(self, spelling: Spelling, complete: str) -> dict[int, Callable[..., Any]]:
         """Patch an op if it is there and not patched yet. Returns its replacement, by the id of the original."""
         owner, name = find_owner(spelling, complete), spelling.name
-        if owner is None or self._patcher.is_in_place(owner, name) or any(owner is other and name == taken for other, taken in self._overridden):
+        if (
+            owner is None
+            or self._patcher.is_in_place(owner, name)
+            or any(owner is other and name == taken for other, taken in self._overridden)
+        ):
             return {}
         self._patcher.forget(owner, name)
         originals = {id(replacement): original for original, replacement in self._patcher.functions()}
         held = vars(owner).get(name)
-        if id(held) in originals:  # the module imported another patched function by this name: it gets one wrapper, not two
+        if (
+            id(held) in originals
+        ):  # the module imported another patched function by this name: it gets one wrapper, not two
             setattr(owner, name, originals[id(held)])
         self._patcher.install([plan_op(owner, name, spelling.kind, self._casts)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}

@@ -28,29 +28,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the four tasks and their arguments."""
     tasks = parser.add_subparsers(metavar="TASK", required=True)
 
-    show = _add_task(tasks, "show", "print what lists come to: every entry, why it is there and where it stands", _run_show)
+    show = _add_task(
+        tasks, "show", "print what lists come to: every entry, why it is there and where it stands", _run_show
+    )
     show.add_argument("lists", nargs="+", metavar="NAME|FILE", help=f"{_SPEC}; of several, later ones win")
     show.add_argument("--spellings", action="store_true", help="name every attribute of torch that follows an entry")
     show.add_argument("--json", action="store_true", help="print JSON, which has all spellings")
 
-    check = _add_task(tasks, "check", "print every fault of list files as file:line:column: text; exit code 1 if there is one", _run_check)
-    check.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a list file; faults of files that it extends are printed too")
+    check = _add_task(
+        tasks,
+        "check",
+        "print every fault of list files as file:line:column: text; exit code 1 if there is one",
+        _run_check,
+    )
+    check.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a list file; faults of files that it extends are printed too",
+    )
 
-    diff = _add_task(tasks, "diff", "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 on trouble", _run_diff)
+    diff = _add_task(
+        tasks,
+        "diff",
+        "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 on trouble",
+        _run_diff,
+    )
     for name in ("left", "right"):
-        diff.add_argument(name, metavar="LISTS", help=f"{_SPEC}; several joined by commas, of which later ones win; or torch, for torch.autocast")
-    diff.add_argument("--device", choices=DEVICES, default="cuda", help="the device type of torch.autocast (default: cuda)")
+        diff.add_argument(
+            name,
+            metavar="LISTS",
+            help=f"{_SPEC}; several joined by commas, of which later ones win; or torch, for torch.autocast",
+        )
+    diff.add_argument(
+        "--device", choices=DEVICES, default="cuda", help="the device type of torch.autocast (default: cuda)"
+    )
     diff.add_argument("--json", action="store_true", help="print JSON")
 
-    tell = _add_task(tasks, "explain", "tell which rule an op follows, why, and what becomes of its arguments", _run_explain)
+    tell = _add_task(
+        tasks, "explain", "tell which rule an op follows, why, and what becomes of its arguments", _run_explain
+    )
     tell.add_argument("op", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft")
-    tell.add_argument("--lists", nargs="+", metavar="NAME|FILE", help=f"{_SPEC}; of several, later ones win (default: the list of the dtype)")
-    tell.add_argument("--dtype", choices=LOW_NAMES, help="the low dtype (default: the one that a list is named after, else float16)")
+    tell.add_argument(
+        "--lists",
+        nargs="+",
+        metavar="NAME|FILE",
+        help=f"{_SPEC}; of several, later ones win (default: the list of the dtype)",
+    )
+    tell.add_argument(
+        "--dtype", choices=LOW_NAMES, help="the low dtype (default: the one that a list is named after, else float16)"
+    )
     tell.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_task(
-    tasks: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str, task: Callable[[argparse.Namespace], int]
+    tasks: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    summary: str,
+    task: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     parser = tasks.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     parser.set_defaults(task=task)
@@ -58,12 +94,15 @@ def _add_task(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one task and return its exit code. Raises OpListError where lists cannot be read; `diff` says so itself and returns 2."""
+    """Do one task and return its exit code.
+
+    Raises OpListError where lists cannot be read; `diff` says so itself and returns 2.
+    """
     task: Callable[[argparse.Namespace], int] = arguments.task
     return task(arguments)
 
 
-# ---- show -----------------------------------------------------------------------------------------------------------------------------------
+# ---- show ------------------------------------------------------------------------------------------------------------
 
 
 def _run_show(arguments: argparse.Namespace) -> int:
@@ -73,20 +112,30 @@ def _run_show(arguments: argparse.Namespace) -> int:
 
 
 def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
-    yield f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest {lists.digest[:12]}"
+    yield (
+        f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest"
+        f" {lists.digest[:12]}"
+    )
     by_entry = _by_entry(lists)
     for rule in RULES:
         entries = [entry for entry in by_entry if entry.rule == rule]
         if entries:
             yield f"\n{rule}: {SUMMARIES[rule].format(low='the low dtype')}"
-        for entry, row in zip(entries, _columns((entry.op, entry.why, _place(entry)) for entry in entries), strict=True):
+        for entry, row in zip(
+            entries, _columns((entry.op, entry.why, _place(entry)) for entry in entries), strict=True
+        ):
             lost = ", ".join(_lost(entry, by_entry[entry]))
             yield f"  {row}  except {lost}" if lost else f"  {row}"
             if has_spellings:
                 yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
     if modules := lists.modules:
-        yield "\nmodules: run in this dtype whatever the rules above say; of several that cover a module the last one counts"
-        yield from (f"  {row}" for row in _columns((rule.chooser, rule.run, rule.why, _place(rule)) for rule in modules))
+        yield (
+            "\nmodules: run in this dtype whatever the rules above say; of several that cover a module the last one"
+            " counts"
+        )
+        yield from (
+            f"  {row}" for row in _columns((rule.chooser, rule.run, rule.why, _place(rule)) for rule in modules)
+        )
     without_effect = (
         (lists.missing, "missing: torch has no such op"),
         (lists.deferred, "deferred: takes effect when the package is imported"),
@@ -95,7 +144,12 @@ def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
     for others, title in without_effect:
         if others:
             yield f"\n{title}"
-            yield from (f"  {row}" for row in _columns((entry.op, entry.rule, entry.why, _place(entry), _bounds(entry)) for entry in others))
+            yield from (
+                f"  {row}"
+                for row in _columns(
+                    (entry.op, entry.rule, entry.why, _place(entry), _bounds(entry)) for entry in others
+                )
+            )
 
 
 def _show_as_data(lists: OpLists) -> dict[str, object]:
@@ -104,7 +158,10 @@ def _show_as_data(lists: OpLists) -> dict[str, object]:
         "torch": str(torch.__version__),
         "digest": lists.digest,
         "inplace_blacklist": lists.inplace_blacklist,
-        "entries": [{**asdict(entry), "spellings": [_as_data(spelling) for spelling in group]} for entry, group in _by_entry(lists).items()],
+        "entries": [
+            {**asdict(entry), "spellings": [_as_data(spelling) for spelling in group]}
+            for entry, group in _by_entry(lists).items()
+        ],
         "modules": [_module_as_data(rule) for rule in lists.modules],
         "missing": [asdict(entry) for entry in lists.missing],
         "deferred": [asdict(entry) for entry in lists.deferred],
@@ -140,19 +197,23 @@ def _named(spelling: Spelling) -> str:
     return name if spelling.kind == spelling.entry.rule else f"{name} ({spelling.kind})"
 
 
-# ---- check ----------------------------------------------------------------------------------------------------------------------------------
+# ---- check -----------------------------------------------------------------------------------------------------------
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
     reports = [check_oplists(path) for path in arguments.files]
-    faults = dict.fromkeys(fault for report in reports for fault in sort_by_position(report.found))  # of a file that two extend, once
+    faults = dict.fromkeys(
+        fault for report in reports for fault in sort_by_position(report.found)
+    )  # of a file that two extend, once
     # a fault may leave entries without effect that would have one, so only a file without faults is warned of
-    warnings = dict.fromkeys(warning for report in reports if not report.found for warning in sort_by_position(report.warnings))
+    warnings = dict.fromkeys(
+        warning for report in reports if not report.found for warning in sort_by_position(report.warnings)
+    )
     _print([*faults, *warnings])
     return 1 if faults else 0
 
 
-# ---- diff -----------------------------------------------------------------------------------------------------------------------------------
+# ---- diff ------------------------------------------------------------------------------------------------------------
 
 
 def _run_diff(arguments: argparse.Namespace) -> int:
@@ -163,9 +224,22 @@ def _run_diff(arguments: argparse.Namespace) -> int:
         return 2
     differences = compare(left, right)
     if arguments.json:
-        _print(_as_json({"left": left.names, "right": right.names, "differences": [asdict(difference) for difference in differences]}))
+        _print(
+            _as_json(
+                {
+                    "left": left.names,
+                    "right": right.names,
+                    "differences": [asdict(difference) for difference in differences],
+                }
+            )
+        )
     else:
-        _print(_columns((difference.op, f"{_in_diff(difference.left)} -> {_in_diff(difference.right)}") for difference in differences))
+        _print(
+            _columns(
+                (difference.op, f"{_in_diff(difference.left)} -> {_in_diff(difference.right)}")
+                for difference in differences
+            )
+        )
     return 1 if differences else 0
 
 
@@ -179,7 +253,7 @@ def _load_side(spec: str, device_type: str) -> OpLists:
     return load_oplists(spec.split(","))
 
 
-# ---- explain --------------------------------------------------------------------------------------------------------------------------------
+# ---- explain ---------------------------------------------------------------------------------------------------------
 
 
 def _run_explain(arguments: argparse.Namespace) -> int:
@@ -194,7 +268,10 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         return 0
     _print(_explain(explanation, names, low))
     if lists.modules and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
-        _print(f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})." for rule in lists.modules)
+        _print(
+            f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({_place(rule)})."
+            for rule in lists.modules
+        )
     return 0
 
 
@@ -206,7 +283,10 @@ def _explain(explanation: Explanation, names: list[str], low: str) -> Iterator[s
     for entry in explanation.missing:
         yield f"\n{entry.rule} by {_place(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
-        yield f"\n{entry.rule} by {_place(entry)}, without effect: {_bounds(entry)} keeps it out on torch {torch.__version__}"
+        yield (
+            f"\n{entry.rule} by {_place(entry)}, without effect: {_bounds(entry)} keeps it out on torch"
+            f" {torch.__version__}"
+        )
     kinds = {ruling.kind for ruling in explanation.rulings}
     if kinds - {"unlisted", "neutral"}:
         yield "\nfloat64, complex, integer and quantised arguments are left alone."
@@ -223,14 +303,18 @@ def _explain_ruling(ruling: Ruling, low: str) -> Iterator[tuple[str, str]]:
     for earlier in reversed(ruling.overridden):
         yield "overrides", f"{earlier.op} on {earlier.rule} at {_place(earlier)}{_reason(earlier)}"
     if ruling.package is not None:
-        takes_effect = "not imported yet; the entry takes effect when it is" if entry else "not imported, so the name cannot be looked up"
+        takes_effect = (
+            "not imported yet; the entry takes effect when it is"
+            if entry
+            else "not imported, so the name cannot be looked up"
+        )
         yield "package", f"{ruling.package} is {takes_effect}"
     effects = describe_effects(ruling.kind, low)
     for effect in dict.fromkeys(effects.values()):
         yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect
 
 
-# ---- printing -------------------------------------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------
 
 
 def _place(entry: Any) -> str:
@@ -244,7 +328,9 @@ def _reason(entry: OpEntry) -> str:
 
 
 def _bounds(entry: OpEntry) -> str:
-    return ", ".join(f"{bound} {version}" for bound, version in (("since", entry.since), ("until", entry.until)) if version)
+    return ", ".join(
+        f"{bound} {version}" for bound, version in (("since", entry.since), ("until", entry.until)) if version
+    )
 
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -15,18 +15,27 @@ _get_version = operator.attrgetter("_version")
 
 
 class _State:
-    """Version counters and addresses of tensors, read and compared in a few calls for all of them: a step asks for those of the whole model."""
+    """Version counters and addresses of tensors, read and compared in a few calls for all of them: a step asks for
+    those of the whole model.
+    """
 
     def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
         self.versions = list(map(_get_version, tensors))
         self.addresses = list(map(Tensor.data_ptr, tensors))
-        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the first
+        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
+        # first
         is_same = before is not None and before.addresses == self.addresses
-        self.aliases: list[Tensor] = before.aliases if before is not None and is_same else [tensor.detach() for tensor in tensors]
+        self.aliases: list[Tensor] = (
+            before.aliases if before is not None and is_same else [tensor.detach() for tensor in tensors]
+        )
 
     def see(self, index: int, tensor: Tensor) -> None:
         """Take over the state of one tensor."""
-        self.versions[index], self.addresses[index], self.aliases[index] = tensor._version, tensor.data_ptr(), tensor.detach()
+        self.versions[index], self.addresses[index], self.aliases[index] = (
+            tensor._version,
+            tensor.data_ptr(),
+            tensor.detach(),
+        )
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _State) and self.versions == other.versions and self.addresses == other.addresses
@@ -38,8 +47,9 @@ class _State:
 class Masters:
     """The masters of a session.
 
-    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight clipping) by themselves. Both
-    sides' version counters and addresses as of the last copy tell which side moved; if both did, the master counts.
+    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight
+    clipping) by themselves. Both sides' version counters and addresses as of the last copy tell which side moved; if
+    both did, the master counts.
     """
 
     def __init__(self) -> None:

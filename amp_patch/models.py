@@ -1,7 +1,7 @@
 """One model, as a session changes it: parameters cast in place, inputs and outputs cast by hooks, float32 state dicts.
 
-Everything is attached through torch's hook APIs, and every hook is a plain object that can be copied and pickled: a deep copy or a DataParallel
-replica runs the same casts on its own weights.
+Everything is attached through torch's hook APIs, and every hook is a plain object that can be copied and pickled: a
+deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .weights import WeightLinks
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-# ---- hooks: copied and pickled with the module they sit on -------------------------------------------------------------------------------
+# ---- hooks: copied and pickled with the module they sit on -----------------------------------------------------------
 
 
 class CastInputs:
@@ -37,8 +37,12 @@ class CastInputs:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if is_castable(tensor) else tensor
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple([cast_tree(value, self._cast) for value in args]), {name: cast_tree(value, self._cast) for name, value in kwargs.items()}
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple([cast_tree(value, self._cast) for value in args]), {
+            name: cast_tree(value, self._cast) for name, value in kwargs.items()
+        }
 
 
 class CastOutputs(CastInputs):
@@ -49,9 +53,11 @@ class CastOutputs(CastInputs):
 
 
 class RegionHooks:
-    """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while it runs.
+    """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while
+    it runs.
 
-    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an exception. Inside `disable_casts` both do nothing.
+    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an exception. Inside `disable_casts`
+    both do nothing.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
@@ -61,7 +67,9 @@ class RegionHooks:
         self._entries = _EntriesByThread()
         self._is_traced: list[bool] = []
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the inputs and open the region."""
         if torch.compiler.is_dynamo_compiling():
             self._is_traced.append(self.switch.is_on_here())
@@ -85,7 +93,10 @@ class RegionHooks:
 
 
 class _EntriesByThread(threading.local):
-    """The regions that hooks of one module have open, innermost last; None for one that was not opened. Copies start empty."""
+    """The regions that hooks of one module have open, innermost last; None for one that was not opened.
+
+    Copies start empty.
+    """
 
     def __init__(self) -> None:
         self.stack: list[tuple[Mode, object] | None] = []
@@ -95,7 +106,9 @@ class _EntriesByThread(threading.local):
 
 
 class _SessionHook:
-    """A hook that serves one model of one live session; a copy of it, and what is left after the session, does the part that needs none."""
+    """A hook that serves one model of one live session; a copy of it, and what is left after the session, does the part
+    that needs none.
+    """
 
     def __init__(self, target: Any = None) -> None:
         self._target = (lambda: None) if target is None else weakref.ref(target)
@@ -108,7 +121,9 @@ class _SessionHook:
 
 
 class DoubtLinks(_SessionHook):
-    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used again."""
+    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used
+    again.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -130,7 +145,8 @@ class SyncMasters(_SessionHook):
 class Float32StateDict(_SessionHook):
     """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none.
 
-    A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy means those.
+    A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy
+    means those.
     """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -147,7 +163,9 @@ class Float32StateDict(_SessionHook):
 
 
 class LoadMasters(_SessionHook):
-    """Load-state-dict pre-hook: copy the float32 values of this module's own parameters to their masters before torch rounds them."""
+    """Load-state-dict pre-hook: copy the float32 values of this module's own parameters to their masters before torch
+    rounds them.
+    """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         masters: Masters | None = self._target()
@@ -161,17 +179,22 @@ class LoadMasters(_SessionHook):
                     master.copy_(value)
 
 
-# ---- the binding --------------------------------------------------------------------------------------------------------------------------
+# ---- the binding -----------------------------------------------------------------------------------------------------
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the models of `initialize`'s first argument (one module, or an iterable of them) as a list. Raises ArgumentTypeError."""
+    """Return the models of `initialize`'s first argument (one module, or an iterable of them) as a list.
+
+    Raises ArgumentTypeError.
+    """
     if isinstance(models, nn.Module):
         return [models]
     try:
         result = list(models)
     except TypeError:
-        raise ArgumentTypeError(f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}") from None
+        raise ArgumentTypeError(
+            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}"
+        ) from None
     for model in result:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {type(model).__name__}")
@@ -179,13 +202,19 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return everything that keeps `model` from being trained under `policy`, one sentence each. `accept_low`: 16-bit parameters are no fault."""
+    """Return everything that keeps `model` from being trained under `policy`, one sentence each.
+
+    `accept_low`: 16-bit parameters are no fault.
+    """
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
     problems: list[str] = []
     if isinstance(model, torch.jit.ScriptModule):
-        return [f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was made from"]
+        return [
+            f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
+            " made from"
+        ]
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
@@ -195,8 +224,8 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
         low = [key for key, value in tensors if value.dtype in LOW_DTYPES and id(value) not in left_alone]
         if low:
             problems.append(
-                f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32 weights. "
-                "Leave out .half() and .bfloat16(); initialize casts the model"
+                f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
+                " weights. Leave out .half() and .bfloat16(); initialize casts the model"
             )
     return problems
 
@@ -209,15 +238,26 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
     """Return the device type of the models' parameters, such as "cuda"; raises ModelError if they are on several."""
     types = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     if len(types) > 1:
-        raise ModelError(f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize")
+        raise ModelError(
+            f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
+        )
     return types.pop() if types else "cpu"
 
 
 class ModelBinding:
-    """One model under one policy. `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then."""
+    """One model under one policy.
+
+    `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then.
+    """
 
     def __init__(
-        self, model: nn.Module, policy: Policy, masters: Masters, links: WeightLinks | None, rules: Sequence[ModuleRule], switch: Switch
+        self,
+        model: nn.Module,
+        policy: Policy,
+        masters: Masters,
+        links: WeightLinks | None,
+        rules: Sequence[ModuleRule],
+        switch: Switch,
     ) -> None:
         self._model = weakref.ref(model)
         self._policy = policy
@@ -235,8 +275,8 @@ class ModelBinding:
     def bind(self, float32_data: dict[int, Tensor]) -> None:
         """Cast and hook the model.
 
-        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. While it is there, undoing restores exactly that;
-        the caller clears it once nothing can fail any more.
+        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. While it is there,
+        undoing restores exactly that; the caller clears it once nothing can fail any more.
         """
         model, policy = self.model, self._policy
         if model is None:
@@ -260,7 +300,10 @@ class ModelBinding:
             self._add(model.register_forward_hook(DoubtLinks(self._links)))
 
     def undo(self) -> None:
-        """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters. Harmless twice."""
+        """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.
+
+        Harmless twice.
+        """
         self._undo.close()
 
     def _add(self, handle: Any) -> None:
@@ -277,16 +320,27 @@ class ModelBinding:
             self._add(module.register_forward_hook(hooks.leave, always_call=True))
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """Where the model is cast: any module with weights of its own takes what the module before it gives, be that the other dtype."""
+        """Where the model is cast: any module with weights of its own takes what the module before it gives, be that
+        the other dtype.
+        """
         borders = find_borders(model, self._runs)
         for module in model.modules() if self._runs else ():
             run = self._runs.get(module)
-            owns = any(tensor.dtype == (torch.float32 if run == "float32" else low) for tensor in module.parameters(recurse=False))
+            owns = any(
+                tensor.dtype == (torch.float32 if run == "float32" else low)
+                for tensor in module.parameters(recurse=False)
+            )
             if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
-                self._add(module.register_forward_pre_hook(CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True))
+                self._add(
+                    module.register_forward_pre_hook(
+                        CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
+                    )
+                )
 
     def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their neighbours in `dtype`."""
+        """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their
+        neighbours in `dtype`.
+        """
         for module in model.modules():
             shown = _shown_dtype(module)
             if shown is not None and shown != dtype:
@@ -310,12 +364,17 @@ class ModelBinding:
 def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
-    Left out are opaque tensors and what a module holds beside them; what a module rule keeps in float32, also where another module holds it too;
-    and, if they are kept, those of BatchNorm layers (of any kind, affine or not) that no rule covers.
+    Left out are opaque tensors and what a module holds beside them; what a module rule keeps in float32, also where
+    another module holds it too; and, if they are kept, those of BatchNorm layers (of any kind, affine or not) that no
+    rule covers.
     """
     seen = _ids_beside_opaque(model)
     for module in model.modules():
-        is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_kept = (
+            runs[module] == "float32"
+            if module in runs
+            else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        )
         if is_kept:
             seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for tensor in (*model.parameters(), *model.buffers()):
@@ -331,7 +390,9 @@ def _shown_dtype(module: nn.Module) -> torch.dtype | None:
 
 def _ids_beside_opaque(model: nn.Module) -> set[int]:
     """Return the ids of opaque tensors and of what their modules hold beside them, which fits them."""
-    return {id(tensor) for module in model.modules() if _shown_dtype(module) is not None for tensor in _own_tensors(module)}
+    return {
+        id(tensor) for module in model.modules() if _shown_dtype(module) is not None for tensor in _own_tensors(module)
+    }
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
@@ -362,5 +423,3 @@ def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor],
 def describe(models: Sequence[nn.Module]) -> str:
     """Return the class names of the models, for messages."""
     return ", ".join(type(model).__name__ for model in models)
-
-

@@ -3,12 +3,14 @@
 A rule stands under `modules` in an op-list file, and chooses by qualified name or by type:
 
     modules:
-      - {match: "encoder.layers.*.norm", run: float32}   # `*` stands for one part of the name, `**` for any number of parts
+      - {match: "encoder.layers.*.norm", run: float32}   # `*` stands for one part of the name, `**` for any number of
+        parts
       - {match: "re:^head\\.", run: float32}             # a regular expression, searched for in the name
       - {type: torch.nn.LayerNorm, run: low}             # the class or a subclass of it
 
-A rule covers the modules it chooses and everything inside them. Where several cover a module, the last one counts; files that come later come
-later here too. Nothing is imported to find a type: a class of a package that is not imported has no instances.
+A rule covers the modules it chooses and everything inside them. Where several cover a module, the last one counts;
+files that come later come later here too. Nothing is imported to find a type: a class of a package that is not imported
+has no instances.
 """
 
 import inspect
@@ -61,20 +63,26 @@ class ModuleRule:
 
 
 def read_module_rule(node: Node, path: Path, faults: Faults) -> ModuleRule:
-    """Return the rule that one entry of `modules` states, or raise OpListError with its position; unknown keys go to `faults`."""
+    """Return the rule that one entry of `modules` states, or raise OpListError with its position; unknown keys go to
+    `faults`.
+    """
     here = f"{path}:{node.line}:{node.column}"
     if not isinstance(node.value, dict):
         raise OpListError(f'{here}: an entry of modules is a mapping such as {{match: "encoder.*.norm", run: float32}}')
     fields = check_keys(node, _KEYS, path, faults)
     if ("match" in fields) == ("type" in fields):
-        raise OpListError(f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both")
+        raise OpListError(
+            f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
+        )
     if "run" not in fields:
         raise OpListError(f"{here}: an entry of modules needs the key 'run' ({', '.join(RUNS)})")
     run = read_choice(fields["run"], path, "run", RUNS)
     why = read_text(fields["why"], path, "why") if "why" in fields else ""
     if "match" in fields:
         chooser = read_text(fields["match"], path, "match")
-        return ModuleRule(chooser, run, _compile(chooser, fields["match"], path), why, str(path), node.line, node.column)
+        return ModuleRule(
+            chooser, run, _compile(chooser, fields["match"], path), why, str(path), node.line, node.column
+        )
     chooser = read_text(fields["type"], path, "type")
     if not _TYPE.fullmatch(chooser):
         position = f"{path}:{fields['type'].line}:{fields['type'].column}"

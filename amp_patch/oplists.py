@@ -3,7 +3,8 @@
 A list is a YAML file with these keys, all optional:
 
     description        free text
-    extends            a shipped list, a path relative to this file, or a list of those; read first, so that this file wins
+    extends            a shipped list, a path relative to this file, or a list of those; read first, so that this file
+    wins
     whitelist          ops that run in the low dtype
     blacklist          ops that run in float32
     promote            ops that run in the widest dtype among their arguments
@@ -11,14 +12,14 @@ A list is a YAML file with these keys, all optional:
     banned             ops that refuse 16-bit arguments
     neutral            ops that come off whatever list an earlier file put them on
     modules            rules for parts of a model, by name or by type: see `modulerules`
-    inplace_blacklist  what the in-place twin of a blacklisted op does to a 16-bit tensor: `match` (default) computes in the tensor's
-                       own dtype, `error` refuses
+    inplace_blacklist  what the in-place twin of a blacklisted op does to a 16-bit tensor: `match` (default) computes in
+                       the tensor's own dtype, `error` refuses
 
-An entry is a name or `{op: name, why: reason, since: "2.12", until: "2.14", optional: true}`: `since` is the first torch version the entry
-applies to, `until` the first it no longer applies to, `optional` lets torch lack the op.
+An entry is a name or `{op: name, why: reason, since: "2.12", until: "2.14", optional: true}`: `since` is the first
+torch version the entry applies to, `until` the first it no longer applies to, `optional` lets torch lack the op.
 
-A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `opnames` finds them. In-place twins (`exp_` of `exp`)
-follow by rule. Reading a list imports nothing and runs nothing.
+A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `opnames` finds them. In-place
+twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ _TWINNED = ("whitelist", "blacklist", "promote", "neutral")  # in-place twins fo
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that earlier files had for it.
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`; `overridden` are the entries that
+    earlier files had for it.
 
     The owner is None while its package is not imported.
     """
@@ -94,7 +96,9 @@ def lists_dir() -> Path:
     for path in candidates:
         if (path / "presets.yaml").is_file() or (path / "float16.yaml").is_file():
             return path
-    raise OpListError(f"{candidates[0]}:1:1: the shipped lists are missing here and in {candidates[1]}; reinstall amp_patch")
+    raise OpListError(
+        f"{candidates[0]}:1:1: the shipped lists are missing here and in {candidates[1]}; reinstall amp_patch"
+    )
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -109,7 +113,10 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """
     specs = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec) if isinstance(spec, (list, tuple)) else []
     if not specs or not all(isinstance(one, (str, os.PathLike)) for one in specs):
-        raise OpListError(f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of those")
+        raise OpListError(
+            f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of"
+            " those"
+        )
     overlay = _Overlay(Faults())
     for one in specs:
         overlay.add(_locate(one, Path(), f"op list {os.fspath(one)!r}"), ())
@@ -119,12 +126,17 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
     """Return the lists that a file with these ops under these rules would give; `name` stands for its path."""
     overlay = _Overlay(Faults())
-    overlay.merge((Line(OpEntry(op, rule, "", name, 0, 0)) for rule, ops in rules.items() for op in ops), is_shipped=False)
+    overlay.merge(
+        (Line(OpEntry(op, rule, "", name, 0, 0)) for rule, ops in rules.items() for op in ops), is_shipped=False
+    )
     return overlay.resolve((name,))
 
 
 def check_oplists(path: Path) -> Faults:
-    """Return all faults of a list file and of those it extends, and what is no fault but has no effect. Raises nothing."""
+    """Return all faults of a list file and of those it extends, and what is no fault but has no effect.
+
+    Raises nothing.
+    """
     faults = Faults(is_collecting=True)
     with faults:
         _Overlay(faults).add(path, ())
@@ -135,12 +147,19 @@ def _locate(spec: str | os.PathLike[str], base: Path, at: str) -> Path:
     """Return the file that a spec names; `at` opens the error message."""
     text = str(os.fspath(spec))
     separators = tuple(filter(None, (os.sep, os.altsep)))
-    if isinstance(spec, os.PathLike) or text.endswith((".yaml", ".yml")) or any(separator in text for separator in separators):
+    if (
+        isinstance(spec, os.PathLike)
+        or text.endswith((".yaml", ".yml"))
+        or any(separator in text for separator in separators)
+    ):
         return base / text
     if text in shipped_names():
         return lists_dir() / f"{text}.yaml"
     known = shipped_names()
-    raise OpListError(f"{at}: {text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{did_you_mean(text, known)}")
+    raise OpListError(
+        f"{at}: {text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or"
+        f" .yml.{did_you_mean(text, known)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +191,11 @@ class _Overlay:
             identity = str(path)
         if identity in chain or len(chain) >= MAX_EXTENDS:
             shown = " -> ".join(Path(name).name for name in (*chain, identity))
-            problem = "the files extend each other" if identity in chain else f"more than {MAX_EXTENDS} files extend each other"
+            problem = (
+                "the files extend each other"
+                if identity in chain
+                else f"more than {MAX_EXTENDS} files extend each other"
+            )
             raise OpListError(f"{at}: {problem}: {shown}; remove one `extends`")
         if identity in self._done:
             return
@@ -210,7 +233,11 @@ class _Overlay:
                         _refuse_twice(entry, other, ".".join(filter(None, key)))
                 # a file that is checked and extends none is an overlay: what it will lie over is not known
                 is_overlay = self._faults.is_collecting and not self._claims
-                if entry.rule == "neutral" and found and not (is_overlay or _matches(found, self._claims) or _matches(found, claims)):
+                if (
+                    entry.rule == "neutral"
+                    and found
+                    and not (is_overlay or _matches(found, self._claims) or _matches(found, claims))
+                ):
                     self._faults.warn(describe_place(entry), f"{entry.op!r} is neutral, but it was on no list")
                 claims |= {key: self._claim(key, owner, entry) for key, owner in found.items()}
                 if not found:
@@ -250,14 +277,18 @@ class _Overlay:
         )
 
     def _warn_of_redundant(self, claims: dict[Key, _Claim]) -> None:
-        """Say which entries of a file change nothing: earlier files have all their spellings on that rule, or they follow as in-place twins."""
+        """Say which entries of a file change nothing: earlier files have all their spellings on that rule, or they
+        follow as in-place twins.
+        """
         by_entry: dict[OpEntry, list[Key]] = {}
         for key, claim in claims.items():
             by_entry.setdefault(claim.entry, []).append(key)
         for entry, keys in by_entry.items():
             causes = [self._cause(key, entry.rule, claims) for key in keys]
             if None not in causes:
-                self._faults.warn(describe_place(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
+                self._faults.warn(
+                    describe_place(entry), f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}"
+                )
 
     def _cause(self, key: Key, rule: str, claims: dict[Key, _Claim]) -> str | None:
         """Return what puts a spelling on a rule besides its entry in the file of these claims, or None."""
@@ -273,7 +304,8 @@ class _Overlay:
 def kind_of(name: str, rule: str, inplace_blacklist: str) -> str:
     """Return how a spelling behaves. An op that writes to its first argument must not be handed a cast copy of it.
 
-    Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    Apex does hand a copy to augmented operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that
+    refuses in-place twins.
     """
     if rule in ("banned", "neutral"):
         return rule
@@ -298,7 +330,8 @@ def _find(entry: OpEntry, may_be_missing: bool) -> dict[Key, object | None]:
 
 
 def find_owner(spelling: Spelling, complete: str) -> object | None:
-    """Return who owns a name outside torch, now that the module `complete` has run, or None while the name may still be imported.
+    """Return who owns a name outside torch, now that the module `complete` has run, or None while the name may still be
+    imported.
 
     Raises OpListError, with the position of the entry, if it cannot be.
     """

@@ -1,8 +1,9 @@
 """Op names: which attributes of torch, or of a package built on it, a name on a list stands for.
 
-A bare name (`softmax`) means every spelling: `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`, `torch.special.softmax`,
-and those of its aliases. A dotted name means that one spelling. Looking a name up imports nothing and runs nothing: names are attributes of
-torch's op namespaces, and of other packages only where they are imported already.
+A bare name (`softmax`) means every spelling: `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`,
+`torch.special.softmax`, and those of its aliases. A dotted name means that one spelling. Looking a name up imports
+nothing and runs nothing: names are attributes of torch's op namespaces, and of other packages only where they are
+imported already.
 """
 
 import difflib
@@ -19,8 +20,9 @@ from .errors import OpListError, did_you_mean
 
 Key = tuple[str, str]  # owner name, attribute name
 
-# The namespaces a name may be resolved in. A bare name is looked up in the first five. `torch.fft` is left to dotted names: its members are
-# called `fft` or `rfft`, and `torch.fft` itself is a module, so a bare `fft` would be read two ways.
+# The namespaces a name may be resolved in. A bare name is looked up in the first five. `torch.fft` is left to dotted
+# names: its members are called `fft` or `rfft`, and `torch.fft` itself is a module, so a bare `fft` would be read two
+# ways.
 _OWNERS: dict[str, object] = {
     "torch": torch,
     "torch.nn.functional": torch.nn.functional,
@@ -35,12 +37,14 @@ _SEARCHED = ("torch", "torch.nn.functional", "torch.Tensor", "torch.special", "t
 # nn.RNN and its relatives call the C functions through torch._VF, which torch.lstm and the others do not pass by.
 _RNN = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell"))
 
-# Names of one and the same op: naming one names them all. Two names belong together when they compute the same function of the same arguments,
-# in any order and up to argument defaults, because a rule looks at nothing but the dtypes.
-# Kept apart on purpose: float_power (always float64), fmod (rounds otherwise than remainder), equal (gives one bool for a whole tensor),
-# inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and var_mean (another function).
-# The same name in torch and torch.linalg may differ (norm, cross, lu_solve, vander) and still means both: each reads the same data with the
-# same range, so one rule fits. torch.cond and torch.solve are not ops (control flow; a function that only raises) and are never matched.
+# Names of one and the same op: naming one names them all. Two names belong together when they compute the same function
+# of the same arguments, in any order and up to argument defaults, because a rule looks at nothing but the dtypes.
+# Kept apart on purpose: float_power (always float64), fmod (rounds otherwise than remainder), equal (gives one bool for
+# a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and var_mean
+# (another function).
+# The same name in torch and torch.linalg may differ (norm, cross, lu_solve, vander) and still means both: each reads
+# the same data with the same range, so one rule fits. torch.cond and torch.solve are not ops (control flow; a function
+# that only raises) and are never matched.
 _ALIASES = (
     # arithmetic: the operators, their reflected and their augmented forms
     "add __add__ __radd__ __iadd__",
@@ -82,20 +86,41 @@ _ALIASES = (
 _GROUPS = {name: tuple(group.split()) for group in _ALIASES for name in group.split()}
 _OPERATORS = frozenset(name for name in _GROUPS if name.startswith("__"))
 
-# Python functions count as ops when they come from one of these; the other functions in `torch` load files, seed generators, compile...
+# Python functions count as ops when they come from one of these; the other functions in `torch` load files, seed
+# generators, compile...
 _OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank", "torch._lobpcg"})
 # The casts themselves call these, or they are no computation.
-_REFUSED = frozenset({"load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward", "detach", "copy_"})
+_REFUSED = frozenset(
+    {
+        "load",
+        "save",
+        "compile",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "backward",
+        "detach",
+        "copy_",
+    }
+)
 
 
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
-    """Return the spellings of a name with their owners; none at all for a missing op, a None owner for a package not imported yet.
+    """Return the spellings of a name with their owners; none at all for a missing op, a None owner for a package not
+    imported yet.
 
-    Raises OpListError, without a position, where no rule can apply to the name, or torch lacks the op and it may not be missing.
+    Raises OpListError, without a position, where no rule can apply to the name, or torch lacks the op and it may not be
+    missing.
     """
     owner_name, _, name = op.rpartition(".")
     if name.startswith("__") and name not in _OPERATORS:
-        raise OpListError(f"{name!r} is not an operator that a rule can apply to; allowed are {', '.join(sorted(_OPERATORS))}")
+        raise OpListError(
+            f"{name!r} is not an operator that a rule can apply to; allowed are {', '.join(sorted(_OPERATORS))}"
+        )
     if name in _REFUSED and owner_name in ("", *_OWNERS):
         raise OpListError(f"{op!r} cannot be on a list: it is no computation, or the casts are made of it")
     if not owner_name:
@@ -103,7 +128,10 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     elif owner_name in _OWNERS:
         value = getattr(_OWNERS[owner_name], name, None)
         fault = None if value is None else _fault(value, name)
-        found, faults = ({(owner_name, name): _OWNERS[owner_name]} if value is not None and fault is None else {}), [fault] if fault else []
+        found, faults = (
+            ({(owner_name, name): _OWNERS[owner_name]} if value is not None and fault is None else {}),
+            [fault] if fault else [],
+        )
     elif op.split(".")[0] == "torch":
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(_OWNERS)}")
     else:
@@ -123,8 +151,8 @@ def is_outside_torch(owner_name: str) -> bool:
 def find_late(op: str, complete: str) -> object | None:
     """Return the owner of a name outside torch, or None while an import may yet bring the name.
 
-    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a module that has just run to its
-    end, while its import goes on. Looks submodules up, and imports none.
+    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a
+    module that has just run to its end, while its import goes on. Looks submodules up, and imports none.
     """
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
@@ -159,7 +187,9 @@ def _check_that_it_may_come(path: list[str]) -> None:
 
 
 def inplace_twin(key: Key) -> Key | None:
-    """Return the spelling of the op's in-place twin (`exp_` of `exp`), or None where it has none, is one, or is an operator."""
+    """Return the spelling of the op's in-place twin (`exp_` of `exp`), or None where it has none, is one, or is an
+    operator.
+    """
     owner_name, name = key
     if owner_name not in _OWNERS or name.endswith("_"):
         return None
@@ -169,7 +199,8 @@ def inplace_twin(key: Key) -> Key | None:
 
 
 def get_op(key: Key) -> str:
-    """Return the name by which a list means a spelling and all others of its op: bare if a bare name reaches it, else dotted.
+    """Return the name by which a list means a spelling and all others of its op: bare if a bare name reaches it, else
+    dotted.
 
     In-place twins have the name of their op.
     """
@@ -186,12 +217,17 @@ _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|an
 
 
 def is_inplace(name: str) -> bool:
-    """Whether an op of this name writes to its first argument. The augmented operators are asked for by `is_augmented`."""
+    """Whether an op of this name writes to its first argument.
+
+    The augmented operators are asked for by `is_augmented`.
+    """
     return name.endswith("_") and not name.endswith("__")
 
 
 def is_augmented(name: str) -> bool:
-    """Whether this is an augmented operator, such as `__iadd__`: in place where it can be, and Python rebinds the result."""
+    """Whether this is an augmented operator, such as `__iadd__`: in place where it can be, and Python rebinds the
+    result.
+    """
     return bool(_AUGMENTED.fullmatch(name))
 
 
@@ -213,7 +249,10 @@ def _find_bare(name: str) -> tuple[dict[Key, object], list[str]]:
 
 
 def _fault(value: Any, name: str) -> str | None:
-    """Return what keeps an attribute of a torch namespace from being an op, or None. Decides alike for an op and its patched replacement."""
+    """Return what keeps an attribute of a torch namespace from being an op, or None.
+
+    Decides alike for an op and its patched replacement.
+    """
     if isinstance(value, type):
         return "a class"
     if isinstance(value, types.ModuleType):
@@ -221,20 +260,34 @@ def _fault(value: Any, name: str) -> str | None:
     if not callable(value):
         return "not a function"
     if isinstance(value, types.FunctionType):
-        value = inspect.unwrap(value)  # a replacement has the module of its original, and only the original tells a builtin from a function
+        value = inspect.unwrap(
+            value
+        )  # a replacement has the module of its original, and only the original tells a builtin from a function
     module = getattr(value, "__module__", None) or ""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
-    if isinstance(value, types.FunctionType) and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch":
+    if (
+        isinstance(value, types.FunctionType)
+        and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
+    ):
         module = home  # a replacement says that it is the original
-    is_foreign = module.partition(".")[0] != "torch"  # a method of C, or a replacement that amp_patch or another package put there
-    if module == "torch._C" or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES) or name in _REFUSED:
+    is_foreign = (
+        module.partition(".")[0] != "torch"
+    )  # a method of C, or a replacement that amp_patch or another package put there
+    if (
+        module == "torch._C"
+        or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES)
+        or name in _REFUSED
+    ):
         return "not an op"
     return None
 
 
 def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None where its package is not imported. Looks attributes up without running code."""
+    """Return the owner of a name outside torch, or None where its package is not imported.
+
+    Looks attributes up without running code.
+    """
     top = owner_path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
         raise OpListError(f"{op!r} is not an op; a rule applies to functions of torch, or of packages built on it")
@@ -245,18 +298,32 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
     for part in (*owner_path[length:], name):
         value = inspect.getattr_static(owner, part, None)
         if value is None:
-            if isinstance(owner, types.ModuleType) and (part != name or hasattr(type(owner), "__getattr__") or "__getattr__" in vars(owner)):
+            if isinstance(owner, types.ModuleType) and (
+                part != name or hasattr(type(owner), "__getattr__") or "__getattr__" in vars(owner)
+            ):
                 return None  # a submodule, or a lazily imported name, that may yet come
             raise OpListError(f"{'.'.join(owner_path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
         if part is name:
             break
-        home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ if isinstance(value, type) else ""
+        home = (
+            value.__name__
+            if isinstance(value, types.ModuleType)
+            else value.__module__
+            if isinstance(value, type)
+            else ""
+        )
         if home.partition(".")[0] != top:
-            raise OpListError(f"{op!r} leads through {part!r}, which is no module or class of {top!r}; name the function where it is defined")
+            raise OpListError(
+                f"{op!r} leads through {part!r}, which is no module or class of {top!r}; name the function where it is"
+                " defined"
+            )
         owner = value
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
     if isinstance(value, (type, types.ModuleType)) or not callable(value) or is_stdlib:
-        raise OpListError(f"{op!r} is a class, a module, a constant or of the standard library, so no rule can apply to it; name a function")
+        raise OpListError(
+            f"{op!r} is a class, a module, a constant or of the standard library, so no rule can apply to it; name a"
+            " function"
+        )
     return owner
 
 
@@ -266,6 +333,11 @@ def _suggestion(owner_name: str, name: str) -> str:
         if other not in _SEARCHED and other != "torch._VF" and hasattr(owner, name):
             return f" Did you mean '{other}.{name}'?"
     owners = (owner_name,) if owner_name else _SEARCHED
-    names = {n for other in owners for n in dir(_OWNERS[other]) if not n.startswith("_") and _fault(getattr(_OWNERS[other], n), n) is None}
+    names = {
+        n
+        for other in owners
+        for n in dir(_OWNERS[other])
+        if not n.startswith("_") and _fault(getattr(_OWNERS[other], n), n) is None
+    }
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {'.'.join(filter(None, (owner_name, close[0])))!r}?" if close else ""

@@ -1,7 +1,7 @@
 """One optimizer, as a session changes it: float32 masters in its groups, and a `step` that skips after an overflow.
 
-`step`, `zero_grad` and `add_param_group` are replaced once, when the optimizer is bound, by methods of the instance. Nothing is patched in the
-training loop: a skip is a flag that `step` reads.
+`step`, `zero_grad` and `add_param_group` are replaced once, when the optimizer is bound, by methods of the instance.
+Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
 import contextlib
@@ -86,10 +86,13 @@ class OptimizerBinding:
     def _plain_parameters(self) -> Iterator[Tensor]:
         return (parameter for parameter in self.parameters() if id(parameter) not in self._pairs)
 
-    # ---- binding ------------------------------------------------------------------------------------------------------------------------
+    # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, float32_data: dict[int, Tensor]) -> None:
-        """Put masters into the groups and replace the methods. `float32_data` holds parameters' values from before they were cast, by id."""
+        """Put masters into the groups and replace the methods.
+
+        `float32_data` holds parameters' values from before they were cast, by id.
+        """
         optimizer: Any = self.optimizer
         self._is_bound = True
         self._undo.callback(self._restore_groups)
@@ -99,7 +102,11 @@ class OptimizerBinding:
             self.gradients.settle()
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._device_skip = None if inner_optimizers else DeviceSkip(optimizer, optimizer.step)
-        for name, method in (("step", self._step), ("zero_grad", self._zero_grad), ("add_param_group", self._add_param_group)):
+        for name, method in (
+            ("step", self._step),
+            ("zero_grad", self._zero_grad),
+            ("add_param_group", self._add_param_group),
+        ):
             self._replace(optimizer, name, method)
         for inner in inner_optimizers:
             for group in inner.param_groups:
@@ -110,7 +117,10 @@ class OptimizerBinding:
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until the binding is undone. A later value takes the place of an earlier one."""
+        """Set an attribute of the optimizer, until the binding is undone.
+
+        A later value takes the place of an earlier one.
+        """
         setattr(self.optimizer, name, value)
         self._undo.callback(_delete_attribute, self._optimizer, name)
 
@@ -135,7 +145,8 @@ class OptimizerBinding:
         self._undo.callback(_restore_method, weakref.ref(optimizer), self, name, had_own)
 
     def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others' links.
+        """Put a master in the place of each 16-bit parameter of a group, with the state it had, and own the others'
+        links.
 
         Without masters, the state of parameters that were cast is cast with them.
         """
@@ -150,7 +161,9 @@ class OptimizerBinding:
             master = self._masters.get(parameter)  # another optimizer of the session may have made it
             if master is None:
                 data = float32_data.get(id(parameter))
-                master = torch.nn.Parameter(parameter.detach().float() if data is None else data, requires_grad=parameter.requires_grad)
+                master = torch.nn.Parameter(
+                    parameter.detach().float() if data is None else data, requires_grad=parameter.requires_grad
+                )
             self._pairs[id(master)] = (parameter, master)
             self._masters.add(parameter, master)
             group["params"][index] = master
@@ -172,7 +185,7 @@ class OptimizerBinding:
                             optimizer.state[parameter] = optimizer.state.pop(master)
         self._pairs.clear()
 
-    # ---- what a pass of scale_loss tells --------------------------------------------------------------------------------------------------
+    # ---- what a pass of scale_loss tells -----------------------------------------------------------------------------
 
     def add_check(self, check: OverflowCheck) -> None:
         """Let the next step be skipped if `check` finds an overflow in the pass that begins."""
@@ -195,7 +208,9 @@ class OptimizerBinding:
             check.is_open = False
 
     def abandon_window(self) -> None:
-        """The gradients were zeroed: whether they had overflowed is a matter of the loss scale now, and no longer of the next step."""
+        """The gradients were zeroed: whether they had overflowed is a matter of the loss scale now, and no longer of
+        the next step.
+        """
         for check in self._checks:
             if not self.gradients.owes(check):
                 check.scaler.decide()
@@ -207,7 +222,10 @@ class OptimizerBinding:
             self.abandon_window()
 
     def is_next_step_skipped(self) -> bool:
-        """Tell whether `step()`, called now, would be skipped. Waits for the device, once for each pass under a dynamic scale."""
+        """Tell whether `step()`, called now, would be skipped.
+
+        Waits for the device, once for each pass under a dynamic scale.
+        """
         return any(check.scaler.is_dynamic and check.is_overflow() for check in self._checks)
 
     def push_masters(self) -> None:
@@ -216,7 +234,7 @@ class OptimizerBinding:
             return
         self._masters.push(self._pairs.values())
 
-    # ---- the replaced methods -----------------------------------------------------------------------------------------------------------
+    # ---- the replaced methods ----------------------------------------------------------------------------------------
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_bound or self._is_stepping:
@@ -231,10 +249,18 @@ class OptimizerBinding:
         finally:
             self._is_stepping = False
             self.gradients.resume()
-            if self.gradients.is_in_block and checks:  # a step in the middle of a pass: the rest of the pass is for the next step
+            if (
+                self.gradients.is_in_block and checks
+            ):  # a step in the middle of a pass: the rest of the pass is for the next step
                 self.add_check(OverflowCheck(checks[-1].scaler, checks[-1].found_inf.device))
 
-    def _step_or_skip(self, checks: Sequence[OverflowCheck], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step_or_skip(
+        self,
+        checks: Sequence[OverflowCheck],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not checks:
             result = self._take_step(None, original, args, kwargs)
             self.outcomes.add_taken()
@@ -249,7 +275,9 @@ class OptimizerBinding:
             flag = outcome.get_flag()
         result = None
         if flag is None and outcome.find_overflowed(is_dynamic=True):
-            optimizer._opt_called = True  # what LR schedulers look at: a skipped step is no reason to warn about their order
+            optimizer._opt_called = (
+                True  # what LR schedulers look at: a skipped step is no reason to warn about their order
+            )
         else:
             result = self._take_step(flag, original, args, kwargs)
         try:
@@ -258,10 +286,14 @@ class OptimizerBinding:
             self.gradients.drop()
         return result
 
-    def _take_step(self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _take_step(
+        self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
         try:
-            result = original(*args, **kwargs) if flag is None else skip_by(flag, self.optimizer, original, args, kwargs)
+            result = (
+                original(*args, **kwargs) if flag is None else skip_by(flag, self.optimizer, original, args, kwargs)
+            )
         finally:
             self._switch.leave(region)
         self.push_masters()
@@ -273,8 +305,9 @@ class OptimizerBinding:
             return args, kwargs
         if any(scaler.is_dynamic for scaler in self._scalers):
             raise OptimizerError(
-                "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the optimizer calls the closure. "
-                "Call step() without a closure, or give initialize a static loss_scale, or use a bfloat16 level (O4, O5)."
+                "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the"
+                " optimizer calls the closure. Call step() without a closure, or give initialize a static loss_scale,"
+                " or use a bfloat16 level (O4, O5)."
             )
 
         def evaluate() -> Any:
@@ -319,14 +352,19 @@ class OptimizerBinding:
 
 
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that this one steps in its stead, as SAM and Lookahead do: those it holds that share a parameter with it."""
+    """Return the optimizers that this one steps in its stead, as SAM and Lookahead do: those it holds that share a
+    parameter with it.
+    """
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         inner
         for inner in vars(optimizer).values()
         if isinstance(inner, Optimizer)
         and not hasattr(inner, "_amp_stash")
-        and (inner.param_groups is optimizer.param_groups or any(id(p) in own for group in inner.param_groups for p in group["params"]))
+        and (
+            inner.param_groups is optimizer.param_groups
+            or any(id(p) in own for group in inner.param_groups for p in group["params"])
+        )
     ]
 
 
@@ -338,7 +376,10 @@ def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> 
 
 
 def _masters_exist() -> None:
-    """What scripts call to have Apex make its masters before they restore saved ones. Here they exist from the start."""
+    """What scripts call to have Apex make its masters before they restore saved ones.
+
+    Here they exist from the start.
+    """
 
 
 def _delete_attribute(reference: Callable[[], Any], name: str) -> None:
@@ -348,7 +389,9 @@ def _delete_attribute(reference: Callable[[], Any], name: str) -> None:
 
 
 def _restore_method(reference: "weakref.ref[Optimizer]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
-    """Take our method off the instance, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight through."""
+    """Take our method off the instance, unless somebody (an LR scheduler) has wrapped it since: then it stays, and
+    calls straight through.
+    """
     optimizer = reference()
     current = None if optimizer is None else vars(optimizer).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
@@ -359,11 +402,14 @@ def _restore_method(reference: "weakref.ref[Optimizer]", binding: OptimizerBindi
         delattr(optimizer, name)
 
 
-# ---- arguments ----------------------------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer, following `.optim` through wrappers such as LARC. Raises ArgumentTypeError if there is none."""
+    """Return the torch optimizer, following `.optim` through wrappers such as LARC.
+
+    Raises ArgumentTypeError if there is none.
+    """
     inner = optimizer
     while not isinstance(inner, Optimizer):
         if not hasattr(inner, "optim"):
@@ -373,7 +419,10 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def as_optimizers(optimizers: Any) -> list[Optimizer]:
-    """Return the torch optimizers in `initialize`'s or `scale_loss`'s argument (None, one, or an iterable) as a list. Raises ArgumentTypeError."""
+    """Return the torch optimizers in `initialize`'s or `scale_loss`'s argument (None, one, or an iterable) as a list.
+
+    Raises ArgumentTypeError.
+    """
     if optimizers is None:
         return []
     if isinstance(optimizers, Optimizer) or hasattr(optimizers, "optim"):
@@ -381,7 +430,9 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     try:
         items = list(optimizers)
     except TypeError:
-        raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizers).__name__}") from None
+        raise ArgumentTypeError(
+            f"optimizers must be torch.optim.Optimizer objects, not {type(optimizers).__name__}"
+        ) from None
     return [unwrap_optimizer(item) for item in items]
 
 
@@ -396,7 +447,7 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
             problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
         if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
             problems.append(
-                "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master weights: "
-                "use O0, O1 with a static loss_scale, or O4"
+                "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"
+                " weights: use O0, O1 with a static loss_scale, or O4"
             )
     return problems

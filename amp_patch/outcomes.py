@@ -1,4 +1,5 @@
-"""`StepOutcomes`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the device where that can be helped.
+"""`StepOutcomes`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the
+device where that can be helped.
 
 Also here: whether an optimizer's `step` can skip on the device by itself, given the flag.
 """
@@ -23,7 +24,10 @@ MAX_SKIPS_IN_A_ROW = 100
 
 
 class StepOutcome:
-    """What the checks before one `step` had found by then. It is on its way to the host from the moment this is made."""
+    """What the checks before one `step` had found by then.
+
+    It is on its way to the host from the moment this is made.
+    """
 
     def __init__(self, checks: Sequence[OverflowCheck]) -> None:
         self._checks = checks
@@ -46,7 +50,9 @@ class StepOutcome:
         return self._scales[scaler].value()
 
     def get_flag(self) -> Tensor | None:
-        """Return the flag that the optimizer is to skip by, 0-dim float32, exactly 0.0 or 1.0; None if no pass can skip a step."""
+        """Return the flag that the optimizer is to skip by, 0-dim float32, exactly 0.0 or 1.0; None if no pass can skip
+        a step.
+        """
         dynamic = [check for check in self._checks if check.scaler.is_dynamic]
         return combine_flags(dynamic) if dynamic else None
 
@@ -58,11 +64,16 @@ class StepOutcomes:
 
     Args:
         scalers: those of the session: messages name them by number.
-        find_culprits: names of parameters whose gradients are not finite. Called where gradients may be gone; waits for the device.
-        tell_skipped: called for each step with whether it was skipped.
+        find_culprits: names of parameters whose gradients are not finite. Called where gradients may be gone; waits for
+        the device. tell_skipped: called for each step with whether it was skipped.
     """
 
-    def __init__(self, scalers: Sequence[LossScaler], find_culprits: Callable[[], list[str]], tell_skipped: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        scalers: Sequence[LossScaler],
+        find_culprits: Callable[[], list[str]],
+        tell_skipped: Callable[[bool], None],
+    ) -> None:
         self._scalers = scalers
         self._find_culprits = find_culprits
         self._tell_skipped = tell_skipped
@@ -94,8 +105,9 @@ class StepOutcomes:
             self._settle_first()
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise GradientOverflowError(
-                f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters with non-finite gradients: "
-                f"{', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the data or the weights, or an op that needs float32."
+                f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
+                f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
+                " data or the weights, or an op that needs float32."
             )
 
     def add_taken(self) -> None:
@@ -119,8 +131,8 @@ class StepOutcomes:
         if not self._has_warned and not overflowed and outcome.find_overflowed(is_dynamic=False):
             names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
             self._warn(
-                f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never skips. "
-                'Use a smaller loss_scale, or loss_scale="dynamic".',
+                f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale"
+                ' never skips. Use a smaller loss_scale, or loss_scale="dynamic".',
             )
 
     def _count(self, *, is_skip: bool) -> None:
@@ -133,11 +145,16 @@ class StepOutcomes:
             self._skips_in_a_row = 0
 
     def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
-        say_on_every_rank("Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", list(self._scalers).index(scaler), scale)
+        say_on_every_rank(
+            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+            list(self._scalers).index(scaler),
+            scale,
+        )
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
             self._warn(
-                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any more. "
-                "Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see the op lists).",
+                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any"
+                " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see"
+                " the op lists).",
             )
 
     def _warn(self, message: str) -> None:
@@ -145,7 +162,7 @@ class StepOutcomes:
         warnings.warn(message, stacklevel=find_stacklevel())
 
 
-# ---- skipping on the device ---------------------------------------------------------------------------------------------------------------
+# ---- skipping on the device ------------------------------------------------------------------------------------------
 
 _GLOBAL_PRE_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks
 _GLOBAL_POST_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_post_hooks
@@ -153,7 +170,10 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of every optimizer, which a skipped step may run as well: `mark_updated` is called with what it stepped on."""
+    """A hook after the steps of every optimizer, which a skipped step may run as well:
+
+    `mark_updated` is called with what it stepped on.
+    """
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
         self._mark_updated = mark_updated
@@ -163,9 +183,11 @@ class StepHook:
 
 
 class DeviceSkip:
-    """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a flag on the device.
+    """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
+    flag on the device.
 
-    Only for torch's own `step` methods: what a subclass does around one would not be skipped. The same goes for hooks on its steps.
+    Only for torch's own `step` methods: what a subclass does around one would not be skipped. The same goes for hooks
+    on its steps.
 
     Args:
         optimizer: the optimizer.
@@ -185,17 +207,27 @@ class DeviceSkip:
         if _GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in _GLOBAL_POST_HOOKS.values()):
             return False
         return all(
-            group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"])) for group in optimizer.param_groups
+            group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))
+            for group in optimizer.param_groups
         )
 
 
 def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     """SGD's kernel leaves momentum uninitialised if it is to skip the very step that makes the buffers."""
-    return all(optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in parameters if parameter.grad is not None)
+    return all(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        for parameter in parameters
+        if parameter.grad is not None
+    )
 
 
-def skip_by(flag: Tensor, optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0. Gradients are unscaled: no scale is handed on."""
+def skip_by(
+    flag: Tensor, optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0.
+
+    Gradients are unscaled: no scale is handed on.
+    """
     optimizer.found_inf = flag
     try:
         return step(*args, **kwargs)

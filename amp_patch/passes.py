@@ -17,18 +17,25 @@ from .scaler import LossScaler, OverflowCheck
 class BackwardPasses:
     """Scales losses, and unscales the gradients that their backward passes leave.
 
-    A pass may reach parameters of optimizers that were not passed with the loss (a GAN's discriminator), and parameters of no optimizer (`outside`):
-    their gradients are unscaled as well, only no overflow of theirs is judged.
+    A pass may reach parameters of optimizers that were not passed with the loss (a GAN's discriminator), and parameters
+    of no optimizer (`outside`): their gradients are unscaled as well, only no overflow of theirs is judged.
     """
 
-    def __init__(self, get_bindings: Callable[[], list[OptimizerBinding]], outside: GradientSet, tell_over: Callable[[], None]) -> None:
+    def __init__(
+        self, get_bindings: Callable[[], list[OptimizerBinding]], outside: GradientSet, tell_over: Callable[[], None]
+    ) -> None:
         self.get_bindings = get_bindings
         self.tell_over = tell_over  # called at the end of every pass that is not delayed
         self.open: list[LossBlock] = []
         self._outside = outside
 
-    def scale_loss(self, loss: Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delay_unscale: bool) -> "LossBlock":
-        """Return a context manager that gives the scaled loss. The steps of `bindings` will be skipped if their gradients overflow."""
+    def scale_loss(
+        self, loss: Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delay_unscale: bool
+    ) -> "LossBlock":
+        """Return a context manager that gives the scaled loss.
+
+        The steps of `bindings` will be skipped if their gradients overflow.
+        """
         return LossBlock(self, loss, bindings, scaler, delay_unscale)
 
     def all_gradients(self) -> list[GradientSet]:
@@ -39,9 +46,26 @@ class BackwardPasses:
 class LossBlock(contextlib.AbstractContextManager[Tensor]):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
-    __slots__ = ("_bindings", "_check", "_delay_unscale", "_handle", "_loss", "_passes", "_scale", "_scaled_loss", "_scaler")
+    __slots__ = (
+        "_bindings",
+        "_check",
+        "_delay_unscale",
+        "_handle",
+        "_loss",
+        "_passes",
+        "_scale",
+        "_scaled_loss",
+        "_scaler",
+    )
 
-    def __init__(self, passes: BackwardPasses, loss: Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delay_unscale: bool) -> None:
+    def __init__(
+        self,
+        passes: BackwardPasses,
+        loss: Tensor,
+        bindings: Sequence[OptimizerBinding],
+        scaler: LossScaler,
+        delay_unscale: bool,
+    ) -> None:
         self._passes = passes
         self._loss: Tensor | None = loss
         self._bindings = bindings
@@ -75,11 +99,15 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
         return scaled_loss
 
     def refuse_backward(self, scale: Tensor | None) -> RemovableHandle | None:
-        """Keep the loss from going backward while a block of another scale is open inside: its gradients would be divided by the wrong scale."""
+        """Keep the loss from going backward while a block of another scale is open inside: its gradients would be
+        divided by the wrong scale.
+        """
         scaled_loss = None if self._scale is scale or self._scaled_loss is None else self._scaled_loss()
         return scaled_loss.register_hook(_refuse) if scaled_loss is not None and scaled_loss.requires_grad else None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
         check = self._check
         try:
             if kind is not None:
@@ -101,7 +129,9 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
                 self._passes.tell_over()
 
     def _close(self, delayed: Sequence[GradientSet]) -> None:
-        """Unscale everything but what is `delayed`, and scale it again for the block around this one, whose pass may be yet to come."""
+        """Unscale everything but what is `delayed`, and scale it again for the block around this one, whose pass may be
+        yet to come.
+        """
         open_blocks = self._passes.open
         open_blocks.pop()
         if not open_blocks:
@@ -119,6 +149,6 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
 
 def _refuse(_: Tensor) -> None:
     raise SessionError(
-        "backward() of an outer scale_loss inside an inner one with another loss scale: the gradients would be divided by the wrong scale. "
-        "Call it after the inner block, or use the same loss_id for both."
+        "backward() of an outer scale_loss inside an inner one with another loss scale: the gradients would be divided"
+        " by the wrong scale. Call it after the inner block, or use the same loss_id for both."
     )

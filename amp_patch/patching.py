@@ -1,8 +1,9 @@
 """Patches that leave no trace: `Patcher` puts replacements in and takes every one of them out again.
 
-It knows neither tensors nor dtypes. A replacement is a plain function made from the original; `functools.update_wrapper` gives it the
-original's name, docstring and `__wrapped__`, which is also how `wrapt.unwrap_object` finds the way back. `install` replaces attributes of the
-owners that define a function, `rebind` other references to it.
+It knows neither tensors nor dtypes. A replacement is a plain function made from the original;
+`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how
+`wrapt.unwrap_object` finds the way back. `install` replaces attributes of the owners that define a function, `rebind`
+other references to it.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ class Patch:
 
 
 class Place(Protocol):
-    """Somewhere that refers to a function without being asked for it by name each time: a global, a default argument, an item of a table."""
+    """Somewhere that refers to a function without being asked for it by name each time: a global, a default argument,
+    an item of a table.
+    """
 
     def owner(self) -> Any:
         """Return the object whose attribute the place is; None if it is no attribute, or its owner is gone."""
@@ -65,7 +68,9 @@ class _Installed:
     name: str
     original: Callable[..., Any]
     replacement: Callable[..., Any]
-    is_new_attribute: bool  # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
+    is_new_attribute: (
+        bool  # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
+    )
 
 
 def _prepare(patch: Patch) -> _Installed:
@@ -83,7 +88,10 @@ def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(patch.owner, types.ModuleType):
         replacement.__module__, replacement.__qualname__ = patch.owner.__name__, patch.name
     elif isinstance(patch.owner, type):
-        replacement.__module__, replacement.__qualname__ = patch.owner.__module__, f"{patch.owner.__qualname__}.{patch.name}"
+        replacement.__module__, replacement.__qualname__ = (
+            patch.owner.__module__,
+            f"{patch.owner.__qualname__}.{patch.name}",
+        )
     return replacement
 
 
@@ -100,13 +108,17 @@ class Patcher:
         return len(self._installed) + len(self._rebound)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes out again."""
+        """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes
+        out again.
+        """
         prepared = [_prepare(patch) for patch in patches]
         mark = len(self._installed)
         try:
             for item in prepared:
                 self._by_target.setdefault((id(item.owner), item.name), []).append(item)
-                self._installed.append(item)  # logged before the attribute changes: an interrupt in between is undone as well
+                self._installed.append(
+                    item
+                )  # logged before the attribute changes: an interrupt in between is undone as well
                 wrapt.wrap_object(item.owner, item.name, _return_replacement, (item,))  # type: ignore[arg-type]
         except BaseException:
             self._undo_down_to(mark)
@@ -128,13 +140,16 @@ class Patcher:
     def undo(self) -> None:
         """Take every patch out again. Calling it twice is harmless.
 
-        A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and must be inert by then.
+        A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and
+        must be inert by then.
         """
         self._bind_back_down_to(0)
         self._undo_down_to(0)
 
     def forget(self, owner: Any, name: str) -> None:
-        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing of ours left in it."""
+        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
+        of ours left in it.
+        """
         forgotten = self._by_target.pop((id(owner), name), [])
         self._installed = [item for item in self._installed if not any(item is other for other in forgotten)]
         for item in forgotten:
@@ -146,7 +161,11 @@ class Patcher:
             if rebinding.place.read() is rebinding.after:  # else it is somebody else's by now, or was never written
                 rebinding.place.write(rebinding.before)
             self._rebound.pop()
-        for key in [key for key, rebinding in self._rebound_attributes.items() if not mark or not any(rebinding is kept for kept in self._rebound)]:
+        for key in [
+            key
+            for key, rebinding in self._rebound_attributes.items()
+            if not mark or not any(rebinding is kept for kept in self._rebound)
+        ]:
             del self._rebound_attributes[key]
 
     def _undo_down_to(self, mark: int) -> None:
@@ -159,7 +178,10 @@ class Patcher:
             self._installed.pop()
             retired.retire(item.replacement)
         if stuck:
-            logger.warning("left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.", ", ".join(stuck))
+            logger.warning(
+                "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
+                ", ".join(stuck),
+            )
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -206,7 +228,9 @@ class Patcher:
         return rebinding if rebinding is not None and rebinding.place.owner() is owner else None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yield each patched function with its replacement: of several replacements of one function, the last one last."""
+        """Yield each patched function with its replacement: of several replacements of one function, the last
+        one last.
+        """
         for item in self._installed:
             if isinstance(item.original, staticmethod):
                 yield item.original.__func__, item.replacement.__func__  # type: ignore[attr-defined]
@@ -244,5 +268,7 @@ def _remove(item: _Installed) -> bool:
     except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):
         return False
     if item.is_new_attribute and vars(item.owner).get(item.name) is item.original:
-        delattr(item.owner, item.name)  # a module that serves names through __getattr__: wrapt restores by assignment there
+        delattr(
+            item.owner, item.name
+        )  # a module that serves names through __getattr__: wrapt restores by assignment there
     return vars(item.owner).get(item.name) is not item.replacement

@@ -21,7 +21,6 @@ def contents_of(cell: types.CellType) -> Any:
         return ABSENT
 
 
-
 class Item:
     """An item of a dict or a list. A module's namespace is a dict whose items are the module's attributes."""
 

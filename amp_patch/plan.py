@@ -1,4 +1,6 @@
-"""Which names a session patches, and with what: every listed spelling, the user's registrations, and what surrounds the ops."""
+"""Which names a session patches, and with what: every listed spelling, the user's registrations, and what surrounds the
+ops.
+"""
 
 import importlib
 import types
@@ -24,7 +26,9 @@ Registration = tuple[Any, str, str]
 def plan_patches(
     oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None, patcher: Patcher
 ) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, for the user's registrations in their place, for activation checkpointing and for tracing."""
+    """Yield a patch for every listed spelling, for the user's registrations in their place, for activation
+    checkpointing and for tracing.
+    """
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
@@ -38,7 +42,8 @@ def plan_patches(
         yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
     yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
     if links is not None:
-        # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught below
+        # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught
+        # below
         yield Patch(torch.jit._trace, "_trace_impl", lambda original: _bypassing_links(original, links))
 
 
@@ -69,7 +74,12 @@ def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[.
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         weight = module._flat_weights[0]
-        if casts.switch.is_on_here() and weight is not None and input.dtype != weight.dtype and {input.dtype, weight.dtype} <= CASTABLE:
+        if (
+            casts.switch.is_on_here()
+            and weight is not None
+            and input.dtype != weight.dtype
+            and {input.dtype, weight.dtype} <= CASTABLE
+        ):
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
         original(module, input, batch_sizes)
 
@@ -77,7 +87,10 @@ def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[.
 
 
 def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """The TorchScript compiler reads the source of what it compiles, and that of no wrapper. What it compiles casts nothing."""
+    """The TorchScript compiler reads the source of what it compiles, and that of no wrapper.
+
+    What it compiles casts nothing.
+    """
 
     def script(*args: Any, **kwargs: Any) -> Any:
         with patcher.suspended():
@@ -97,7 +110,10 @@ def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callab
 
 
 def plan_gradient_patches(masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]) -> Iterator[Patch]:
-    """Yield what gradients need of torch: `model.zero_grad()` reaches masters and is told, and clipping past masters is pointed out."""
+    """Yield what gradients need of torch:
+
+    `model.zero_grad()` reaches masters and is told, and clipping past masters is pointed out.
+    """
     yield Patch(torch.nn.Module, "zero_grad", lambda original: _zeroing_masters(original, masters, tell_zeroed))
     has_warned: list[str] = []
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -105,7 +121,9 @@ def plan_gradient_patches(masters: Masters, tell_zeroed: Callable[[torch.nn.Modu
             yield Patch(owner, name, lambda original: _warning_of_masters(original, masters, has_warned))
 
 
-def _zeroing_masters(original: Callable[..., Any], masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
+def _zeroing_masters(
+    original: Callable[..., Any], masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]
+) -> Callable[..., Any]:
     """An abandoned sum in the masters would be stepped on later, and an abandoned overflow would skip a good step."""
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
@@ -125,8 +143,8 @@ def _warning_of_masters(original: Callable[..., Any], masters: Masters, has_warn
         if not has_warned and any(masters.get(parameter) is not None for parameter in parameters):
             has_warned.append("once is enough")
             warnings.warn(
-                "these are the model's 16-bit parameters, whose gradients are in the float32 masters: this clips nothing. "
-                "Clip amp.master_params(optimizer) instead.",
+                "these are the model's 16-bit parameters, whose gradients are in the float32 masters: this clips"
+                " nothing. Clip amp.master_params(optimizer) instead.",
                 stacklevel=2,
             )
         return original(parameters, *args, **kwargs)

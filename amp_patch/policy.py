@@ -31,7 +31,10 @@ PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run. `presets.yaml` says what each means; two runs with equal policies can share a session."""
+    """The properties of one run.
+
+    `presets.yaml` says what each means; two runs with equal policies can share a session.
+    """
 
     opt_level: str
     cast_model_type: torch.dtype | None = None
@@ -57,10 +60,13 @@ class Policy:
     def describe(self) -> list[str]:
         """Return one line for each property, `name : value` with the name padded to 22 columns."""
         shown = {name: value for name, value in asdict(self).items() if name in _DESCRIBED}
-        return [f"{name:22} : {dtype_name(value) if isinstance(value, torch.dtype) else value}" for name, value in shown.items()]
+        return [
+            f"{name:22} : {dtype_name(value) if isinstance(value, torch.dtype) else value}"
+            for name, value in shown.items()
+        ]
 
 
-# ---- reading presets ----------------------------------------------------------------------------------------------------------------------
+# ---- reading presets -------------------------------------------------------------------------------------------------
 
 
 def _text(value: object) -> str:
@@ -131,7 +137,9 @@ class Presets:
         return () if self.path == shipped_presets() else Presets(shipped_presets()).names()
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (properties, properties that differ on the CPU) of a level; a level the file lacks is looked up in the shipped file."""
+        """Return (properties, properties that differ on the CPU) of a level; a level the file lacks is looked up in the
+        shipped file.
+        """
         if level not in self._levels:
             if self.path == shipped_presets():
                 raise _unknown_level(level, self.names())
@@ -171,7 +179,10 @@ def shipped_presets() -> Path:
 
 def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     if not isinstance(node.value, dict):
-        raise PolicyError(f"{path}:{node.line}:{node.column}: expected a mapping of properties, for example {{extends: O2, loss_scale: 128}}")
+        raise PolicyError(
+            f"{path}:{node.line}:{node.column}: expected a mapping of properties, for example {{extends: O2,"
+            " loss_scale: 128}"
+        )
     return node.value
 
 
@@ -180,7 +191,10 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
     for name, node in entries.items():
         if name not in _PARSERS:
             line, column = parent.key_at.get(name, (node.line, node.column))
-            raise PolicyError(f"{path}:{line}:{column}: unknown property {name!r} ({', '.join(_PARSERS)}).{did_you_mean(name, _PARSERS)}")
+            raise PolicyError(
+                f"{path}:{line}:{column}: unknown property {name!r}"
+                f" ({', '.join(_PARSERS)}).{did_you_mean(name, _PARSERS)}"
+            )
         value = [item.value for item in node.value] if isinstance(node.value, list) else node.value
         try:
             result[name] = None if _is_null(node) else _PARSERS[name](value)
@@ -193,18 +207,23 @@ def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
     hint = ""
     if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in allowed:
         hint = f" Did you mean 'O{level[1:]}'? The first character is the letter O."
-    return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint or did_you_mean(level, allowed)}")
+    return PolicyError(
+        f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint or did_you_mean(level, allowed)}"
+    )
 
 
-# ---- from a level and overrides to a policy -----------------------------------------------------------------------------------------------
+# ---- from a level and overrides to a policy --------------------------------------------------------------------------
 
 _DTYPE_OVERRIDES = ("cast_model_type", "patch_torch_functions_type")
 
 
-def make_policy(opt_level: object, overrides: Mapping[str, Any], *, device_type: str, presets: str | os.PathLike[str] | None = None) -> Policy:
+def make_policy(
+    opt_level: object, overrides: Mapping[str, Any], *, device_type: str, presets: str | os.PathLike[str] | None = None
+) -> Policy:
     """Return the policy of a level on a device type, with `overrides` (None means: not given) applied.
 
-    Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all contradictions at once.
+    Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
+    contradictions at once.
     """
     path = Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets())
     table = Presets(path)
@@ -220,7 +239,10 @@ def make_policy(opt_level: object, overrides: Mapping[str, Any], *, device_type:
     policy, problems = _override(preset, given)
     problems += _contradictions(preset, given, policy)
     if problems:
-        raise PolicyError(f"opt_level {opt_level!r} cannot be combined with these arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise PolicyError(
+            f"opt_level {opt_level!r} cannot be combined with these arguments:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
     return policy
@@ -257,23 +279,42 @@ def _contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) ->
     level = preset.opt_level
     if preset.patch_torch_functions:
         if policy.cast_model_type not in (None, torch.float32):
-            problems.append(f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32; use O2, O3 or O5")
+            problems.append(
+                f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
+                " use O2, O3 or O5"
+            )
         if given.get("keep_batchnorm_fp32") is not None:
-            problems.append(f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']!r}: {level} keeps all weights float32 anyway; leave it out")
+            problems.append(
+                f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']!r}: {level} keeps all weights float32 anyway; leave"
+                " it out"
+            )
         if given.get("master_weights") is not None:
-            problems.append(f"master_weights={given['master_weights']!r}: {level} keeps all weights float32 anyway; leave it out")
+            problems.append(
+                f"master_weights={given['master_weights']!r}: {level} keeps all weights float32 anyway; leave it out"
+            )
         if policy.patch_torch_functions and policy.patch_torch_functions_type not in LOW_DTYPES:
-            problems.append(f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16")
+            problems.append(
+                f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16"
+            )
     else:
         if policy.patch_torch_functions:
-            problems.append(f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions")
+            problems.append(
+                f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions"
+            )
         if given.get("patch_torch_functions_type") is not None:
             named = given["patch_torch_functions_type"]
-            problems.append(f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4")
+            problems.append(
+                f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4"
+            )
         if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
-            problems.append(f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another level")
+            problems.append(
+                f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another"
+                " level"
+            )
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
-        problems.append(f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}")
+        problems.append(
+            f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
+        )
     if not policy.max_loss_scale > 0:
         problems.append(f"max_loss_scale={policy.max_loss_scale}: must be positive")
     return problems

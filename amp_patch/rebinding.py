@@ -1,11 +1,13 @@
-"""References to patched functions in the rest of the process: found without running anybody's code, so that they can be bound to replacements.
+"""References to patched functions in the rest of the process: found without running anybody's code, so that they can be
+bound to replacements.
 
-Where it looks, in every imported module outside torch, this package and the standard library: globals, class attributes, default arguments and
-closures of the functions and methods defined there, and dicts and lists (of dicts and lists) in globals and class attributes. Namespaces are
-read with C's own accessors: no property, no descriptor, no `__getattr__` and no metaclass gets to run.
+Where it looks, in every imported module outside torch, this package and the standard library: globals, class
+attributes, default arguments and closures of the functions and methods defined there, and dicts and lists (of dicts and
+lists) in globals and class attributes. Namespaces are read with C's own accessors: no property, no descriptor, no
+`__getattr__` and no metaclass gets to run.
 
-Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch, `torch.Tensor` or a patched
-function: it has no way to come by one.
+Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch,
+`torch.Tensor` or a patched function: it has no way to come by one.
 """
 
 import functools
@@ -28,17 +30,49 @@ MAX_NAMED = 10  # of what cannot be bound
 MAX_DEPTH = 2  # of dicts and lists in one another
 
 _flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
-_BELOW_TORCH = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions", "wrapt", "yaml"}
+_BELOW_TORCH = {
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "markupsafe",
+    "mpmath",
+    "networkx",
+    "numpy",
+    "sympy",
+    "typing_extensions",
+    "wrapt",
+    "yaml",
+}
 _PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
-_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), type(Ellipsis), types.ModuleType, types.CodeType, types.BuiltinFunctionType})
-_PLAIN |= {types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType}
+_PLAIN = frozenset(
+    {
+        str,
+        bytes,
+        int,
+        float,
+        complex,
+        bool,
+        type(None),
+        type(Ellipsis),
+        types.ModuleType,
+        types.CodeType,
+        types.BuiltinFunctionType,
+    }
+)
+_PLAIN |= {
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+}
 _HOLDERS = frozenset({functools.partial, tuple, list, dict})
 _IS_ASSIGNABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or made to look so
 _IS_IMMUTABLE = 1 << 8
 
 
 class Search:
-    """Finds the places that refer to some functions, and what refers to them in a way that nothing can be bound in its place.
+    """Finds the places that refer to some functions, and what refers to them in a way that nothing can be bound in its
+    place.
 
     Args:
         functions: what is to stand for each function, by the function's id.
@@ -50,7 +84,9 @@ class Search:
         self._ids = frozenset(functions)
         self._homes = {"torch", *packages}
         self._package = ""  # the one that is being searched
-        self._seen = {id(function) for function in functions.values()}  # a replacement's own closure holds the original, and is to keep it
+        self._seen = {
+            id(function) for function in functions.values()
+        }  # a replacement's own closure holds the original, and is to keep it
         self._others: list[tuple[str, str, Any]] = []
         self.found: list[Rebinding] = []
 
@@ -71,17 +107,23 @@ class Search:
                 if top not in _PASSED_OVER:
                     packages.setdefault(top, []).append((name, module))
         for self._package, modules in packages.items():
-            if len(modules) == 1 or any(not evidence.isdisjoint(map(id, list(namespace_of(module).values()))) for _, module in modules):
+            if len(modules) == 1 or any(
+                not evidence.isdisjoint(map(id, list(namespace_of(module).values()))) for _, module in modules
+            ):
                 for name, module in modules:
                     self._search_module(name, module)
 
     def search_model(self, model: torch.nn.Module) -> None:
-        """Look through the attributes of the model's modules, and through their classes where torch does not define them."""
+        """Look through the attributes of the model's modules, and through their classes where torch does not define
+        them.
+        """
         for path, module in model.named_modules():
             prefix = ".".join(filter(None, (type(model).__name__, path)))
             for key, value in list(vars(module).items()):
                 if id(value) in self._ids:
-                    self.found.append(Rebinding(InstanceAttribute(module, key), value, self._functions[id(value)], value))
+                    self.found.append(
+                        Rebinding(InstanceAttribute(module, key), value, self._functions[id(value)], value)
+                    )
                 elif type(value) in _HOLDERS:
                     self._others.append((prefix, key, value))
             for owner in type(module).__mro__:
@@ -93,7 +135,11 @@ class Search:
         """Return what holds one of the functions where it cannot be rebound, as `module.name (its class)` each."""
         if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], self._seen))):
             return []
-        handled = {id(namespace_of(module)) for module in list(sys.modules.values()) if issubclass(type(module), types.ModuleType)} | self._seen
+        handled = {
+            id(namespace_of(module))
+            for module in list(sys.modules.values())
+            if issubclass(type(module), types.ModuleType)
+        } | self._seen
         holders = {id(value): (prefix, key, value) for prefix, key, value in self._others}
         return [
             f"{prefix}.{key} ({type(value).__name__})"
@@ -125,19 +171,25 @@ class Search:
             function = value.__func__ if kind is staticmethod or kind is classmethod else value
             if id(function) in self._ids:
                 if _flags_of(owner) & (_IS_ASSIGNABLE | _IS_IMMUTABLE) == _IS_ASSIGNABLE:
-                    self.found.append(Rebinding(ClassAttribute(owner, key), value, self._as_attribute(value, function), function))
+                    self.found.append(
+                        Rebinding(ClassAttribute(owner, key), value, self._as_attribute(value, function), function)
+                    )
             elif type(function) is types.FunctionType:
                 self._search_function(function)
             elif kind not in _PLAIN:
                 self._search_value(value, f"{home}.{owner.__name__}", key)
 
     def _as_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return what is to be the class attribute instead of `value`: called through an instance, it gets the same arguments."""
+        """Return what is to be the class attribute instead of `value`: called through an instance, it gets the same
+        arguments.
+        """
         after = self._functions[id(function)]
         if function is not value:
             return type(value)(after)
         binds_now, will_bind = hasattr(type(value), "__get__"), hasattr(type(after), "__get__")
-        return staticmethod(after) if will_bind and not binds_now else after  # a builtin is not given the instance, a function is
+        return (
+            staticmethod(after) if will_bind and not binds_now else after
+        )  # a builtin is not given the instance, a function is
 
     def _search_value(self, value: Any, prefix: str, key: str) -> None:
         kind = type(value)
@@ -161,11 +213,15 @@ class Search:
                 self.found.append(Rebinding(Item(table, index), value, self._functions[id(value)], value))
             elif issubclass(kind, (dict, list)) and depth < MAX_DEPTH:
                 self._search_table(value, prefix, key, depth + 1)
-            elif kind not in _PLAIN and kind is not types.FunctionType and not issubclass(kind, (type, types.ModuleType)):
+            elif (
+                kind not in _PLAIN and kind is not types.FunctionType and not issubclass(kind, (type, types.ModuleType))
+            ):
                 self._others.append((prefix, key, value))
 
     def _search_function(self, function: types.FunctionType) -> None:
-        """Look at the defaults and the closure of a function, and at the functions in its closure: a decorator keeps there what it decorates."""
+        """Look at the defaults and the closure of a function, and at the functions in its closure: a decorator keeps
+        there what it decorates.
+        """
         pending = [function]
         while pending:
             function = pending.pop()
@@ -197,24 +253,34 @@ class Search:
 
 
 def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:
-    """Return what the values refer to, directly or through a dict or tuple of theirs. The garbage collector knows, and asks nobody."""
+    """Return what the values refer to, directly or through a dict or tuple of theirs.
+
+    The garbage collector knows, and asks nobody.
+    """
     direct = gc.get_referents(*values)
     inner = [value for value in direct if type(value) in (dict, tuple) and id(value) not in handled]
     return [value for value in direct if id(value) not in handled] + gc.get_referents(*inner)
 
 
-# ---- what sessions do with it -------------------------------------------------------------------------------------------------------------
+# ---- what sessions do with it ----------------------------------------------------------------------------------------
 
 
 def functions_of(patcher: Patcher) -> Functions:
-    """Return the replacement of each function that is patched, by the id of the function. Of several, the one that was put in last."""
+    """Return the replacement of each function that is patched, by the id of the function.
+
+    Of several, the one that was put in last.
+    """
     return {id(original): replacement for original, replacement in patcher.functions()}
 
 
-def bind(functions: Sequence[tuple[Patcher, Functions]], models: Iterable[torch.nn.Module], *, with_modules: bool = True) -> list[str]:
-    """Have what refers to one of the functions refer to its replacement: in models, and in the imported modules. Their patchers can undo it.
+def bind(
+    functions: Sequence[tuple[Patcher, Functions]], models: Iterable[torch.nn.Module], *, with_modules: bool = True
+) -> list[str]:
+    """Have what refers to one of the functions refer to its replacement: in models, and in the imported modules. Their
+    patchers can undo it.
 
-    Replacements that a copy of a model kept from an earlier session are bound like their originals. Returns what could not be bound.
+    Replacements that a copy of a model kept from an earlier session are bound like their originals. Returns what could
+    not be bound.
     """
     models, wanted = list(models), {key: replacement for _, some in functions for key, replacement in some.items()}
     if not wanted:
@@ -231,9 +297,13 @@ def bind(functions: Sequence[tuple[Patcher, Functions]], models: Iterable[torch.
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[torch.nn.Module]) -> None:
-    """Undo the patchers, last one first, and give the originals back to whatever took hold of a replacement while it was in."""
+    """Undo the patchers, last one first, and give the originals back to whatever took hold of a replacement while it
+    was in.
+    """
     replacements = [(original, replacement) for patcher in patchers for original, replacement in patcher.functions()]
-    search = Search({id(replacement): original for original, replacement in replacements}, _packages_of(r for _, r in replacements))
+    search = Search(
+        {id(replacement): original for original, replacement in replacements}, _packages_of(r for _, r in replacements)
+    )
     for patcher in reversed(patchers):
         patcher.undo()
     _rewrite(search, models, with_modules=True)

@@ -1,6 +1,8 @@
-"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers look for Apex's messages.
+"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers
+look for Apex's messages.
 
-The stand-in for Apex prints instead, as Apex did: a script that configures logging must not lose the lines it looks for, or get them twice.
+The stand-in for Apex prints instead, as Apex did: a script that configures logging must not lose the lines it looks
+for, or get them twice.
 """
 
 import logging
@@ -65,8 +67,13 @@ def say_on_every_rank(message: str, *args: object) -> None:
 
 
 def find_stacklevel() -> int:
-    """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code that called the package."""
+    """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code
+    that called the package.
+    """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_patch", "contextlib"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "amp_patch",
+        "contextlib",
+    ):
         level, frame = level + 1, frame.f_back
     return level

@@ -46,7 +46,9 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that lists say of an op: rulings, and entries that have no effect on this torch, because it lacks the op or has another version."""
+    """All that lists say of an op: rulings, and entries that have no effect on this torch, because it lacks the op or
+    has another version.
+    """
 
     op: str
     rulings: tuple[Ruling, ...]
@@ -56,7 +58,8 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have other kinds.
+    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have
+    other kinds.
 
     A difference between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
     """
@@ -71,14 +74,19 @@ _Rulings = dict[Key, Ruling]
 
 
 def describe_effects(kind: str, low: str) -> dict[str, str]:
-    """Return what becomes of an argument of each dtype that is ever cast, when the low dtype is `low`; any other dtype stays as it is."""
+    """Return what becomes of an argument of each dtype that is ever cast, when the low dtype is `low`; any other dtype
+    stays as it is.
+    """
     untouched = dict.fromkeys((*_SIXTEEN_BIT, "float32"), "as it is")
     if kind == "whitelist":
         return {name: "as it is" if name == low else f"cast to {low}" for name in untouched}
     if kind == "blacklist":
         return untouched | dict.fromkeys(_SIXTEEN_BIT, "cast to float32")
     if kind in ("promote", "sequence_promote"):
-        return untouched | {"float16": "cast to float32 beside float32 or bfloat16", "bfloat16": "cast to float32 beside float32 or float16"}
+        return untouched | {
+            "float16": "cast to float32 beside float32 or bfloat16",
+            "bfloat16": "cast to float32 beside float32 or float16",
+        }
     if kind == "match_self":
         return dict.fromkeys(untouched, "cast to the dtype of the first argument")
     if kind == "inplace_error":
@@ -87,13 +95,17 @@ def describe_effects(kind: str, low: str) -> dict[str, str]:
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say of an op, a bare or a dotted name as in a list file. Its in-place twins are explained along with it.
+    """Return what lists say of an op, a bare or a dotted name as in a list file. Its in-place twins are explained along
+    with it.
 
-    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the lists do not name.
+    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
+    lists do not name.
     """
     keys = find_spellings(op, may_be_missing=True)
     missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
-    other_torch = tuple(entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys())
+    other_torch = tuple(
+        entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys()
+    )
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
     by_key = _rule_all(lists)
@@ -123,9 +135,15 @@ def _compare_modules(left: Sequence[Any], right: Sequence[Any]) -> Iterator[Diff
     if before != after:
         for chooser in {**before, **after}:
             if before.get(chooser) != after.get(chooser):
-                yield Difference(f"modules {chooser}", (), before.get(chooser, "unlisted"), after.get(chooser, "unlisted"))
-    elif [(rule.chooser, rule.run) for rule in left] != [(rule.chooser, rule.run) for rule in right]:  # of several, the last one counts
-        yield Difference("modules", (), *(", ".join(f"{rule.chooser} {rule.run}" for rule in rules) for rules in (left, right)))
+                yield Difference(
+                    f"modules {chooser}", (), before.get(chooser, "unlisted"), after.get(chooser, "unlisted")
+                )
+    elif [(rule.chooser, rule.run) for rule in left] != [
+        (rule.chooser, rule.run) for rule in right
+    ]:  # of several, the last one counts
+        yield Difference(
+            "modules", (), *(", ".join(f"{rule.chooser} {rule.run}" for rule in rules) for rules in (left, right))
+        )
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:

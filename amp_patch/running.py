@@ -1,7 +1,8 @@
 """`amp-patch run`: a script written for NVIDIA Apex, unmodified, with the stand-in for `apex` in place.
 
-The script runs as `python script.py` would run it: as `__main__`, with its own `sys.argv` and `sys.path[0]`, its exit code, and its traceback below
-a few frames of this module. Processes that it spawns through multiprocessing get the stand-in as well.
+The script runs as `python script.py` would run it: as `__main__`, with its own `sys.argv` and `sys.path[0]`, its exit
+code, and its traceback below a few frames of this module. Processes that it spawns through multiprocessing get the
+stand-in as well.
 """
 
 import argparse
@@ -26,17 +27,24 @@ SUMMARY = "run a script written for NVIDIA Apex, unmodified"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
     parser.usage = "%(prog)s [--opt-level LEVEL] [--lists LIST] [--force] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    parser.add_argument("--opt-level", type=_opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5")
+    parser.add_argument(
+        "--opt-level", type=_opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
+    )
     parser.add_argument(
         "--lists",
         type=_oplist,
         action="append",
         default=[],
         metavar="LIST",
-        help="an op list (a shipped name or a .yaml file) to lay over the list apex at O1 and O4; may be repeated, and later ones win",
+        help=(
+            "an op list (a shipped name or a .yaml file) to lay over the list apex at O1 and O4; may be repeated, and"
+            " later ones win"
+        ),
     )
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
 
 
@@ -114,7 +122,16 @@ def _run_spec(spec: ModuleSpec) -> bool:
     loader: Any = spec.loader
     code = None if loader is None else loader.get_code(spec.name)
     if code is not None:
-        _run_as_main(code, {"__file__": spec.origin, "__loader__": loader, "__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached})
+        _run_as_main(
+            code,
+            {
+                "__file__": spec.origin,
+                "__loader__": loader,
+                "__spec__": spec,
+                "__package__": spec.parent,
+                "__cached__": spec.cached,
+            },
+        )
     return code is not None
 
 
@@ -132,14 +149,16 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _run_as_main(code: types.CodeType, attributes: dict[str, Any]) -> None:
-    """Run code in a new `__main__`, which stays: exit handlers, threads and pickles look for it until the process ends."""
+    """Run code in a new `__main__`, which stays: exit handlers, threads and pickles look for it until the
+    process ends.
+    """
     module = types.ModuleType("__main__")
     vars(module).update({"__builtins__": builtins, **attributes})
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
 
-# ---- processes that the script spawns -----------------------------------------------------------------------------------------------------
+# ---- processes that the script spawns --------------------------------------------------------------------------------
 
 
 class _Installation:

@@ -1,7 +1,8 @@
 """`LossScaler`: multiply the loss, divide the gradients, and decide after each step what the next scale is.
 
-The state is two 0-dim tensors on the device of the loss, so that neither scaling nor unscaling waits for the device. Reading a value back
-(`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does, unless it was sent to the host before. The scaler knows no optimizer.
+The state is two 0-dim tensors on the device of the loss, so that neither scaling nor unscaling waits for the device.
+Reading a value back (`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does, unless it was sent to the
+host before. The scaler knows no optimizer.
 """
 
 import math
@@ -20,8 +21,9 @@ INIT_SCALE = 2.0**16
 
 
 class EarlyReading:
-    """A number on its way from a 0-dim tensor to the host. From a CUDA device it arrives with the work queued before it; elsewhere it is read when
-    it is asked for."""
+    """A number on its way from a 0-dim tensor to the host. From a CUDA device it arrives with the work queued before
+    it; elsewhere it is read when it is asked for.
+    """
 
     __slots__ = ("_event", "_tensor")
 
@@ -56,7 +58,9 @@ class OverflowCheck:
     def __init__(self, scaler: "LossScaler", device: torch.device) -> None:
         self.scaler = scaler
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self.is_open = False  # while the backward pass is still to come, or under way, no decision takes the check into account
+        self.is_open = (
+            False  # while the backward pass is still to come, or under way, no decision takes the check into account
+        )
         self._reading: EarlyReading | None = None
         self._unsettled: list[Callable[[], None]] = []
 
@@ -86,8 +90,9 @@ class OverflowCheck:
 class LossScaler:
     """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
-    Dynamic: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient, double after 2000 good steps in
-    a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per optimizer step, however many backward passes led to it.
+    Dynamic: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient, double after
+    2000 good steps in a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per optimizer step,
+    however many backward passes led to it.
     """
 
     def __init__(
@@ -102,7 +107,11 @@ class LossScaler:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self.growth_interval = growth_interval
-        start = max(min(max_loss_scale, INIT_SCALE), min_loss_scale or 0.0) if loss_scale == "dynamic" else float(loss_scale)
+        start = (
+            max(min(max_loss_scale, INIT_SCALE), min_loss_scale or 0.0)
+            if loss_scale == "dynamic"
+            else float(loss_scale)
+        )
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
@@ -110,7 +119,10 @@ class LossScaler:
 
     @property
     def scale(self) -> Tensor:
-        """The scale as a 0-dim float32 tensor where it was last used. It never changes in place: a later decision makes a new tensor."""
+        """The scale as a 0-dim float32 tensor where it was last used.
+
+        It never changes in place: a later decision makes a new tensor.
+        """
         return self._scale
 
     def scale_on(self, device: torch.device) -> Tensor:
@@ -147,7 +159,8 @@ class LossScaler:
             return scale, good_steps + 1
         found_inf = combine_flags(due).to(scale.device)
         torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
-        # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for good
+        # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
+        # good
         return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
 
     def loss_scale(self) -> float:
@@ -171,23 +184,30 @@ class LossScaler:
         return {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or ValueError on anything else.
+        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or
+        ValueError on anything else.
 
         A static scale stays what it was set to: what another run had found by then is no reason to change it.
         """
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
-            raise ValueError(f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}")
+            raise ValueError(
+                f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}"
+            )
         self._undecided.clear()
         if self.is_dynamic:
             self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
         # at the interval or beyond it the equality test of the growth rule would never hold again
-        self._good_steps = torch.tensor(min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32)
+        self._good_steps = torch.tensor(
+            min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32
+        )
         self._good_steps = self._good_steps.to(self._scale.device)
 
 
 def combine_flags(checks: Sequence[OverflowCheck]) -> Tensor:
-    """Return whether any of `checks`, at least one, found an overflow: 0-dim float32, 0.0 or 1.0, on the device of the first. Waits for nothing."""
+    """Return whether any of `checks`, at least one, found an overflow: 0-dim float32, 0.0 or 1.0, on the device of the
+    first. Waits for nothing.
+    """
     found_inf = checks[0].found_inf
     for check in checks[1:]:
         found_inf = torch.maximum(found_inf, check.found_inf.to(found_inf.device))
@@ -195,16 +215,24 @@ def combine_flags(checks: Sequence[OverflowCheck]) -> Tensor:
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | None) -> None:
-    """Divide `gradients` by `scale` in place, one read and one write each, and record in `check` whether any element was inf or NaN.
+    """Divide `gradients` by `scale` in place, one read and one write each, and record in `check` whether any element
+    was inf or NaN.
 
-    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits for nothing.
+    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits
+    for nothing.
     """
     groups = _group_values(gradients)
     if not groups:
         return
-    inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()  # MPS has no float64
+    inverse = (
+        scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+    )  # MPS has no float64
     for (device, _), values_of_group in groups.items():
-        found_inf = torch.zeros((), dtype=torch.float32, device=device) if check is None or check.found_inf.device != device else check.found_inf
+        found_inf = (
+            torch.zeros((), dtype=torch.float32, device=device)
+            if check is None or check.found_inf.device != device
+            else check.found_inf
+        )
         torch._amp_foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
         if check is not None and found_inf is not check.found_inf:
             check.found_inf.copy_(torch.maximum(check.found_inf, found_inf.to(check.found_inf.device)))

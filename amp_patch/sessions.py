@@ -1,7 +1,7 @@
 """`Session`: one policy in force, and everything that was changed for it.
 
-Opening a session binds models and optimizers and installs patches on one ExitStack; whatever goes wrong on the way, and `close` at the end,
-undoes it all in reverse.
+Opening a session binds models and optimizers and installs patches on one ExitStack; whatever goes wrong on the way, and
+`close` at the end, undoes it all in reverse.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from .weights import WeightLinks, are_kept_on
 class Stats:
     """What a session is and has done.
 
-    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers; `loss_scales` holds
-    the scale of each scaler, in order.
+    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers;
+    `loss_scales` holds the scale of each scaler, in order.
     """
 
     opt_level: str | None
@@ -59,7 +59,13 @@ class Session:
     """One policy, the models and optimizers it was applied to, the scalers, and the patches."""
 
     def __init__(
-        self, policy: Policy, device_type: str, num_losses: int, *, registered: Sequence[Registration] = (), has_models: bool = True
+        self,
+        policy: Policy,
+        device_type: str,
+        num_losses: int,
+        *,
+        registered: Sequence[Registration] = (),
+        has_models: bool = True,
     ) -> None:
         self.policy = policy
         self.device_type = device_type
@@ -70,7 +76,9 @@ class Session:
         self.switch = Switch()
         self.patcher = Patcher()
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
-        self._patching = threading.RLock()  # held while the patchers are at work: ops of packages imported late come from any thread
+        self._patching = (
+            threading.RLock()
+        )  # held while the patchers are at work: ops of packages imported late come from any thread
         self.oplists: OpLists | None = None
         self.casts: OpCasts | None = None
         self._links: WeightLinks | None = None
@@ -83,18 +91,21 @@ class Session:
             self.oplists = load_oplists(policy.lists)
             if not policy.patch_torch_functions and not self.oplists.modules:
                 raise PolicyError(
-                    f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list have an effect, "
-                    "and there are none in these; use O1 or O4"
+                    f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules`"
+                    " of a list have an effect, and there are none in these; use O1 or O4"
                 )
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
             self._links = WeightLinks(policy.patch_torch_functions_type, is_kept=are_kept_on(device_type))
             self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
         self.add_scalers(num_losses)
 
-    # ---- opening and closing --------------------------------------------------------------------------------------------------------------
+    # ---- opening and closing -----------------------------------------------------------------------------------------
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Apply the policy. Raises before anything is changed where it can tell, and leaves nothing half-changed where it cannot."""
+        """Apply the policy.
+
+        Raises before anything is changed where it can tell, and leaves nothing half-changed where it cannot.
+        """
         float32_data: dict[int, Tensor] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
@@ -115,15 +126,24 @@ class Session:
             self._bind_to_replacements(added, with_modules=False)
             float32_data.clear()
         except BaseException:
-            self._release([b for b in self._models if b not in known_models], [b for b in self._optimizers if b not in known_optimizers])
+            self._release(
+                [b for b in self._models if b not in known_models],
+                [b for b in self._optimizers if b not in known_optimizers],
+            )
             raise
 
     def close(self) -> None:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice."""
         self._undo.close()
 
-    def _bind(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]) -> None:
-        """Bind all. `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is cleared."""
+    def _bind(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
+    ) -> None:
+        """Bind all.
+
+        `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is
+        cleared.
+        """
         rules = () if self.oplists is None else self.oplists.modules
         unused = dict.fromkeys(rules)
         for model in models:
@@ -133,7 +153,9 @@ class Session:
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
-            warnings.warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel())
+            warnings.warn(
+                f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel()
+            )
         for optimizer in optimizers:
             stepper = OptimizerBinding(
                 optimizer,
@@ -186,7 +208,13 @@ class Session:
         if self._links is not None:
             hook = register_optimizer_step_post_hook(StepHook(self._links.mark_updated))
             undo.callback(hook.remove)
-        late = LateOps(self.oplists, [(owner, name) for owner, name, _ in self._registered], self.casts, self.patcher, self._patching)
+        late = LateOps(
+            self.oplists,
+            [(owner, name) for owner, name, _ in self._registered],
+            self.casts,
+            self.patcher,
+            self._patching,
+        )
         if late:
             undo.callback(late.close)
             self._module_patcher.install([plan_reload_patch(late.look_again)])
@@ -222,7 +250,7 @@ class Session:
             if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
                 binding.abandon_window()
 
-    # ---- what it holds --------------------------------------------------------------------------------------------------------------------
+    # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -237,7 +265,10 @@ class Session:
         for binding in self._optimizers:
             if binding.optimizer is optimizer:
                 return binding
-        raise OptimizerError(f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there before scale_loss")
+        raise OptimizerError(
+            f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there before"
+            " scale_loss"
+        )
 
     def add_scalers(self, num_losses: int) -> None:
         """Have at least `num_losses` scalers."""
@@ -251,7 +282,9 @@ class Session:
             self.scalers.append(scaler)
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the qualified names of parameters (or masters) in the bound models; `parameter of shape (...)` for any other."""
+        """Return the qualified names of parameters (or masters) in the bound models; `parameter of shape (...)` for any
+        other.
+        """
         names: dict[int, str] = {}
         for model in self.models():
             for name, parameter in model.named_parameters():
@@ -262,7 +295,9 @@ class Session:
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
     def _parameters_outside(self) -> list[Tensor]:
-        """Trainable parameters of the bound models that no bound optimizer steps on: their gradients are unscaled too."""
+        """Trainable parameters of the bound models that no bound optimizer steps on: their gradients are
+        unscaled too.
+        """
         owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
         found: dict[int, Tensor] = {}
         modules: list[nn.Module] = self.models()
@@ -271,9 +306,13 @@ class Session:
             module = modules.pop()
             if id(module) not in seen:
                 seen.add(id(module))
-                found.update((id(parameter), parameter) for parameter in module._parameters.values() if parameter is not None)
+                found.update(
+                    (id(parameter), parameter) for parameter in module._parameters.values() if parameter is not None
+                )
                 modules.extend(child for child in module._modules.values() if child is not None)
-        return [parameter for key, parameter in found.items() if key not in owned and self._masters.get(parameter) is None]
+        return [
+            parameter for key, parameter in found.items() if key not in owned and self._masters.get(parameter) is None
+        ]
 
     def refresh(self) -> None:
         """Have every link refreshed before its next use, and copy masters to their parameters."""
@@ -313,7 +352,7 @@ class Session:
             loss_scales=tuple(scaler.loss_scale() for scaler in self.scalers),
         )
 
-    # ---- scaling --------------------------------------------------------------------------------------------------------------------------
+    # ---- scaling -----------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> LossBlock:
         """See `amp_patch.scale_loss`."""
@@ -321,8 +360,8 @@ class Session:
             raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}")
         if loss.device.type != self.device_type:
             raise SessionError(
-                f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was called: "
-                "move the model to its device first, then call initialize"
+                f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
+                " called: move the model to its device first, then call initialize"
             )
         bindings = [self.binding_of(optimizer) for optimizer in optimizers]
         return self._passes.scale_loss(loss, bindings, self.scaler(loss_id), delay_unscale)
@@ -336,7 +375,9 @@ class Session:
         try:
             return self.scalers[loss_id]
         except IndexError:
-            raise IndexError(f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize") from None
+            raise IndexError(
+                f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize"
+            ) from None
 
 
 def _forget_optimizer(reference: "weakref.ref[Session]", binding: OptimizerBinding) -> None:

@@ -1,7 +1,7 @@
 """`Switch`: whether the casts of a session act, in the process and in the thread that asks, and which way.
 
-Patches are process-wide; a region in which they act otherwise belongs to the thread that opened it. The hot path reads two plain attributes; only
-while some thread has a region open does anybody look at thread-local state.
+Patches are process-wide; a region in which they act otherwise belongs to the thread that opened it. The hot path reads
+two plain attributes; only while some thread has a region open does anybody look at thread-local state.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ Region = tuple[Mode, object]
 
 
 class Switch:
-    """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for a while."""
+    """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for
+    a while.
+    """
 
     __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "_traced", "on", "regions")
 
@@ -82,7 +84,8 @@ class Switch:
         regions: list[Region] = getattr(self._local, "regions", [])
         if regions:
             return regions[-1][0]
-        # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that was opened last.
+        # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
+        # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 return self._open[-1][0] if self._open else Mode.BY_LISTS
@@ -120,7 +123,9 @@ class Switch:
             self.regions = len(self._open)
 
     def enter_traced(self, mode: Mode) -> None:
-        """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local state."""
+        """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local
+        state.
+        """
         self._traced.append(mode)
         self.regions += 1
         enter_in_graph(mode.name)
@@ -134,15 +139,17 @@ class Switch:
 
 _MODES = {mode.name: mode for mode in Mode}
 
-# Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow how a thread's region is found
-# nor guards patched Tensor methods. But it guards the autocast state of the thread, for every kind of device. The state of one that torch lists and
-# no longer runs on says which region is open.
+# Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow
+# how a thread's region is found nor guards patched Tensor methods. But it guards the autocast state of the thread, for
+# every kind of device. The state of one that torch lists and no longer runs on says which region is open.
 
 _SIGNS = {Mode.OFF: torch.float64, Mode.LOW: torch.float16, Mode.FLOAT32: torch.float32}
 
 
 def _find_idle_device() -> tuple[str, torch.dtype] | None:
-    """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if torch lists none any more."""
+    """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if
+    torch lists none any more.
+    """
     for name in ("ipu", "maia"):
         with contextlib.suppress(RuntimeError):
             return name, torch.get_autocast_dtype(name)
@@ -160,7 +167,9 @@ def _show_to_dynamo(mode: Mode) -> None:
 
 
 def _make_constant_for_dynamo(reference: "weakref.ref[Switch]") -> Callable[[], str]:
-    """Return a function that Dynamo calls while it traces, instead of tracing it: the name of the mode in this thread."""
+    """Return a function that Dynamo calls while it traces, instead of tracing it: the name of the mode in this
+    thread.
+    """
 
     def get_name() -> str:
         switch = reference()
@@ -170,14 +179,18 @@ def _make_constant_for_dynamo(reference: "weakref.ref[Switch]") -> Callable[[], 
     return get_name
 
 
-# Dynamo writes calls of these two into its graph. What then traces the graph on (AOTAutograd) runs the ops through the patched functions once more,
-# and `@` for the first time, and must find the regions open that were open when Dynamo met them. They are those of one compilation.
+# Dynamo writes calls of these two into its graph. What then traces the graph on (AOTAutograd) runs the ops through the
+# patched functions once more, and `@` for the first time, and must find the regions open that were open when Dynamo met
+# them. They are those of one compilation.
 
 _regions_in_graphs: WeakKeyDictionary[TracingContext, list[Mode]] = WeakKeyDictionary()
 
 
 def enter_in_graph(name: str) -> None:
-    """Open a region in the graph that is being compiled. Does nothing where a graph is run as it is, as the debugging backend "eager" does."""
+    """Open a region in the graph that is being compiled.
+
+    Does nothing where a graph is run as it is, as the debugging backend "eager" does.
+    """
     context = TracingContext.try_get()
     if context is not None:
         _regions_in_graphs.setdefault(context, []).append(Mode[name])

@@ -1,11 +1,12 @@
 """What torch.autocast of the installed torch does on a device type, in the terms of the op lists.
 
-Nothing is read off documentation. torch registers its casts with the dispatcher, one kernel for each overload and device type, and the
-dispatcher says which there are. What a kernel does is seen by calling it with tensors that hold no data and report the first call made on them:
-a cast, or the op itself. That needs no device: a torch built without CUDA still tells what autocast does on CUDA.
+Nothing is read off documentation. torch registers its casts with the dispatcher, one kernel for each overload and
+device type, and the dispatcher says which there are. What a kernel does is seen by calling it with tensors that hold no
+data and report the first call made on them: a cast, or the op itself. That needs no device: a torch built without CUDA
+still tells what autocast does on CUDA.
 
-Autocast casts overloads of C++ functions, a list casts Python names. `get_rules` translates: a function to its Python name, and a Python name
-that meets a cast only further down in C++ (`_THROUGH`) to the rule it meets there.
+Autocast casts overloads of C++ functions, a list casts Python names. `get_rules` translates: a function to its Python
+name, and a Python name that meets a cast only further down in C++ (`_THROUGH`) to the rule it meets there.
 """
 
 import logging
@@ -23,14 +24,17 @@ from .opnames import Key, find_spellings
 _log = logging.getLogger(__name__)
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-# Autocast is to cast to the one 16-bit dtype, and the tensors have the other: a kernel that runs in low or in float32 must cast either way.
+# Autocast is to cast to the one 16-bit dtype, and the tensors have the other: a kernel that runs in low or in float32
+# must cast either way.
 _LOW, _OTHER = torch.bfloat16, torch.float16
 
 # Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
 _UNSEEN = {"cuda": {"_cudnn_rnn": "whitelist"}, "cpu": {}}
-# F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the former is meant.
+# F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the
+# former is meant.
 _NAMES = {"max_pool3d": "torch.max_pool3d"}
-# Python name: functions below it, of which the first that is registered on a device type decides where the name itself is not.
+# Python name: functions below it, of which the first that is registered on a device type decides where the name itself
+# is not.
 _THROUGH = {
     # these do all their work there
     "chain_matmul": ("mm",),
@@ -45,7 +49,8 @@ _THROUGH = {
     # recurrent layers otherwise multiply there; the rest runs in the dtype of the state, which is low if the input is
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), ("_cudnn_rnn", "linear")),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), ("linear",)),
-    # these end there, so that the result has that dtype; what comes before runs in the dtype of the arguments under autocast
+    # these end there, so that the result has that dtype; what comes before runs in the dtype of the arguments under
+    # autocast
     "cross_entropy": ("nll_loss",),
     "cumulative_trapezoid": ("cumsum",),
     "mvlgamma": ("sum",),
@@ -58,7 +63,8 @@ _THROUGH = {
 
 
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
-    """Return the ops of each rule as a list file would name them, so that such a file does what autocast does on "cpu" or "cuda".
+    """Return the ops of each rule as a list file would name them, so that such a file does what autocast does on "cpu"
+    or "cuda".
 
     Ops are sorted; rules without ops are left out. Raises OpListError for another device type.
     """
@@ -76,19 +82,33 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
 
 
 def get_overload_rules(device_type: str) -> dict[str, str]:
-    """Return the rule of every overload that autocast has a kernel for on that device type, such as {"pow.Tensor_Scalar": "blacklist"}.
+    """Return the rule of every overload that autocast has a kernel for on that device type, such as
+    {"pow.Tensor_Scalar": "blacklist"}.
 
-    An overload whose kernel could not be understood is left out, and logged. Raises OpListError for another device type than "cpu" or "cuda".
+    An overload whose kernel could not be understood is left out, and logged. Raises OpListError for another device type
+    than "cpu" or "cuda".
     """
     if device_type not in _KEYS:
-        raise OpListError(f"device type {device_type!r} is not one whose autocast is known ({', '.join(_KEYS)}).{did_you_mean(device_type, _KEYS)}")
+        raise OpListError(
+            f"device type {device_type!r} is not one whose autocast is known"
+            f" ({', '.join(_KEYS)}).{did_you_mean(device_type, _KEYS)}"
+        )
     rules = dict(_UNSEEN[device_type])
     for full_name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, name = full_name.partition("::")
-        if namespace == "aten" and name not in rules and torch._C._dispatch_has_kernel_for_dispatch_key(full_name, _KEYS[device_type]):
+        if (
+            namespace == "aten"
+            and name not in rules
+            and torch._C._dispatch_has_kernel_for_dispatch_key(full_name, _KEYS[device_type])
+        ):
             rule = _observe(name, device_type)
             if rule is None:
-                _log.warning("what autocast of torch %s does to %s on %s is not understood, so no rule says it", torch.__version__, name, device_type)
+                _log.warning(
+                    "what autocast of torch %s does to %s on %s is not understood, so no rule says it",
+                    torch.__version__,
+                    name,
+                    device_type,
+                )
             else:
                 rules[name] = rule
     return rules
@@ -109,7 +129,7 @@ def _spellings(names: Iterable[str]) -> set[Key]:
     return {key for name in names for key in find_spellings(name, may_be_missing=True)}
 
 
-# ---- observing ------------------------------------------------------------------------------------------------------------------------------
+# ---- observing -------------------------------------------------------------------------------------------------------
 
 
 class _Seen(Exception):
@@ -157,13 +177,17 @@ def _observe(overload: str, device_type: str) -> str | None:
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None
-    if isinstance(first, _Seen) and isinstance(plain, _Seen):  # the same but for a dtype of the result, which such ops compute in
+    if isinstance(first, _Seen) and isinstance(
+        plain, _Seen
+    ):  # the same but for a dtype of the result, which such ops compute in
         return "blacklist" if (first.function, first.arguments) != (plain.function, plain.arguments) else None
     return "banned" if isinstance(plain, _Seen) else None
 
 
 def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: bool = True) -> Exception | None:
-    """Return what ends a call of `op` whose tensors have these dtypes in turn: the first call on one of them, or an error."""
+    """Return what ends a call of `op` whose tensors have these dtypes in turn: the first call on one of them, or an
+    error.
+    """
     count = 0
 
     def tensor() -> Tensor:
@@ -182,7 +206,9 @@ def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: 
 
 
 def _make(argument: Any, tensor: Any) -> Any:
-    """Return something to pass for an argument of an op's schema: tensors wherever tensors may stand, else the default or the simplest."""
+    """Return something to pass for an argument of an op's schema: tensors wherever tensors may stand, else the default
+    or the simplest.
+    """
     kind = str(argument.type)
     if kind in ("Tensor", "Optional[Tensor]"):
         return tensor()
@@ -192,7 +218,16 @@ def _make(argument: Any, tensor: Any) -> Any:
         return argument.default_value
     if kind.startswith("Optional"):
         return None
-    simplest = {"int": 0, "SymInt": 0, "List[int]": [0], "List[SymInt]": [0], "bool": False, "float": 1.0, "number": 1.0, "str": "ij,jk->ik"}
+    simplest = {
+        "int": 0,
+        "SymInt": 0,
+        "List[int]": [0],
+        "List[SymInt]": [0],
+        "bool": False,
+        "float": 1.0,
+        "number": 1.0,
+        "str": "ij,jk->ik",
+    }
     if kind not in simplest:
         raise NotImplementedError(kind)
     return simplest[kind]
@@ -201,12 +236,19 @@ def _make(argument: Any, tensor: Any) -> Any:
 @contextmanager
 def _autocast(device_type: str, is_on: bool) -> Iterator[None]:
     """Autocast to `_LOW`, or none. torch.autocast itself would refuse a device type that this machine lacks."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    before = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
     try:
         torch.set_autocast_enabled(device_type, is_on)
         torch.set_autocast_dtype(device_type, _LOW)
         torch.set_autocast_cache_enabled(False)
-        with torch.inference_mode(False), warnings.catch_warnings():  # in inference mode a cast is reported as the call of `to` around it
+        with (
+            torch.inference_mode(False),
+            warnings.catch_warnings(),
+        ):  # in inference mode a cast is reported as the call of `to` around it
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,16 +1,19 @@
-"""Links: the 16-bit copies of float32 parameters that whitelisted ops read, made once for all forward passes up to the next optimizer step.
+"""Links: the 16-bit copies of float32 parameters that whitelisted ops read, made once for all forward passes up to the
+next optimizer step.
 
-A link is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to the parameter in any number of
-forward and backward passes.
+A link is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
+the parameter in any number of forward and backward passes.
 
-What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump them), so a link is used
-only while it is *live*: each use compares version, address, dtype and `requires_grad`, and these events end the life of links: any optimizer step,
-the end of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
+What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
+them), so a link is used only while it is *live*: each use compares version, address, dtype and `requires_grad`, and
+these events end the life of links: any optimizer step, the end of an outermost forward without gradients, the exit of
+`scale_loss`, `refresh`.
 
-Where launching a kernel costs more than running it, links are *kept*: their values are refreshed in place, many links in one `torch._foreach_copy_`.
-That would break a graph that still needs the old values, so it happens only where no graph holds the copy any more. Otherwise the link is replaced
-by a new one, and the old graph keeps the old copy, as it would keep the result of a plain cast. On a CPU links are dropped instead. A copy made where
-it is used is in the caches, and in memory that was just freed: with kept links a step of a small transformer took 5 % longer there.
+Where launching a kernel costs more than running it, links are *kept*: their values are refreshed in place, many links
+in one `torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where no
+graph holds the copy any more. Otherwise the link is replaced by a new one, and the old graph keeps the old copy, as it
+would keep the result of a plain cast. On a CPU links are dropped instead. A copy made where it is used is in the
+caches, and in memory that was just freed: with kept links a step of a small transformer took 5 % longer there.
 """
 
 import contextlib
@@ -94,7 +97,9 @@ class WeightLinks:
         self.live.clear()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: through a live link if there is one, else by `plain_cast`."""
+        """Return the function that casts one tensor to the low dtype: through a live link if there is one, else by
+        `plain_cast`.
+        """
         live, cast_unlinked = self.live, self.make_cast_unlinked(plain_cast)
         is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -124,7 +129,9 @@ class WeightLinks:
             if key not in owned or tensor.dtype is not float32 or self._is_bypassed or not is_linkable(tensor):
                 return plain_cast(tensor)
             if not is_grad_enabled() or is_inference_mode_enabled():
-                return plain_cast(tensor)  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
+                return plain_cast(
+                    tensor
+                )  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
             if self._is_kept:
                 return self._keep_or_refresh(tensor, plain_cast)
             copy = plain_cast(tensor)
@@ -161,13 +168,20 @@ class WeightLinks:
         self._links.pop(key, None)
 
     def _refresh(self) -> None:
-        """Bring every link that is not live up to date, in one kernel for each device; drop those that may not be written."""
+        """Bring every link that is not live up to date, in one kernel for each device; drop those that may not be
+        written.
+        """
         refreshed: list[_Link] = []
         for key, link in list(self._links.items()):
             if key in self.live:
                 continue
             parameter = link.parameter
-            if parameter.dtype is not torch.float32 or not _can_link(parameter) or link.layout != _layout(parameter) or link.is_held():
+            if (
+                parameter.dtype is not torch.float32
+                or not _can_link(parameter)
+                or link.layout != _layout(parameter)
+                or link.is_held()
+            ):
                 self._drop(key)
                 continue
             refreshed.append(link)
@@ -177,7 +191,9 @@ class WeightLinks:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Cast every weight plainly inside the block, in all threads: what traces the ops must see the cast, not its stored result."""
+        """Cast every weight plainly inside the block, in all threads: what traces the ops must see the cast, not its
+        stored result.
+        """
         before, self._is_bypassed = self._is_bypassed, True
         self.live.clear()
         try:
@@ -186,18 +202,28 @@ class WeightLinks:
             self._is_bypassed = before
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Say that an optimizer stepped over these parameters: their links must be refreshed before they are used again."""
+        """Say that an optimizer stepped over these parameters: their links must be refreshed before they are used
+        again.
+        """
         if self.live:  # none is, after a scale_loss block
             for parameter in parameters:
                 self.live.pop(id(parameter), None)
 
     def doubt_all(self) -> None:
-        """Let no link be used again before it was refreshed: weights may have been edited where nothing shows it (`p.data.mul_`)."""
+        """Let no link be used again before it was refreshed: weights may have been edited where nothing shows it
+        (`p.data.mul_`).
+        """
         self.live.clear()
 
 
 def _can_link(tensor: Tensor) -> bool:
-    """Tell whether a float32 tensor is one that links are for, and whether the cast is no part of a trace or a function transform."""
+    """Tell whether a float32 tensor is one that links are for, and whether the cast is no part of a trace or a function
+    transform.
+    """
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (torch._C._get_tracing_state() or torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling())
+    return not (
+        torch._C._get_tracing_state()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )

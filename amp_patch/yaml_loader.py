@@ -1,8 +1,9 @@
 """A strict reader of YAML: data with positions, and nothing else.
 
-A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as they were written. What lets a YAML
-file surprise its reader is refused: anchors and aliases, tags, duplicate or compound keys, a second document, deep nesting, huge files. The
-reader walks the parser's events and builds only `Node`; no constructor of PyYAML ever runs.
+A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as they were
+written. What lets a YAML file surprise its reader is refused: anchors and aliases, tags, duplicate or compound keys, a
+second document, deep nesting, huge files. The reader walks the parser's events and builds only `Node`; no constructor
+of PyYAML ever runs.
 """
 
 import re
@@ -19,7 +20,9 @@ from .errors import AmpError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
-_LOADER = getattr(yaml, "CLoader", yaml.Loader)  # only its event parser is used, which is the same for the safe and the full loader
+_LOADER = getattr(
+    yaml, "CLoader", yaml.Loader
+)  # only its event parser is used, which is the same for the safe and the full loader
 # The characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -48,7 +51,11 @@ def load_mapping(path: Path, error: type[AmpError]) -> Node:
         raise
     except yaml.YAMLError as exc:
         reader.refuse_syntax(exc)
-    except (ValueError, ArithmeticError, RecursionError) as exc:  # the pure Python parser lets a bad escape or number through as these
+    except (
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ) as exc:  # the pure Python parser lets a bad escape or number through as these
         raise error(f"{path}:1:1: not valid YAML: {exc}") from exc
 
 
@@ -74,7 +81,9 @@ def _read_text(path: Path, error: type[AmpError]) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as exc:
         line, column = _position(data[: exc.start].decode("utf-8"))
-        raise error(f"{path}:{line}:{column}: byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8") from exc
+        raise error(
+            f"{path}:{line}:{column}: byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
+        ) from exc
     if found := _FORBIDDEN.search(text):
         line, column = _position(text[: found.start()])
         raise error(f"{path}:{line}:{column}: character U+{ord(found[0]):04X} is not allowed in YAML; remove it")
@@ -100,7 +109,9 @@ class _Reader:
             raise self._error(f"{self._path}:1:1: the file is empty; it must hold a mapping (`key: value` lines)")
         root = self._node(next(self._events), 1)
         if not isinstance(root.value, dict):
-            self._refuse(root.line, root.column, f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)")
+            self._refuse(
+                root.line, root.column, f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)"
+            )
         next(self._events)  # the end of the document
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
@@ -146,7 +157,9 @@ class _Reader:
                 self._refuse(key.line, key.column, f"a key is {_kind(key)}; keys must be plain text")
             if key.value in key_at:
                 first = "{}:{}".format(*key_at[key.value])
-                self._refuse(key.line, key.column, f"key {key.value!r} is already given at {first}; each key may be given once")
+                self._refuse(
+                    key.line, key.column, f"key {key.value!r} is already given at {first}; each key may be given once"
+                )
             key_at[key.value] = key.line, key.column
             values[key.value] = self._node(next(self._events), depth + 1)
         return Node(values, line, column, key_at=key_at)

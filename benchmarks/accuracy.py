@@ -1,9 +1,11 @@
-"""What 16 bits do to training: loss and accuracy of every mode against float32, and the two failures that mixed precision exists to prevent.
+"""What 16 bits do to training: loss and accuracy of every mode against float32, and the two failures that mixed
+precision exists to prevent.
 
     python benchmarks/accuracy.py --seeds 3 --json accuracy.json --plot accuracy.png
 
-Modes see the same initial weights and the same batches, so a difference is taken within each seed. The two failures follow Micikevicius et al.,
-"Mixed Precision Training", ICLR 2018: gradients too small for float16 (section 3.2), and updates too small for a 16-bit weight (3.1).
+Modes see the same initial weights and the same batches, so a difference is taken within each seed. The two failures
+follow Micikevicius et al., "Mixed Precision Training", ICLR 2018: gradients too small for float16 (section 3.2), and
+updates too small for a 16-bit weight (3.1).
 """
 
 import argparse
@@ -59,11 +61,14 @@ class Result:
         return statistics.fmean(self.losses[-LAST:])
 
 
-# ---- the tasks ----------------------------------------------------------------------------------------------------------------------------------
+# ---- the tasks -------------------------------------------------------------------------------------------------------
 
 
 def make_digits(device: torch.device) -> Task:
-    """The network and the data of `amp-patch demo`: convolutions with BatchNorm on handwritten digits. Needs scikit-learn."""
+    """The network and the data of `amp-patch demo`: convolutions with BatchNorm on handwritten digits.
+
+    Needs scikit-learn.
+    """
     digits = load_digits_tensors(device)
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -78,7 +83,9 @@ def make_digits(device: torch.device) -> Task:
 
 
 def make_text(device: torch.device) -> Task:
-    """A character-level transformer on the help texts that come with Python; the last twentieth of them is for testing."""
+    """A character-level transformer on the help texts that come with Python; the last twentieth of them is for
+    testing.
+    """
     sequence = 64
     tokens = torch.tensor([min(ord(character), 127) for character in read_text()], device=device)
     border = len(tokens) * 19 // 20
@@ -106,7 +113,9 @@ def read_text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def make_small(device: torch.device, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], weight: float) -> Task:
+def make_small(
+    device: torch.device, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], weight: float
+) -> Task:
     """A small network on ten noisy prototypes, its loss times `weight`; float16 on the CPU allows no more."""
     generator = torch.Generator().manual_seed(0)
     prototypes = torch.randn(10, 64, generator=generator)
@@ -126,7 +135,9 @@ def make_small(device: torch.device, make_optimizer: Callable[[nn.Module], torch
 
 
 class _Weigh(nn.Module):
-    """Returns its input, and multiplies the gradient: what a weight of the loss does, while the loss itself stays readable."""
+    """Returns its input, and multiplies the gradient: what a weight of the loss does, while the loss itself stays
+    readable.
+    """
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -137,7 +148,7 @@ class _Weigh(nn.Module):
         return logits.detach() + (logits - logits.detach()) * self.weight
 
 
-# ---- training -----------------------------------------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def compute_loss(inputs: Tensor, targets: Tensor, run: Callable[..., Tensor]) -> Tensor:
@@ -194,12 +205,14 @@ def comparison_rows(name: str, results: Mapping[str, Sequence[Result]]) -> list[
     return rows
 
 
-# ---- gradients that vanish ----------------------------------------------------------------------------------------------------------------------
+# ---- gradients that vanish -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SmallGradients:
-    """One run: in percent, the gradient elements of the first step that are zero although float32's are not; and the result."""
+    """One run: in percent, the gradient elements of the first step that are zero although float32's are not; and the
+    result.
+    """
 
     zero: float
     result: Result
@@ -208,7 +221,8 @@ class SmallGradients:
 def run_small_gradients(steps: int, device: torch.device) -> dict[str, SmallGradients]:
     """Train the small network with a loss weight of 1e-6, under float16 with several loss scales.
 
-    Adam divides by the size of the gradients, so float32 does not mind the weight; the optimizer's epsilon is far below the gradients.
+    Adam divides by the size of the gradients, so float32 does not mind the weight; the optimizer's epsilon is far below
+    the gradients.
     """
     task = make_small(device, lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-20), LOSS_WEIGHT)
     runs: dict[str, tuple[str, dict[str, object]]] = {"float32": ("float32", {})}
@@ -226,7 +240,9 @@ def run_small_gradients(steps: int, device: torch.device) -> dict[str, SmallGrad
 
 
 def _noting_gradients(task: Task) -> tuple[Task, list[Tensor]]:
-    """The same task, and a list that training fills with the gradients that the optimizer steps on, all of one step in one tensor."""
+    """The same task, and a list that training fills with the gradients that the optimizer steps on, all of one step in
+    one tensor.
+    """
     noted: list[Tensor] = []
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -239,15 +255,23 @@ def _noting_gradients(task: Task) -> tuple[Task, list[Tensor]]:
 
 def _flatten(optimizer: torch.optim.Optimizer, get: Callable[[Tensor], Tensor]) -> Tensor:
     """What `get` takes of each parameter that the optimizer steps on, as one float32 tensor on the CPU."""
-    return torch.cat([get(parameter).detach().float().flatten().cpu() for group in optimizer.param_groups for parameter in group["params"]])
+    return torch.cat(
+        [
+            get(parameter).detach().float().flatten().cpu()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+    )
 
 
-# ---- updates that vanish ------------------------------------------------------------------------------------------------------------------------
+# ---- updates that vanish ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SmallUpdates:
-    """One run: in percent, the weights that are no longer what they were; how far they are from it, relative to float32; and the result."""
+    """One run: in percent, the weights that are no longer what they were; how far they are from it, relative to
+    float32; and the result.
+    """
 
     moved: float
     distance: float
@@ -270,26 +294,43 @@ def run_small_updates(steps: int, device: torch.device) -> dict[str, SmallUpdate
     distances: dict[str, float] = {}
     for label, (mode, options) in runs.items():
         ends: list[Tensor] = []
-        result = train(task, mode, 0, steps, device, lambda trainer, ends=ends: ends.append(_flatten(trainer.optimizer, lambda p: p)), **options)
+        result = train(
+            task,
+            mode,
+            0,
+            steps,
+            device,
+            lambda trainer, ends=ends: ends.append(_flatten(trainer.optimizer, lambda p: p)),
+            **options,
+        )
         before, after = ends
         distances[label] = float((after - before).norm())
-        results[label] = SmallUpdates(100.0 * float((after != before).float().mean()), distances[label] / distances["float32"], result)
+        results[label] = SmallUpdates(
+            100.0 * float((after != before).float().mean()), distances[label] / distances["float32"], result
+        )
     return results
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Loss and accuracy of every mode against float32; vanishing gradients and updates.")
+    parser = argparse.ArgumentParser(
+        description="Loss and accuracy of every mode against float32; vanishing gradients and updates."
+    )
     tasks = ("digits", "text", "small-gradients", "small-updates")
     parser.add_argument("--tasks", default=",".join(tasks), help="default: %(default)s")
-    parser.add_argument("--modes", help=f"of {', '.join(MODES)}, for the first two; default: autocast and levels, but no float16 on the CPU")
+    parser.add_argument(
+        "--modes",
+        help=f"of {', '.join(MODES)}, for the first two; default: autocast and levels, but no float16 on the CPU",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's)")
-    parser.add_argument("--quick", action="store_true", help="one seed and a few steps: shows that it runs, and no more")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and a few steps: shows that it runs, and no more"
+    )
     parser.add_argument("--json", type=Path, help="write every loss into this file")
     add_option(parser)
     parsed = parser.parse_args(arguments)
@@ -321,25 +362,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = make_digits(device) if name == "digits" else make_text(device)
         compared[name] = compare(task, parsed.modes, parsed.seeds, parsed.steps, device)
         curves[name] = {mode: _smoothed(runs) for mode, runs in compared[name].items()}
-        report[name] = {mode: [{"losses": run.losses, "accuracy": run.accuracy} for run in runs] for mode, runs in compared[name].items()}
+        report[name] = {
+            mode: [{"losses": run.losses, "accuracy": run.accuracy} for run in runs]
+            for mode, runs in compared[name].items()
+        }
     if compared:
         rows = [row for name, results in compared.items() for row in comparison_rows(name, results)]
         print("\n" + format_table(COLUMNS, rows, left=2))
     if "small-gradients" in parsed.tasks:
         small = run_small_gradients(parsed.steps, device)
         print(f"\nGradients of a loss weighted by {LOSS_WEIGHT:g}")
-        rows = [[label, f"{run.zero:.1f} %", f"{run.result.final_loss:.4f}", f"{run.result.accuracy:.1f} %"] for label, run in small.items()]
+        rows = [
+            [label, f"{run.zero:.1f} %", f"{run.result.final_loss:.4f}", f"{run.result.accuracy:.1f} %"]
+            for label, run in small.items()
+        ]
         print(format_table(("mode", "lost to zero", "loss", "accuracy"), rows))
         curves["small gradients"] = {label: _smoothed([run.result]) for label, run in small.items()}
-        report["small-gradients"] = {label: {"percent_zero": run.zero, "losses": run.result.losses} for label, run in small.items()}
+        report["small-gradients"] = {
+            label: {"percent_zero": run.zero, "losses": run.result.losses} for label, run in small.items()
+        }
     if "small-updates" in parsed.tasks:
         updates = run_small_updates(parsed.steps, device)
         print(f"\nUpdates of plain SGD with a learning rate of {SMALL_LR:g}")
-        rows = [[label, f"{run.moved:.1f} %", f"{run.distance:.3f}", f"{run.result.final_loss:.4f}"] for label, run in updates.items()]
+        rows = [
+            [label, f"{run.moved:.1f} %", f"{run.distance:.3f}", f"{run.result.final_loss:.4f}"]
+            for label, run in updates.items()
+        ]
         print(format_table(("mode", "weights moved", "distance", "loss"), rows))
         curves["small updates"] = {label: _smoothed([run.result]) for label, run in updates.items()}
         report["small-updates"] = {
-            label: {"percent_moved": run.moved, "distance": run.distance, "losses": run.result.losses} for label, run in updates.items()
+            label: {"percent_moved": run.moved, "distance": run.distance, "losses": run.result.losses}
+            for label, run in updates.items()
         }
     write_json(parsed.json, {"environment": machine, "tasks": report})
     save_lines(parsed.plot, f"Training loss (mean of the last {LAST} steps)", "step", curves)

@@ -1,9 +1,11 @@
-"""Everything that needs a GPU, in one go: the tests marked `cuda`, then the time, memory and accuracy benchmarks at the sizes that GPUs are for.
+"""Everything that needs a GPU, in one go: the tests marked `cuda`, then the time, memory and accuracy benchmarks at the
+sizes that GPUs are for.
 
     python benchmarks/gpu.py --out results            # about 20 minutes on an H200
     python benchmarks/gpu.py --out results --only tests,host-bound,memory
 
-Every stage is a process of its own, with a time limit; what it prints and its JSON go into the folder, and a stage that fails stops no other.
+Every stage is a process of its own, with a time limit; what it prints and its JSON go into the folder, and a stage that
+fails stops no other.
 """
 
 import argparse
@@ -21,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A command, its arguments, and the seconds it may take. `{json}` stands for a file in the folder of the results."""
+    """A command, its arguments, and the seconds it may take.
+
+    `{json}` stands for a file in the folder of the results.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -42,12 +47,22 @@ STAGES = (
     Stage("tests", ("-m", "pytest", "-m", "cuda", "tests/test_cuda.py", "-p", "no:cacheprovider", "-rf"), 420),
     _benchmark("compute-bound", 240, f"step --fused --workload gpt2 --micro-batches 1 {FLOAT16} --steps 8"),
     _benchmark("host-bound", 240, f"step --fused {SMALL} --micro-batches 1 {FLOAT16} --rounds 7"),
-    _benchmark("micro-batches", 240, f"step --fused --workload gpt2 --batch 8 --sequence 128 --micro-batches 8 {FLOAT16} --steps 8"),
-    _benchmark("resnet50", 240, f"step --fused --workload resnet50 --channels-last --micro-batches 1 {FLOAT16} --steps 10"),
+    _benchmark(
+        "micro-batches",
+        240,
+        f"step --fused --workload gpt2 --batch 8 --sequence 128 --micro-batches 8 {FLOAT16} --steps 8",
+    ),
+    _benchmark(
+        "resnet50", 240, f"step --fused --workload resnet50 --channels-last --micro-batches 1 {FLOAT16} --steps 10"
+    ),
     _benchmark("memory", 180, "memory --workload gpt2,resnet50,mlp"),
     _benchmark("compute-bound-bfloat16", 240, f"step --fused --workload gpt2 --micro-batches 1 {BFLOAT16} --steps 8"),
     _benchmark("host-bound-bfloat16", 240, f"step --fused {SMALL} --micro-batches 1 {BFLOAT16}"),
-    _benchmark("compiled", 480, "step --fused --workload gpt2 --micro-batches 1 --modes autocast-float16,O1,O2 --rounds 3 --steps 10 --compile"),
+    _benchmark(
+        "compiled",
+        480,
+        "step --fused --workload gpt2 --micro-batches 1 --modes autocast-float16,O1,O2 --rounds 3 --steps 10 --compile",
+    ),
     _benchmark("accuracy", 480, "accuracy"),
     _benchmark("list-errors", 240, "list_errors"),
 )
@@ -61,7 +76,13 @@ def run(stage: Stage, folder: Path) -> str:
     with log.open("w", encoding="utf-8") as file:
         try:
             done = subprocess.run(
-                [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=stage.seconds, check=False
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=stage.seconds,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return f"stopped after {stage.seconds} s"
@@ -87,7 +108,9 @@ def main() -> None:
             started = time.perf_counter()
             end = run(stage, arguments.out)
             print(f"\n==== {stage.name}: {end}, {time.perf_counter() - started:.0f} s", flush=True)
-            print((arguments.out / f"{stage.name}.txt").read_text(encoding="utf-8", errors="replace")[-3000:], flush=True)
+            print(
+                (arguments.out / f"{stage.name}.txt").read_text(encoding="utf-8", errors="replace")[-3000:], flush=True
+            )
 
 
 if __name__ == "__main__":

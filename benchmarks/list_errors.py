@@ -1,16 +1,19 @@
-"""What float32 buys the blacklisted ops: the error of each op's 16-bit kernel, against that of a cast to float32 and a rounding of the result.
+"""What float32 buys the blacklisted ops: the error of each op's 16-bit kernel, against that of a cast to float32 and a
+rounding of the result.
 
     python benchmarks/list_errors.py --json list_errors.json
     python benchmarks/list_errors.py --dtypes bfloat16 --ops softmax,layer_norm --sizes 64,4096
 
-An error is counted in roundings: 1 is the largest error that rounding an exact result to the 16-bit dtype makes. The exact result is that of
-float64 on the same 16-bit inputs. `low` is the kernel of the op on 16-bit tensors; `float32` is what a blacklisted op does, its result rounded
-to the same dtype so that the two compare. The worst case is shown. For the result that is the worst element over all sizes and scales, among
-those that float32 itself gets right. For the gradient of the first input it is the norm of the error over the norm of the gradient, for inputs
-of size 1 and less: larger ones saturate, and where gradients cancel to next to nothing, relative errors mean nothing either.
+An error is counted in roundings: 1 is the largest error that rounding an exact result to the 16-bit dtype makes. The
+exact result is that of float64 on the same 16-bit inputs. `low` is the kernel of the op on 16-bit tensors; `float32` is
+what a blacklisted op does, its result rounded to the same dtype so that the two compare. The worst case is shown. For
+the result that is the worst element over all sizes and scales, among those that float32 itself gets right. For the
+gradient of the first input it is the norm of the error over the norm of the gradient, for inputs of size 1 and less:
+larger ones saturate, and where gradients cancel to next to nothing, relative errors mean nothing either.
 
-An op is *safe in low* where its 16-bit kernel is never more than 2 roundings off, gives nothing out of range that float32 has in range, and has
-a gradient within 2 roundings, or twice what float32 comes to. lists/fast.yaml holds ops that are safe in both dtypes.
+An op is *safe in low* where its 16-bit kernel is never more than 2 roundings off, gives nothing out of range that
+float32 has in range, and has a gradient within 2 roundings, or twice what float32 comes to. lists/fast.yaml holds ops
+that are safe in both dtypes.
 """
 
 import argparse
@@ -30,7 +33,9 @@ from amp_patch.oplists import load_oplists
 SIZES = (16, 256, 4096, 65536)
 SCALES = (1e-6, 0.01, 1.0, 30.0, 1000.0)
 ROWS = 4
-SMALL = 2.0**-10  # an element smaller than this part of the largest one counts as that large: its error is lost beside the others
+SMALL = (
+    2.0**-10
+)  # an element smaller than this part of the largest one counts as that large: its error is lost beside the others
 MOST = 2.0  # roundings, for an op to be safe
 RIGHT = 1.5  # roundings, for float32 to have an element right: 1, and the rest for its own error
 
@@ -65,7 +70,7 @@ class Errors:
         return self.low <= MOST and gradient_fits and not self.out_of_range and not self.problem
 
 
-# ---- inputs -----------------------------------------------------------------------------------------------------------------------------------
+# ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
 def reals(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -82,7 +87,10 @@ def within_one(size: int, scale: float, generator: torch.Generator) -> tuple[Ten
 
 
 def probabilities(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return tuple(torch.sigmoid(torch.randn(ROWS, size, dtype=torch.float64, generator=generator) * min(scale, 3)) for _ in range(2))
+    return tuple(
+        torch.sigmoid(torch.randn(ROWS, size, dtype=torch.float64, generator=generator) * min(scale, 3))
+        for _ in range(2)
+    )
 
 
 def with_targets(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -99,7 +107,9 @@ def with_variances(size: int, scale: float, generator: torch.Generator) -> tuple
 def around_one(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor, ...]:
     """For products: factors whose product stays near 1, and for a large scale one that grows."""
     spread = min(scale, 1) / math.sqrt(size)
-    return (torch.exp(torch.randn(ROWS, size, dtype=torch.float64, generator=generator) * spread + (scale > 1) * 20 / size),)
+    return (
+        torch.exp(torch.randn(ROWS, size, dtype=torch.float64, generator=generator) * spread + (scale > 1) * 20 / size),
+    )
 
 
 def several(count: int, make: Make = reals) -> Make:
@@ -128,7 +138,7 @@ def images(size: int, scale: float, generator: torch.Generator) -> tuple[Tensor,
     return (torch.randn(1, 4, side, side, dtype=torch.float64, generator=generator) * scale,)
 
 
-# ---- ops --------------------------------------------------------------------------------------------------------------------------------------
+# ---- ops -------------------------------------------------------------------------------------------------------------
 
 
 def _classes(value: Tensor) -> Tensor:
@@ -186,7 +196,12 @@ def _norms() -> Iterator[tuple[str, Measured]]:
     yield "rms_norm", Measured(lambda x, w, b: F.rms_norm(x, x.shape[1:], w, 1e-5), affine)
     yield "group_norm", Measured(lambda x: F.group_norm(x, 2), images)
     yield "local_response_norm", Measured(lambda x: F.local_response_norm(x, 3), images)
-    yield "matrix_exp", Measured(torch.matrix_exp, lambda size, scale, generator: squares(min(size, 256), min(scale, 1) / 8, generator))
+    yield (
+        "matrix_exp",
+        Measured(
+            torch.matrix_exp, lambda size, scale, generator: squares(min(size, 256), min(scale, 1) / 8, generator)
+        ),
+    )
     yield "vander", Measured(lambda x: torch.vander(x[0, :4]), reals)
 
 
@@ -201,10 +216,22 @@ def _losses() -> Iterator[tuple[str, Measured]]:
     yield "gaussian_nll_loss", Measured(_reduced(F.gaussian_nll_loss), with_variances)
     yield "poisson_nll_loss", Measured(_reduced(F.poisson_nll_loss), several(2))
     yield "soft_margin_loss", Measured(_reduced(lambda x, **how: F.soft_margin_loss(x, _signs(x), **how)), reals)
-    yield "hinge_embedding_loss", Measured(_reduced(lambda x, **how: F.hinge_embedding_loss(x, _signs(x), **how)), reals)
-    yield "multilabel_soft_margin_loss", Measured(_reduced(lambda x, **how: F.multilabel_soft_margin_loss(x, (_signs(x) + 1) / 2, **how)), reals)
-    yield "margin_ranking_loss", Measured(_reduced(lambda x, y, **how: F.margin_ranking_loss(x, y, _signs(x), 0.1, **how)), several(2))
-    yield "cosine_embedding_loss", Measured(_reduced(lambda x, y, **how: F.cosine_embedding_loss(x, y, _signs(x[:, 0]), **how)), several(2))
+    yield (
+        "hinge_embedding_loss",
+        Measured(_reduced(lambda x, **how: F.hinge_embedding_loss(x, _signs(x), **how)), reals),
+    )
+    yield (
+        "multilabel_soft_margin_loss",
+        Measured(_reduced(lambda x, **how: F.multilabel_soft_margin_loss(x, (_signs(x) + 1) / 2, **how)), reals),
+    )
+    yield (
+        "margin_ranking_loss",
+        Measured(_reduced(lambda x, y, **how: F.margin_ranking_loss(x, y, _signs(x), 0.1, **how)), several(2)),
+    )
+    yield (
+        "cosine_embedding_loss",
+        Measured(_reduced(lambda x, y, **how: F.cosine_embedding_loss(x, y, _signs(x[:, 0]), **how)), several(2)),
+    )
     yield "triplet_margin_loss", Measured(_reduced(F.triplet_margin_loss), several(3))
 
 
@@ -213,15 +240,22 @@ def _resampling() -> Iterator[tuple[str, Measured]]:
 
 
 # Why an op is not run.
-LEFT_OUT = dict.fromkeys(["grid_sample", "grid_sampler"], "the 16-bit CPU kernel of torch 2.13 reads memory outside images above some 180x180")
+LEFT_OUT = dict.fromkeys(
+    ["grid_sample", "grid_sampler"],
+    "the 16-bit CPU kernel of torch 2.13 reads memory outside images above some 180x180",
+)
 MEASURED = dict([*_elementwise(), *_reductions(), *_norms(), *_losses(), *_resampling()])
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(op: str, dtype: torch.dtype, sizes: Sequence[int] = SIZES, scales: Sequence[float] = SCALES, device: str = "cpu") -> Errors:
-    """Return the worst errors of one op in one dtype; an op without a 16-bit kernel has the kernel's complaint as `problem`."""
+def measure(
+    op: str, dtype: torch.dtype, sizes: Sequence[int] = SIZES, scales: Sequence[float] = SCALES, device: str = "cpu"
+) -> Errors:
+    """Return the worst errors of one op in one dtype; an op without a 16-bit kernel has the kernel's complaint as
+    `problem`.
+    """
     worst = [0.0, 0.0, math.nan, math.nan]
     out_of_range = 0
     for size in sizes:
@@ -272,12 +306,16 @@ def _roundings(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     sizes = exact.abs()
     largest = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
-    error = (result.double() - exact).abs() / (sizes.clamp(min=max(info.tiny, SMALL * min(largest, info.max))) * (info.eps / 2))
+    error = (result.double() - exact).abs() / (
+        sizes.clamp(min=max(info.tiny, SMALL * min(largest, info.max))) * (info.eps / 2)
+    )
     return error.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _gradient_errors(low: Tensor | None, wide: Tensor | None, exact: Tensor | None, dtype: torch.dtype) -> list[float]:
-    """Return the errors by norm of both gradients, that of float32 rounded as the cast of a 16-bit input rounds it; nan where it has no value."""
+    """Return the errors by norm of both gradients, that of float32 rounded as the cast of a 16-bit input rounds it; nan
+    where it has no value.
+    """
     if low is None or wide is None or exact is None or not (exact.isfinite().all() and wide.to(dtype).isfinite().all()):
         return [math.nan, math.nan]
     info = torch.finfo(dtype)
@@ -296,15 +334,21 @@ def _plain(value: object) -> object:
 
 
 def unmeasured() -> list[str]:
-    """Return the ops that float16.yaml blacklists for another reason than a missing kernel, and that are neither measured nor left out."""
+    """Return the ops that float16.yaml blacklists for another reason than a missing kernel, and that are neither
+    measured nor left out.
+    """
     entries = {spelling.entry for spelling in load_oplists("float16").spellings if spelling.entry.rule == "blacklist"}
     return sorted({entry.op for entry in entries if entry.why != "kernel"} - {*MEASURED, *LEFT_OUT})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The errors of 16-bit kernels of blacklisted ops against those of float32.")
+    parser = argparse.ArgumentParser(
+        description="The errors of 16-bit kernels of blacklisted ops against those of float32."
+    )
     parser.add_argument("--ops", default=",".join(MEASURED), help="ops to measure, with a comma between (default: all)")
-    parser.add_argument("--dtypes", default="bfloat16,float16", help="16-bit dtypes, with a comma between (default: %(default)s)")
+    parser.add_argument(
+        "--dtypes", default="bfloat16,float16", help="16-bit dtypes, with a comma between (default: %(default)s)"
+    )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="elements to a row (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where to run the kernels (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write every figure into this file")

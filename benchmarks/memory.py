@@ -2,9 +2,10 @@
 
     python benchmarks/memory.py --workload gpt-256,resnet --json memory.json --plot memory.png
 
-What is counted is what tensors asked of torch's allocator: on CUDA by `torch.cuda.max_memory_allocated`, on the CPU by adding up the
-allocations and releases that torch's profiler records, in order. Both are exact and repeat from run to run, which the resident size of a
-process does not: that one holds the libraries, what the C library keeps for reuse, and the moment before a model was cast. The batch is not counted.
+What is counted is what tensors asked of torch's allocator: on CUDA by `torch.cuda.max_memory_allocated`, on the CPU by
+adding up the allocations and releases that torch's profiler records, in order. Both are exact and repeat from run to
+run, which the resident size of a process does not: that one holds the libraries, what the C library keeps for reuse,
+and the moment before a model was cast. The batch is not counted.
 """
 
 import argparse
@@ -27,7 +28,21 @@ from workloads import WORKLOADS, Size, Workload
 
 import amp_patch as amp
 
-COLUMNS = ("workload", "mode", "weights", "masters", "optimizer", "links", "copies", "activations", "gradients", "peak", "in", "ratio", "to")
+COLUMNS = (
+    "workload",
+    "mode",
+    "weights",
+    "masters",
+    "optimizer",
+    "links",
+    "copies",
+    "activations",
+    "gradients",
+    "peak",
+    "in",
+    "ratio",
+    "to",
+)
 WARMUP = 2
 PREFIX = "memory benchmark: "
 
@@ -155,7 +170,9 @@ def measure(mode: str, workload: Workload, device: torch.device, micro_batches: 
             del loss
             meter.mark("backward")
         stepped = get_stepped(trainer)
-        gradients = count_bytes(tensor.grad for tensor in (*trainer.model.parameters(), *stepped) if tensor.grad is not None)
+        gradients = count_bytes(
+            tensor.grad for tensor in (*trainer.model.parameters(), *stepped) if tensor.grad is not None
+        )
         trainer.update()
         meter.mark("update")
         owned = [*trainer.model.parameters(), *trainer.model.buffers()]
@@ -165,7 +182,9 @@ def measure(mode: str, workload: Workload, device: torch.device, micro_batches: 
     phases = meter.phases()
     links = phases[0].live - weights - masters - state
     highest = max(phases[1:], key=lambda phase: phase.peak)
-    return Footprint(weights, masters, state, links, saved.copies, saved.activations, gradients, highest.peak, highest.name, low)
+    return Footprint(
+        weights, masters, state, links, saved.copies, saved.activations, gradients, highest.peak, highest.name, low
+    )
 
 
 def get_stepped(trainer: Trainer) -> list[Tensor]:
@@ -211,7 +230,10 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             return False
         held = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-        return any(weight.numel() == held.numel() and torch.equal(_flat(weight).to(held.dtype), held) for weight in self._weights)
+        return any(
+            weight.numel() == held.numel() and torch.equal(_flat(weight).to(held.dtype), held)
+            for weight in self._weights
+        )
 
 
 def _flat(weight: Tensor) -> Tensor:
@@ -226,7 +248,16 @@ def table_rows(name: str, footprints: Mapping[str, Footprint]) -> list[list[str]
     for mode, found in footprints.items():
         to = autocast.get(found.low or "", next(iter(autocast.values()), ""))
         ratio = f"{found.peak / footprints[to].peak:.3f}" if to else "-"
-        parts = (found.weights, found.masters, found.optimizer, found.links, found.copies, found.activations, found.gradients, found.peak)
+        parts = (
+            found.weights,
+            found.masters,
+            found.optimizer,
+            found.links,
+            found.copies,
+            found.activations,
+            found.gradients,
+            found.peak,
+        )
         rows.append([name, mode, *(f"{part / 1e6:.2f}" for part in parts), found.peak_phase, ratio, to or "-"])
     return rows
 
@@ -246,9 +277,13 @@ def get_parts(found: Footprint) -> dict[str, float]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Bytes of a training step in every mode.")
-    parser.add_argument("--workload", default="gpt-256,mlp,resnet", help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
+    parser.add_argument(
+        "--workload", default="gpt-256,mlp,resnet", help=f"of {', '.join(WORKLOADS)}; default: %(default)s"
+    )
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 on the CPU")
-    parser.add_argument("--micro-batches", type=int, default=1, help="into how many parts the batch is split (default: %(default)s)")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="into how many parts the batch is split (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
     parser.add_argument("--sequence", type=int, help="tokens of a row")
@@ -273,14 +308,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in parsed.workload:
         torch.manual_seed(0)
         workload = WORKLOADS[name](size, device)
-        found[name] = {mode: measure(mode, workload, device, parsed.micro_batches, parsed.fused) for mode in parsed.modes}
-    machine = {**environment(device), "optimizer": "AdamW, fused" if parsed.fused else "AdamW", "micro_batches": parsed.micro_batches}
+        found[name] = {
+            mode: measure(mode, workload, device, parsed.micro_batches, parsed.fused) for mode in parsed.modes
+        }
+    machine = {
+        **environment(device),
+        "optimizer": "AdamW, fused" if parsed.fused else "AdamW",
+        "micro_batches": parsed.micro_batches,
+    }
     print(", ".join(f"{key} {value}" for key, value in machine.items()) + "; millions of bytes", end="\n\n")
     rows = [row for name, footprints in found.items() for row in table_rows(name, footprints)]
     print(format_table(COLUMNS, rows, left=2))
-    report = {name: {mode: asdict(footprint) for mode, footprint in footprints.items()} for name, footprints in found.items()}
+    report = {
+        name: {mode: asdict(footprint) for mode, footprint in footprints.items()} for name, footprints in found.items()
+    }
     write_json(parsed.json, {"environment": machine, "workloads": report})
-    panels = {name: {mode: get_parts(footprint) for mode, footprint in footprints.items()} for name, footprints in found.items()}
+    panels = {
+        name: {mode: get_parts(footprint) for mode, footprint in footprints.items()}
+        for name, footprints in found.items()
+    }
     save_stacks(parsed.plot, "Memory of one training step at its peak", "millions of bytes", panels)
 
 

@@ -1,4 +1,5 @@
-"""The ways to train that the benchmarks compare: plain float32, torch.autocast, a model cast to 16 bits, and every opt_level.
+"""The ways to train that the benchmarks compare: plain float32, torch.autocast, a model cast to 16 bits, and every
+opt_level.
 
 Each is a `Trainer` with the same three phases, so that what differs between two figures is the mode and nothing else.
 """
@@ -83,13 +84,18 @@ class Amp(Trainer):
 
 
 class _CastInputs:
-    """Floating inputs in the dtype of the weights, which a model cast by `.to(dtype)` needs and amp_patch does by itself."""
+    """Floating inputs in the dtype of the weights, which a model cast by `.to(dtype)` needs and amp_patch does by
+    itself.
+    """
 
     def __init__(self, low: torch.dtype) -> None:
         self._low = low
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value.to(self._low) if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs)
+        return tuple(
+            value.to(self._low) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in inputs
+        )
 
 
 def get_level(mode: str) -> str | None:

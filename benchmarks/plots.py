@@ -1,4 +1,6 @@
-"""Pictures of the benchmarks' tables. matplotlib is needed only where one is asked for; it comes with `amp_patch[demo]`."""
+"""Pictures of the benchmarks' tables. matplotlib is needed only where one is asked for; it comes with
+`amp_patch[demo]`.
+"""
 
 import argparse
 import importlib.util
@@ -18,7 +20,9 @@ OURS, OTHERS = COLOURS[0], "#A0A0A0"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One horizontal bar: its name, its length and half the width of its error bar in the plot's unit, and what is written at its end."""
+    """One horizontal bar: its name, its length and half the width of its error bar in the plot's unit, and what is
+    written at its end.
+    """
 
     name: str
     value: float
@@ -49,15 +53,33 @@ def save_bars(path: Path | None, title: str, unit: str, panels: Mapping[str, Seq
     for axis, (name, bars) in zip(axes, panels.items(), strict=True):
         _draw_names(axis, name, [bar.name for bar in bars])
         colours = [OURS if bar.is_ours else OTHERS for bar in bars]
-        axis.barh(range(len(bars)), [bar.value for bar in bars], xerr=[bar.error for bar in bars], color=colours, ecolor="#404040")
+        axis.barh(
+            range(len(bars)),
+            [bar.value for bar in bars],
+            xerr=[bar.error for bar in bars],
+            color=colours,
+            ecolor="#404040",
+        )
         for position, bar in enumerate(bars):
-            axis.annotate(bar.note, (bar.value + bar.error, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+            axis.annotate(
+                bar.note,
+                (bar.value + bar.error, position),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
         axis.set_xlim(right=1.2 * max(bar.value + bar.error for bar in bars))
     _finish(figure, axes, title, unit, path)
 
 
-def save_stacks(path: Path | None, title: str, unit: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """One panel for each key; in it, a bar for each key, cut into parts that are named in the legend. Without a path nothing is drawn."""
+def save_stacks(
+    path: Path | None, title: str, unit: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]]
+) -> None:
+    """One panel for each key; in it, a bar for each key, cut into parts that are named in the legend.
+
+    Without a path nothing is drawn.
+    """
     if path is None:
         return
     figure, axes = _make_panels(panels, [len(bars) for bars in panels.values()])
@@ -73,7 +95,10 @@ def save_stacks(path: Path | None, title: str, unit: str, panels: Mapping[str, M
 
 
 def save_lines(path: Path | None, title: str, unit: str, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """One panel for each key; in it, a line over the steps for each key, on a logarithmic scale. Without a path nothing is drawn."""
+    """One panel for each key; in it, a line over the steps for each key, on a logarithmic scale.
+
+    Without a path nothing is drawn.
+    """
     if path is None:
         return
     figure, axes = _make_panels(panels, [9] * len(panels))
@@ -81,7 +106,9 @@ def save_lines(path: Path | None, title: str, unit: str, panels: Mapping[str, Ma
         for order, (label, values) in enumerate(lines.items()):
             # Later lines are thinner, so that a line which runs under another still shows on both sides of it.
             width = 1 + 0.8 * (len(lines) - 1 - order)
-            axis.plot(range(1, len(values) + 1), values, label=label, linewidth=width, color=COLOURS[order % len(COLOURS)])
+            axis.plot(
+                range(1, len(values) + 1), values, label=label, linewidth=width, color=COLOURS[order % len(COLOURS)]
+            )
         axis.set_yscale("log")
         axis.set_title(name, loc="left", fontsize=10)
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

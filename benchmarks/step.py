@@ -1,8 +1,10 @@
-"""Milliseconds of one training step: plain float32, torch.autocast, a 16-bit model, and every opt_level, with the same optimizer and batch.
+"""Milliseconds of one training step: plain float32, torch.autocast, a 16-bit model, and every opt_level, with the same
+optimizer and batch.
 
     python benchmarks/step.py --workload gpt-256,mlp --micro-batches 1,4 --fused --json step.json --plot step.png
 
-In each round every mode builds the model anew, warms up, and times its steps one by one; the round's value is their median. Ratios
+In each round every mode builds the model anew, warms up, and times its steps one by one; the round's value is their
+median. Ratios
 are to the autocast of the mode's own low dtype.
 """
 
@@ -24,8 +26,10 @@ from amp_patch.errors import AmpError
 from amp_patch.oplists import load_oplists
 
 BYTES_PER_PARAMETER = 38
-"""What a step with float32 weights cannot but move for each parameter: AdamW reads weight, gradient and two moments and writes three of them (28),
-backward writes the gradient (4), and 16-bit copies are written once and read by forward and backward (6). Activations come on top."""
+"""What a step with float32 weights cannot but move for each parameter: AdamW reads weight, gradient and two moments and
+writes three of them (28), backward writes the gradient (4), and 16-bit copies are written once and read by forward and
+backward (6). Activations come on top.
+"""
 
 COLUMNS = ("workload", "mode", "ms/step", "spread", "ratio", "to", "loss", "peak MB")
 OVERLAID = ("O1", "O4")
@@ -47,7 +51,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One mode in one round: the median milliseconds of a step, the last loss, the low dtype, and the most memory a timed step took."""
+    """One mode in one round: the median milliseconds of a step, the last loss, the low dtype, and the most memory a
+    timed step took.
+    """
 
     milliseconds: float
     loss: float
@@ -73,7 +79,9 @@ def time_round(mode: str, plan: Plan) -> Round:
     losses = plan.workload.micro_batches(plan.micro_batches)
     milliseconds = []
     build = plan.workload.build
-    with prepared(mode, build, make_optimizer, plan.device, compile_mode=plan.compile_mode, overlays=plan.overlays) as trainer:
+    with prepared(
+        mode, build, make_optimizer, plan.device, compile_mode=plan.compile_mode, overlays=plan.overlays
+    ) as trainer:
         for number in range(plan.warmup + plan.steps):
             if number == plan.warmup and plan.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(plan.device)
@@ -143,20 +151,47 @@ def bars(outcomes: dict[str, Outcome], references: dict[str, str]) -> list[Bar]:
     made = []
     for mode, outcome in outcomes.items():
         samples, against = outcome.samples, outcomes.get(references[mode])
-        note = f"{samples.median:.2f} ms" + (f", x{samples.ratio(against.samples):.2f}" if against and against is not outcome else "")
-        made.append(Bar(mode, samples.median, samples.spread * samples.median, note, is_ours=get_level(mode) is not None))
+        note = f"{samples.median:.2f} ms" + (
+            f", x{samples.ratio(against.samples):.2f}" if against and against is not outcome else ""
+        )
+        made.append(
+            Bar(mode, samples.median, samples.spread * samples.median, note, is_ours=get_level(mode) is not None)
+        )
     return made
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Milliseconds of a training step: float32, torch.autocast, a 16-bit model, every opt_level.")
-    parser.add_argument("--workload", default="gpt-64,gpt-256,mlp,resnet", help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
-    parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 on the CPU, where it is some 50 times slower")
-    parser.add_argument("--lists", action="append", default=[], metavar="LIST[,LIST]", help="op lists: adds modes O1+LIST and O4+LIST (the last)")
-    parser.add_argument("--micro-batches", default="1,4", help="into how many parts each batch is split (default: %(default)s)")
-    parser.add_argument("--compile", nargs="?", const="default", metavar="MODE", help="torch.compile every model, in this mode of it (default)")
+    parser = argparse.ArgumentParser(
+        description="Milliseconds of a training step: float32, torch.autocast, a 16-bit model, every opt_level."
+    )
+    parser.add_argument(
+        "--workload", default="gpt-64,gpt-256,mlp,resnet", help=f"of {', '.join(WORKLOADS)}; default: %(default)s"
+    )
+    parser.add_argument(
+        "--modes",
+        help=f"of {', '.join(MODES)}; default: all, but no float16 on the CPU, where it is some 50 times slower",
+    )
+    parser.add_argument(
+        "--lists",
+        action="append",
+        default=[],
+        metavar="LIST[,LIST]",
+        help="op lists: adds modes O1+LIST and O4+LIST (the last)",
+    )
+    parser.add_argument(
+        "--micro-batches", default="1,4", help="into how many parts each batch is split (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        metavar="MODE",
+        help="torch.compile every model, in this mode of it (default)",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's, which README.md lists with its other sizes")
+    parser.add_argument(
+        "--batch", type=int, help="rows of a step; default: the workload's, which README.md lists with its other sizes"
+    )
     parser.add_argument("--sequence", type=int, help="tokens of a row")
     parser.add_argument("--image", type=int, help="pixels of a side")
     parser.add_argument("--channels-last", action="store_true", help="images and convolutions in torch.channels_last")
@@ -206,10 +241,17 @@ def main() -> None:
             panels[f"{title}, batch {tuple(workload.inputs.shape)}"] = bars(outcomes, references)
             report[title] = {
                 "batch": list(workload.inputs.shape),
-                "modes": {m: {"ms": o.samples.values, "loss": o.last.loss, "peak_bytes": o.last.peak_bytes} for m, o in outcomes.items()},
+                "modes": {
+                    m: {"ms": o.samples.values, "loss": o.last.loss, "peak_bytes": o.last.peak_bytes}
+                    for m, o in outcomes.items()
+                },
             }
     machine = {**environment(device), "optimizer": "AdamW, fused" if arguments.fused else "AdamW"}
-    machine |= {"compile": arguments.compile or "no", "channels_last": arguments.channels_last, "GB/s": round(bandwidth / 1e9)}
+    machine |= {
+        "compile": arguments.compile or "no",
+        "channels_last": arguments.channels_last,
+        "GB/s": round(bandwidth / 1e9),
+    }
     columns = len(COLUMNS) if device.type == "cuda" else len(COLUMNS) - 1
     print(", ".join(f"{key} {value}" for key, value in machine.items()), end="\n\n")
     print(format_table(COLUMNS[:columns], [row[:columns] for row in rows], left=2))

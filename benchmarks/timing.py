@@ -1,6 +1,7 @@
 """What the benchmarks share: interleaved repeats, medians, a table, a JSON report.
 
-Two things timed one after the other differ by whatever the machine did meanwhile. So candidates take turns, each round in another
+Two things timed one after the other differ by whatever the machine did meanwhile. So candidates take turns, each round
+in another
 order, and a ratio is the median of the ratios within the rounds, not the ratio of two medians.
 """
 
@@ -28,7 +29,9 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a fraction of the median: the noise to weigh a difference against."""
+        """Half the distance between the quartiles, as a fraction of the median: the noise to weigh a difference
+        against.
+        """
         if len(self.values) < 2 or not self.median:
             return 0.0
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -44,7 +47,9 @@ class Samples:
 
 
 def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0) -> dict[str, Samples]:
-    """Call every candidate once a round, in a shuffled order; each returns its own measurement, and sets up and tears down by itself."""
+    """Call every candidate once a round, in a shuffled order; each returns its own measurement, and sets up and tears
+    down by itself.
+    """
     shuffler = random.Random(seed)
     values: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -54,7 +59,9 @@ def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int, seed:
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> float:
-    """The mean wall time of `calls` calls, the cost of the loop itself taken off; on the CPU, where nothing needs synchronising."""
+    """The mean wall time of `calls` calls, the cost of the loop itself taken off; on the CPU, where nothing needs
+    synchronising.
+    """
     repetitions = range(calls)
     started = time.perf_counter()
     for _ in repetitions:
@@ -77,7 +84,10 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: in
     lines = [tuple(columns), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     text = [
-        "  ".join(cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
     return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
@@ -88,7 +98,9 @@ def environment(device: torch.device) -> dict[str, object]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()}, {_cpu_capability()})",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} ({platform.machine()}, {_cpu_capability()})",
         "threads": torch.get_num_threads(),
     }
 

@@ -1,4 +1,6 @@
-"""The models that the benchmarks train, each with a loss of its own: what a mode does to it is the benchmark's business."""
+"""The models that the benchmarks train, each with a loss of its own: what a mode does to it is the benchmark's
+business.
+"""
 
 import functools
 from collections.abc import Callable
@@ -24,22 +26,31 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, width = x.shape
-        query, key, value = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(batch, sequence, width))
         return x + self.contract(F.gelu(self.expand(self.mlp_norm(x))))
 
 
 class Transformer(nn.Module):
-    """GPT-style: token ids `[batch, sequence]` to logits `[batch, sequence, vocabulary]`. Tied: the head's weight is that of the embedding."""
+    """GPT-style: token ids `[batch, sequence]` to logits `[batch, sequence, vocabulary]`.
 
-    def __init__(self, width: int, blocks: int, sequence: int, vocabulary: int = VOCABULARY, is_tied: bool = False) -> None:
+    Tied: the head's weight is that of the embedding.
+    """
+
+    def __init__(
+        self, width: int, blocks: int, sequence: int, vocabulary: int = VOCABULARY, is_tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
         self.blocks = nn.Sequential(*(Block(width, max(1, width // 64)) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=not is_tied)
         if is_tied:
-            nn.init.normal_(self.tokens.weight, std=0.02)  # as a weight of the head it would give logits of the order of the width
+            nn.init.normal_(
+                self.tokens.weight, std=0.02
+            )  # as a weight of the head it would give logits of the order of the width
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -52,9 +63,14 @@ class Residual(nn.Module):
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outside)
+        self.first, self.first_norm = (
+            nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
         self.second, self.second_norm = nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
-        self.shortcut = nn.Conv2d(inside, outside, 1, stride, bias=False) if (inside, stride) != (outside, 1) else nn.Identity()
+        self.shortcut = (
+            nn.Conv2d(inside, outside, 1, stride, bias=False) if (inside, stride) != (outside, 1) else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.first_norm(self.first(x)))
@@ -62,7 +78,9 @@ class Residual(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with BatchNorm around a shortcut, the last four times as wide; the stride is in the 3x3 one."""
+    """1x1, 3x3 and 1x1 convolutions with BatchNorm around a shortcut, the last four times as wide; the stride is in the
+    3x3 one.
+    """
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +89,11 @@ class Bottleneck(nn.Module):
         self.second, self.second_norm = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
         self.third, self.third_norm = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
         is_same = (inside, stride) == (outside, 1)
-        self.shortcut = nn.Identity() if is_same else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+        self.shortcut = (
+            nn.Identity()
+            if is_same
+            else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.first_norm(self.first(x)))
@@ -139,7 +161,9 @@ def _gpt2(size: Size, device: torch.device) -> Workload:
     return _language(lambda: Transformer(768, 12, sequence, 50257, is_tied=True), 50257, batch, sequence, device)
 
 
-def _language(build: Callable[[], nn.Module], vocabulary: int, batch: int, sequence: int, device: torch.device) -> Workload:
+def _language(
+    build: Callable[[], nn.Module], vocabulary: int, batch: int, sequence: int, device: torch.device
+) -> Workload:
     tokens = torch.randint(vocabulary, (batch, sequence + 1), device=device)
     return Workload(lambda: build().to(device), tokens[:, :-1], tokens[:, 1:].contiguous())
 
@@ -160,7 +184,10 @@ def _resnet(size: Size, device: torch.device) -> Workload:
     """Six residual blocks of 32 to 128 channels over images of 32x32."""
 
     def build() -> nn.Module:
-        stages = [Residual(*shape) for shape in ((32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))]
+        stages = [
+            Residual(*shape)
+            for shape in ((32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))
+        ]
         stem = (nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
         return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
 
@@ -176,16 +203,32 @@ def _resnet50(size: Size, device: torch.device) -> Workload:
             for number in range(count):
                 blocks.append(Bottleneck(inside, width, stride if number == 0 else 1))
                 inside = 4 * width
-        stem = (nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
+        stem = (
+            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, padding=1),
+        )
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
 
-    return _vision(build, 1000, _choose(size.batch, device, 8, 128), _choose(size.image, device, 64, 224), size.channels_last, device)
+    return _vision(
+        build,
+        1000,
+        _choose(size.batch, device, 8, 128),
+        _choose(size.image, device, 64, 224),
+        size.channels_last,
+        device,
+    )
 
 
-def _vision(build: Callable[[], nn.Module], classes: int, batch: int, side: int, channels_last: bool, device: torch.device) -> Workload:
+def _vision(
+    build: Callable[[], nn.Module], classes: int, batch: int, side: int, channels_last: bool, device: torch.device
+) -> Workload:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     images = torch.randn(batch, 3, side, side, device=device).to(memory_format=layout)
-    return Workload(lambda: build().to(device, memory_format=layout), images, torch.randint(classes, (batch,), device=device))
+    return Workload(
+        lambda: build().to(device, memory_format=layout), images, torch.randint(classes, (batch,), device=device)
+    )
 
 
 WORKLOADS: dict[str, Maker] = {

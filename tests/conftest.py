@@ -12,14 +12,24 @@ import torch.utils.checkpoint
 import amp_patch
 from amp_patch import rebinding
 
-torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # the first compilation replaces a few more names of torch's, for good
+torch.compile(lambda x: x, backend="eager")(
+    torch.ones(1)
+)  # the first compilation replaces a few more names of torch's, for good
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")
 torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each core
 
-# Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot exchange them.
-rebinding._PASSED_OVER |= {"list_errors", "test_casts", "test_conformance", "test_list_errors", "test_state_machine", "test_weights"}
+# Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot
+# exchange them.
+rebinding._PASSED_OVER |= {
+    "list_errors",
+    "test_casts",
+    "test_conformance",
+    "test_list_errors",
+    "test_state_machine",
+    "test_weights",
+}
 
 NAMESPACES = (
     torch,
@@ -40,8 +50,12 @@ NAMESPACES = (
 
 
 def snapshot() -> dict[tuple[str, str], object]:
-    """Every name that the namespaces hold, with its object; names served dynamically are absent until somebody leaves one behind."""
-    return {(owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)}
+    """Every name that the namespaces hold, with its object; names served dynamically are absent until somebody leaves
+    one behind.
+    """
+    return {
+        (owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)
+    }
 
 
 ORIGINALS = snapshot()
@@ -49,8 +63,14 @@ ORIGINALS = snapshot()
 
 def find_changes() -> list[str]:
     now = snapshot()
-    changed = [f"{owner}.{name} replaced" for (owner, name), value in ORIGINALS.items() if now.get((owner, name)) is not value]
-    ours = [f"{owner}.{name} left behind" for (owner, name), value in now.items() if (owner, name) not in ORIGINALS and is_ours(value)]
+    changed = [
+        f"{owner}.{name} replaced" for (owner, name), value in ORIGINALS.items() if now.get((owner, name)) is not value
+    ]
+    ours = [
+        f"{owner}.{name} left behind"
+        for (owner, name), value in now.items()
+        if (owner, name) not in ORIGINALS and is_ours(value)
+    ]
     return changed + ours
 
 

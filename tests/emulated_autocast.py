@@ -1,7 +1,8 @@
-"""torch.autocast("cuda") on CPU tensors: CUDA's autocast kernels, written in Python, in the place of the CPU's. For comparing with, without a GPU.
+"""torch.autocast("cuda") on CPU tensors: CUDA's autocast kernels, written in Python, in the place of the CPU's. For
+comparing with, without a GPU.
 
-What a list of ops cannot tell is what the casts do inside composite functions of C++. There the dispatcher meets these kernels as it would meet
-the real ones.
+What a list of ops cannot tell is what the casts do inside composite functions of C++. There the dispatcher meets these
+kernels as it would meet the real ones.
 """
 
 import warnings
@@ -20,7 +21,10 @@ _SET_DTYPE = frozenset(
     ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
     + ["linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"]
 )
-_WITH_DTYPE = {"norm.Scalar": torch.ops.aten.norm.ScalarOpt_dtype, "norm.ScalarOpt_dim": torch.ops.aten.norm.ScalarOpt_dim_dtype}
+_WITH_DTYPE = {
+    "norm.Scalar": torch.ops.aten.norm.ScalarOpt_dtype,
+    "norm.ScalarOpt_dim": torch.ops.aten.norm.ScalarOpt_dim_dtype,
+}
 
 
 @contextmanager
@@ -32,7 +36,9 @@ def emulated_autocast(device_type: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden
             for overload in sorted({*rules, *replaced} - {"_cudnn_rnn"}):
-                kernel = _make_kernel(overload, rules[overload]) if overload in rules else torch.library.fallthrough_kernel
+                kernel = (
+                    _make_kernel(overload, rules[overload]) if overload in rules else torch.library.fallthrough_kernel
+                )
                 library.impl(overload, kernel, "AutocastCPU")
         yield
     finally:
@@ -50,7 +56,11 @@ def _make_kernel(overload: str, rule: str) -> Callable[..., Any]:
             if rule == "banned":
                 raise RuntimeError(f"{name} is unsafe to autocast")
             if takes_dtype:
-                return _in_float32_unless_told(op, overload, parameters, args, kwargs) if _is_eligible(args[0]) else op(*args, **kwargs)
+                return (
+                    _in_float32_unless_told(op, overload, parameters, args, kwargs)
+                    if _is_eligible(args[0])
+                    else op(*args, **kwargs)
+                )
             low = torch.get_autocast_dtype("cpu")
             dtypes = {tensor.dtype for tensor in _tensors_of([*args, *kwargs.values()]) if _is_eligible(tensor)}
             widest = torch.float32 if torch.float32 in dtypes else low
@@ -60,8 +70,12 @@ def _make_kernel(overload: str, rule: str) -> Callable[..., Any]:
     return kernel
 
 
-def _in_float32_unless_told(op: Any, overload: str, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Softmax, sums and norms: not the input is cast, but the dtype of the result asked for, unless the call names one."""
+def _in_float32_unless_told(
+    op: Any, overload: str, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Softmax, sums and norms: not the input is cast, but the dtype of the result asked for, unless the call
+    names one.
+    """
     if overload in _WITH_DTYPE:
         missing = [argument.default_value for argument in op._schema.arguments][len(args) :]
         return _WITH_DTYPE[overload](*args, *missing, dtype=torch.float32)

@@ -1,4 +1,6 @@
-"""Calls made the way somebody writes mixed precision out by hand, to compare patched calls with: results, dtypes and gradients."""
+"""Calls made the way somebody writes mixed precision out by hand, to compare patched calls with: results, dtypes and
+gradients.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,31 +41,43 @@ def each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(value)(each(item, function) for item in value) if type(value) in (list, tuple) else value
 
 
-def make_leaves(sample: Sample, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
+def make_leaves(
+    sample: Sample, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
     """Copies that take gradients, in the order given, and the arguments made of them."""
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
-        leaves.append(tensor.detach().to(dtypes[bool(leaves)], copy=True).requires_grad_(len(leaves) < sample.variables))
+        leaves.append(
+            tensor.detach().to(dtypes[bool(leaves)], copy=True).requires_grad_(len(leaves) < sample.variables)
+        )
         return leaves[-1] * 1  # not the leaf itself, to which an in-place op must not write
 
     args = each(sample.args, leaf)
     return leaves, args, each(sample.kwargs, leaf)
 
 
-def by_hand(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], low: torch.dtype) -> tuple[torch.dtype, tuple[Any, ...], dict[str, Any]]:
+def by_hand(
+    kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], low: torch.dtype
+) -> tuple[torch.dtype, tuple[Any, ...], dict[str, Any]]:
     """The dtype that a rule runs in, and the arguments cast as somebody would who writes the casts out."""
     considered = args[0] if kind == "sequence_promote" else (*args, *kwargs.values())
     dtypes = {tensor.dtype for tensor in tensors_of(considered) if tensor.is_floating_point()}
     widest = torch.float32 if torch.float32 in dtypes else low
     own = args[0].dtype if isinstance(args[0], Tensor) else torch.float32
-    target = {"whitelist": low, "blacklist": torch.float32, "promote": widest, "sequence_promote": widest}.get(kind, own)
+    target = {"whitelist": low, "blacklist": torch.float32, "promote": widest, "sequence_promote": widest}.get(
+        kind, own
+    )
     return target, each(args, lambda tensor: tensor.to(target)), each(kwargs, lambda tensor: tensor.to(target))
 
 
-def outcome(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]) -> tuple[list[Any], list[Any]]:
+def outcome(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
+) -> tuple[list[Any], list[Any]]:
     """Results and gradients of one call; gradients are None where the op has none."""
-    torch.random.default_generator.manual_seed(0)  # torch.manual_seed seeds all devices, which takes longer than most of these ops
+    torch.random.default_generator.manual_seed(
+        0
+    )  # torch.manual_seed seeds all devices, which takes longer than most of these ops
     results = op(*args, **kwargs)
     tensors = list(tensors_of(results))
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
@@ -91,7 +105,9 @@ def expected_of(spelling: Spelling, sample: Sample, given: tuple[torch.dtype, to
     op = getattr(spelling.owner, spelling.name)
     leaves, args, kwargs = make_leaves(sample, given)
     is_low = any(tensor.dtype is low for tensor in tensors_of(args))
-    if (spelling.kind == "banned" and is_low) or (spelling.kind == "inplace_error" and next(tensors_of(args)).dtype is low):
+    if (spelling.kind == "banned" and is_low) or (
+        spelling.kind == "inplace_error" and next(tensors_of(args)).dtype is low
+    ):
         return BannedOpError
     target, args, kwargs = by_hand(spelling.kind, args, kwargs, low)
     return target, outcome(op, args, kwargs, leaves)

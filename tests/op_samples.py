@@ -1,6 +1,8 @@
-"""Tiny arguments for every op of the shipped lists, by name. Floating tensors are float32; who uses a sample casts them.
+"""Tiny arguments for every op of the shipped lists, by name. Floating tensors are float32; who uses a sample casts
+them.
 
-A name stands for all its spellings; where one takes its arguments differently, it has an entry under its full name as well.
+A name stands for all its spellings; where one takes its arguments differently, it has an entry under its full name as
+well.
 """
 
 import warnings
@@ -15,7 +17,8 @@ from torch import Tensor
 class Sample:
     """One call. The tensors are shared: whoever may write to them works on copies.
 
-    `variables` is how many of the floating tensors, from the first, may take gradients; the rest are targets and the like.
+    `variables` is how many of the floating tensors, from the first, may take gradients; the rest are targets and the
+    like.
     """
 
     args: tuple[Any, ...]
@@ -24,7 +27,9 @@ class Sample:
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    """Between 0.1 and 0.9, where every function is defined and no two values coincide in 8 bits by design of the seed."""
+    """Between 0.1 and 0.9, where every function is defined and no two values coincide in 8 bits by design of
+    the seed.
+    """
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
 
 
@@ -39,7 +44,11 @@ POSITIVE = MATRIX @ MATRIX.T + 4 * torch.eye(4)
 IMAGE, VOLUME = rand(1, 2, 5, 5), rand(1, 2, 4, 4, 4)
 GRID, GRID3 = rand(1, 3, 3, 2, seed=1), rand(1, 2, 2, 2, 3, seed=1)
 SIGNAL = rand(16)
-CLASSES, SIGNS, MASK = torch.tensor([0, 3, 1, 2]), torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([True, False, True, False])
+CLASSES, SIGNS, MASK = (
+    torch.tensor([0, 3, 1, 2]),
+    torch.tensor([1.0, -1.0, 1.0, -1.0]),
+    torch.tensor([True, False, True, False]),
+)
 COMPLEX = torch.complex(rand(4, 4), rand(4, 4, seed=1))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that CSR is in beta
@@ -58,7 +67,9 @@ def recurrent(gates: int, *, is_lstm: bool = False) -> Sample:
     """input [2, 3, 4], states [1, 3, 4], one layer of width 4 with `gates` gates."""
     state = rand(1, 3, 4, seed=1)
     weights = [rand(4 * gates, 4, seed=2), rand(4 * gates, 4, seed=3), rand(4 * gates, seed=4), rand(4 * gates, seed=5)]
-    return call(rand(2, 3, 4), (state, rand(1, 3, 4, seed=6)) if is_lstm else state, weights, True, 1, 0.0, True, False, False)
+    return call(
+        rand(2, 3, 4), (state, rand(1, 3, 4, seed=6)) if is_lstm else state, weights, True, 1, 0.0, True, False, False
+    )
 
 
 def cell(gates: int, *, is_lstm: bool = False) -> Sample:
@@ -74,21 +85,30 @@ def attention() -> tuple[Any, ...]:
 def encoder_layer() -> Sample:
     width, heads, in_weight, in_bias, out_weight, out_bias = attention()
     norms, feed = (rand(4), rand(4), rand(4), rand(4)), (rand(8, 4) - 0.5, rand(8), rand(4, 8) - 0.5, rand(4))
-    return call(rand(2, 3, 4), width, heads, in_weight, in_bias, out_weight, out_bias, False, False, 1e-5, *norms, *feed)
+    return call(
+        rand(2, 3, 4), width, heads, in_weight, in_bias, out_weight, out_bias, False, False, 1e-5, *norms, *feed
+    )
 
 
 def _each(names: str, sample: Sample) -> dict[str, Sample]:
     return dict.fromkeys(names.split(), sample)
 
 
-_UNARY = "acos arccos asin arcsin atanh arctanh cosh sinh tan erfinv exp expm1 log log1p log2 log10 reciprocal rsqrt square"
-_SPECIAL = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
-    scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 erfcx ndtri log_ndtr"""
-_POLYNOMIALS = """chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w shifted_chebyshev_polynomial_t
-    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
-    laguerre_polynomial_l legendre_polynomial_p"""
+_UNARY = (
+    "acos arccos asin arcsin atanh arctanh cosh sinh tan erfinv exp expm1 log log1p log2 log10 reciprocal rsqrt square"
+)
+_SPECIAL = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+    modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+    spherical_bessel_j0 erfcx ndtri log_ndtr"""
+_POLYNOMIALS = """chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+    legendre_polynomial_p"""
 _COMPARED = "eq ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__ equal"
-_ARITHMETIC = "add div mul __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ pow"
+_ARITHMETIC = (
+    "add div mul __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__"
+    " __rpow__ pow"
+)
 _AUGMENTED = "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__"
 
 _OUT_OF_PLACE: dict[str, Sample] = {
@@ -124,10 +144,26 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("conv_transpose2d", call(IMAGE, rand(2, 3, 3, 3, seed=1), rand(3, seed=2))),
     **_each("conv_transpose3d", call(VOLUME, rand(2, 3, 2, 2, 2, seed=1), rand(3, seed=2))),
     **_each("conv_tbc", call(rand(5, 1, 2), rand(3, 2, 4, seed=1), rand(4, seed=2))),
-    **_each("convolution", call(IMAGE, rand(3, 2, 3, 3, seed=1), rand(3, seed=2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)),
+    **_each(
+        "convolution", call(IMAGE, rand(3, 2, 3, 3, seed=1), rand(3, seed=2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    ),
     **_each(
         "_convolution",
-        call(IMAGE, rand(3, 2, 3, 3, seed=1), rand(3, seed=2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, False, False, True, True),
+        call(
+            IMAGE,
+            rand(3, 2, 3, 3, seed=1),
+            rand(3, seed=2),
+            (1, 1),
+            (0, 0),
+            (1, 1),
+            False,
+            (0, 0),
+            1,
+            False,
+            False,
+            True,
+            True,
+        ),
     ),
     # recurrent layers
     "lstm": recurrent(4, is_lstm=True),
@@ -155,7 +191,10 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("group_norm", call(IMAGE, 2, rand(2), rand(2, seed=1))),
     **_each("local_response_norm", call(IMAGE, 2)),
     # losses
-    **_each("mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits", call(MATRIX, MATRIX2)),
+    **_each(
+        "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits",
+        call(MATRIX, MATRIX2),
+    ),
     **_each("cross_entropy nll_loss multi_margin_loss", call(MATRIX, CLASSES)),
     **_each("soft_margin_loss hinge_embedding_loss", call(VECTOR, SIGNS, variables=1)),
     **_each("multilabel_soft_margin_loss", call(MATRIX, (MATRIX2 > 0.5).float(), variables=1)),
@@ -166,7 +205,10 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("margin_ranking_loss", call(VECTOR, VECTOR2, SIGNS, 0.1, variables=2)),
     **_each("cosine_embedding_loss", call(MATRIX, MATRIX2, SIGNS, variables=2)),
     **_each("triplet_margin_loss", call(MATRIX, MATRIX2, MATRIX3)),
-    **_each("ctc_loss", call(rand(5, 2, 4).log_softmax(2), torch.tensor([[1, 2], [3, 1]]), torch.tensor([5, 5]), torch.tensor([2, 2]))),
+    **_each(
+        "ctc_loss",
+        call(rand(5, 2, 4).log_softmax(2), torch.tensor([[1, 2], [3, 1]]), torch.tensor([5, 5]), torch.tensor([2, 2])),
+    ),
     # resampling and pooling
     **_each("interpolate", call(IMAGE, scale_factor=2, mode="bilinear")),
     **_each("grid_sample", call(IMAGE, GRID, align_corners=False)),
@@ -180,12 +222,22 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("max_unpool3d", call(POOLED3, PLACES3, 2)),
     **_each("fake_quantize_per_tensor_affine", call(MATRIX, 0.1, 0, 0, 255)),
     # Fourier transforms
-    **_each("fft ifft rfft ihfft hfft irfft fft2 ifft2 rfft2 ihfft2 hfft2 irfft2 fftn ifftn rfftn ihfftn hfftn irfftn", call(MATRIX)),
+    **_each(
+        "fft ifft rfft ihfft hfft irfft fft2 ifft2 rfft2 ihfft2 hfft2 irfft2 fftn ifftn rfftn ihfftn hfftn irfftn",
+        call(MATRIX),
+    ),
     **_each("stft", call(SIGNAL, 4, window=torch.ones(4), return_complex=True)),
     **_each("istft", call(SPECTRUM, 4, window=torch.ones(4), length=16)),
     # factorizations and solvers
-    **_each("cholesky cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor ldl_factor_ex qr geqrf svd svdvals", call(POSITIVE)),
-    **_each("_lu_with_info eigh eigvalsh eig eigvals cond matrix_rank inverse inv inv_ex pinverse pinv det slogdet matrix_exp", call(POSITIVE)),
+    **_each(
+        "cholesky cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor ldl_factor_ex qr geqrf svd svdvals",
+        call(POSITIVE),
+    ),
+    **_each(
+        "_lu_with_info eigh eigvalsh eig eigvals cond matrix_rank inverse inv inv_ex pinverse pinv det slogdet"
+        " matrix_exp",
+        call(POSITIVE),
+    ),
     **_each("svd_lowrank pca_lowrank", call(POSITIVE, 2)),
     **_each("cholesky_solve", call(MATRIX, POSITIVE)),
     **_each("lu_solve", call(MATRIX, LU, PIVOTS)),

@@ -29,7 +29,9 @@ def serve(rank: int, store: str, connection: Connection) -> None:
 
 
 class Ranks:
-    """Call it with a function of a test module, which gets the rank and the arguments; returns the list of results, by rank."""
+    """Call it with a function of a test module, which gets the rank and the arguments; returns the list of results, by
+    rank.
+    """
 
     def __init__(self, folder: Path) -> None:
         context = mp.get_context("spawn")

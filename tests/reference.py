@@ -17,7 +17,9 @@ def make_batches(count: int, size: int = 16, seed: int = 0) -> list[tuple[torch.
 
 
 class Digits(nn.Module):
-    """A small convolutional network with BatchNorm, LayerNorm and a shared residual, so that every kind of rule is met."""
+    """A small convolutional network with BatchNorm, LayerNorm and a shared residual, so that every kind of
+    rule is met.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -40,16 +42,22 @@ def make_model(seed: int = 0, width: int = 8) -> Digits:
 
 
 def forward_with_casts(model: Digits, images: torch.Tensor, low: torch.dtype) -> torch.Tensor:
-    """O1/O4 by hand: convolutions and the linear layer in `low`, LayerNorm in float32, BatchNorm and the rest as their input comes."""
+    """O1/O4 by hand: convolutions and the linear layer in `low`, LayerNorm in float32, BatchNorm and the rest as their
+    input comes.
+    """
     hidden = F.conv2d(images.to(low), model.conv1.weight.to(low), None, padding=1)
     hidden = F.max_pool2d(F.relu(model.bn1(hidden)), 2)
     hidden = F.conv2d(hidden, model.conv2.weight.to(low), model.conv2.bias.to(low), padding=1)
     hidden = F.relu(model.bn2(hidden)).flatten(1)
-    hidden = F.layer_norm(hidden.float(), model.norm.normalized_shape, model.norm.weight, model.norm.bias, model.norm.eps)
+    hidden = F.layer_norm(
+        hidden.float(), model.norm.normalized_shape, model.norm.weight, model.norm.bias, model.norm.eps
+    )
     return F.linear(hidden.to(low), model.fc.weight.to(low), model.fc.bias.to(low))
 
 
-def train_with_casts(model: Digits, optimizer: torch.optim.Optimizer, batches, low: torch.dtype, scale: float = 1.0) -> list[float]:
+def train_with_casts(
+    model: Digits, optimizer: torch.optim.Optimizer, batches, low: torch.dtype, scale: float = 1.0
+) -> list[float]:
     losses = []
     for images, targets in batches:
         optimizer.zero_grad()
@@ -62,8 +70,13 @@ def train_with_casts(model: Digits, optimizer: torch.optim.Optimizer, batches, l
     return losses
 
 
-def train_with_masters(model: Digits, make_optimizer, batches, low: torch.dtype, scale: float = 1.0) -> tuple[list[float], list[torch.Tensor]]:
-    """O2/O5 by hand: a 16-bit model with float32 BatchNorm, stepped through float32 masters. Returns losses and masters."""
+def train_with_masters(
+    model: Digits, make_optimizer, batches, low: torch.dtype, scale: float = 1.0
+) -> tuple[list[float], list[torch.Tensor]]:
+    """O2/O5 by hand: a 16-bit model with float32 BatchNorm, stepped through float32 masters.
+
+    Returns losses and masters.
+    """
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     for module in model.modules():
         if not isinstance(module, nn.BatchNorm2d):
@@ -87,7 +100,9 @@ def train_with_masters(model: Digits, make_optimizer, batches, low: torch.dtype,
     return losses, masters
 
 
-def train_plainly(model: Digits, optimizer: torch.optim.Optimizer, batches, cast_model_to: torch.dtype | None = None) -> list[float]:
+def train_plainly(
+    model: Digits, optimizer: torch.optim.Optimizer, batches, cast_model_to: torch.dtype | None = None
+) -> list[float]:
     """O0 and O3 by hand."""
     if cast_model_to is not None:
         model.to(cast_model_to)

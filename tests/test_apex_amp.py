@@ -1,4 +1,6 @@
-"""`apex.amp` as scripts know it: its names, and that what it trains is what amp_patch trains with float16 and the list `apex`."""
+"""`apex.amp` as scripts know it: its names, and that what it trains is what amp_patch trains with float16 and the list
+`apex`.
+"""
 
 import copy
 import importlib
@@ -34,7 +36,7 @@ OURS = {
     "O3": {"cast_model_type": torch.float16},
 }
 
-# ---- names ---------------------------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = [
     "initialize",
@@ -109,7 +111,7 @@ def test_the_signature_is_apexs():
     }
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -148,7 +150,9 @@ def test_the_recipe_for_saved_masters_resumes_bitwise():
     train(model, optimizer, make_batches(3))
     checkpoint = copy.deepcopy(
         {
-            "model": {name: value.half().float() if "1." not in name else value for name, value in model.state_dict().items()},
+            "model": {
+                name: value.half().float() if "1." not in name else value for name, value in model.state_dict().items()
+            },
             "optimizer": optimizer.state_dict(),
             "master params": list(amp.master_params(optimizer)),
             "amp": amp.state_dict(),
@@ -168,7 +172,7 @@ def test_the_recipe_for_saved_masters_resumes_bitwise():
     assert train(model, optimizer, make_batches(3, seed=2)) == expected
 
 
-# ---- what goes in and comes out ------------------------------------------------------------------------------------------------------------
+# ---- what goes in and comes out --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
@@ -199,7 +203,13 @@ def test_arguments_come_back_in_their_shape(models, optimizers, enabled):
 @pytest.mark.parametrize(
     ("models", "optimizers", "options", "said"),
     [
-        pytest.param(make_model, None, {"opt_level": "o1"}, r"'o1' is none of Apex's \(O0, O1, O2, O3.*Did you mean 'O1'", id="letter"),
+        pytest.param(
+            make_model,
+            None,
+            {"opt_level": "o1"},
+            r"'o1' is none of Apex's \(O0, O1, O2, O3.*Did you mean 'O1'",
+            id="letter",
+        ),
         pytest.param(make_model, None, {"opt_level": None}, r"None is none of Apex's", id="none"),
         pytest.param(make_model, None, {"opt_level": "O4"}, r"amp-patch run --opt-level", id="not-apexs"),
         pytest.param(lambda: nn.DataParallel(make_model()), None, {}, r"parallel wrapper", id="wrapped"),
@@ -257,7 +267,9 @@ def test_an_optimizer_that_amp_does_not_know_is_fine_where_nothing_is_scaled():
 
 
 def test_low_models_are_taken_when_the_script_says_so():
-    """A half parameter beside a float32 one, no cast: at O2 the half one gets a master, at O1 it is stepped on as it is."""
+    """A half parameter beside a float32 one, no cast: at O2 the half one gets a master, at O1 it is stepped on as it
+    is.
+    """
     for level, masters in (("O1", 0), ("O2", 1)):
         model = nn.ParameterList([torch.ones(2), torch.ones(2, dtype=torch.float16)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -274,7 +286,7 @@ def test_low_models_are_taken_when_the_script_says_so():
         amp_patch.reset()
 
 
-# ---- disabled ------------------------------------------------------------------------------------------------------------------------------
+# ---- disabled --------------------------------------------------------------------------------------------------------
 
 
 def test_disabled_amp_is_not_there_for_a_script():
@@ -290,7 +302,10 @@ def test_disabled_amp_is_not_there_for_a_script():
     assert amp.state_dict() == {}
     amp.load_state_dict({})
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
-    assert not hasattr(optimizer, "_amp_stash") and amp.float_function(torch.exp)(torch.zeros(1).half()).dtype is torch.float16
+    assert (
+        not hasattr(optimizer, "_amp_stash")
+        and amp.float_function(torch.exp)(torch.zeros(1).half()).dtype is torch.float16
+    )
 
 
 def test_before_initialize_scale_loss_says_what_is_missing():
@@ -308,7 +323,7 @@ def test_a_script_may_switch_scaling_off_through_the_options():
         assert scaled_loss is loss
 
 
-# ---- options -------------------------------------------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,7 +368,9 @@ def test_options_reach_the_training():
     model, optimizer = start("O1", patch_torch_functions=False)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32 and _amp_state.loss_scalers[0].dynamic
     amp_patch.reset()
-    model, optimizer = start("O1", cast_model_outputs=torch.float16, num_losses=3, min_loss_scale=128.0, max_loss_scale=256.0)
+    model, optimizer = start(
+        "O1", cast_model_outputs=torch.float16, num_losses=3, min_loss_scale=128.0, max_loss_scale=256.0
+    )
     assert model(make_batches(1)[0][0]).dtype is torch.float16
     assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [256.0] * 3
     for _ in range(3):
@@ -374,7 +391,11 @@ def test_hard_override_takes_what_contradicts_the_level(capsys):
 
 def test_properties_by_themselves():
     properties = frontend.Properties()
-    assert list(properties.options) == list(frontend.OPTIONS) and properties.enabled is False and properties.loss_scale == 1.0
+    assert (
+        list(properties.options) == list(frontend.OPTIONS)
+        and properties.enabled is False
+        and properties.loss_scale == 1.0
+    )
     assert frontend.opt_levels["O2"](properties) is properties and properties.master_weights is True
     assert set(frontend.opt_levels) == set(LEVELS) and isinstance(frontend.opt_levels["O1"], frontend.O1)
     properties.anything_else = 3
@@ -388,7 +409,7 @@ def test_properties_by_themselves():
     assert properties.master_weights is True and twin.master_weights is False
 
 
-# ---- messages ------------------------------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_options_are_printed_twice_even_where_logging_is_off(capsys):
@@ -436,7 +457,7 @@ def test_amp_patch_logs_again_after_apex_printed(caplog, capsys):
     amp_patch.initialize(make_model(), opt_level="O4", verbosity=0)
 
 
-# ---- casts ---------------------------------------------------------------------------------------------------------------------------------
+# ---- casts -----------------------------------------------------------------------------------------------------------
 
 
 def test_binary_cross_entropy_is_banned_at_o1():
@@ -485,7 +506,12 @@ def test_lists_name_what_the_list_apex_patches():
     functional, torch_, tensor = amp.lists.functional_overrides, amp.lists.torch_overrides, amp.lists.tensor_overrides
     assert (len(functional.FP16_FUNCS), len(functional.FP32_FUNCS)) == (8, 29) and functional.MODULE is F
     assert [entry[0] for entry in functional.BANNED_FUNCS] == ["binary_cross_entropy"]
-    assert (len(torch_.FP16_FUNCS), len(torch_.FP32_FUNCS), len(torch_.CASTS), torch_.SEQUENCE_CASTS) == (17, 23, 16, ["cat", "stack"])
+    assert (len(torch_.FP16_FUNCS), len(torch_.FP32_FUNCS), len(torch_.CASTS), torch_.SEQUENCE_CASTS) == (
+        17,
+        23,
+        16,
+        ["cat", "stack"],
+    )
     assert "__iadd__" in tensor.CASTS and "cpu" in tensor.FP32_FUNCS and "exp_" not in tensor.FP32_FUNCS
 
 
@@ -504,7 +530,7 @@ def test_wrapping_one_more_function():
         amp.wrap.promote(torch, "sigmoid", None)
 
 
-# ---- amp's checkpoints ---------------------------------------------------------------------------------------------------------------------
+# ---- amp's checkpoints -----------------------------------------------------------------------------------------------
 
 
 def test_the_state_is_apexs_and_comes_back():
@@ -512,7 +538,10 @@ def test_the_state_is_apexs_and_comes_back():
     assert amp.state_dict() == {f"loss_scaler{i}": {"loss_scale": 65536.0, "unskipped": 0} for i in (0, 1)}
     into = {"mine": 1}
     assert amp.state_dict(into) is into and set(into) == {"mine", "loss_scaler0", "loss_scaler1"}
-    saved = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 1024.0, "unskipped": 9}}
+    saved = {
+        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 7},
+        "loss_scaler1": {"loss_scale": 1024.0, "unskipped": 9},
+    }
     amp.load_state_dict(saved)
     assert amp.state_dict() == saved
 

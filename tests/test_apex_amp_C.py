@@ -35,7 +35,9 @@ def assert_equal(found, expected):
 
 
 def test_the_applier_is_available_and_passes_everything_on():
-    assert MultiTensorApply.available and multi_tensor_applier.available and multi_tensor_applier.chunk_size == 2048 * 32
+    assert (
+        MultiTensorApply.available and multi_tensor_applier.available and multi_tensor_applier.chunk_size == 2048 * 32
+    )
     assert MultiTensorApply(7)(lambda *args: args, "flag", [[]], 1, 2) == (7, "flag", [[]], 1, 2)
 
 
@@ -116,7 +118,9 @@ def test_l2norm(op, dtype):
 def test_norms_of_scaled_tensors():
     xs, outputs = make(dtype=LOW), make()
     before = clone(xs)
-    scaled, plain = (apply(amp_C.multi_tensor_l2norm, [[x.float() * factor for x in xs]], True) for factor in (0.25, 1.0))
+    scaled, plain = (
+        apply(amp_C.multi_tensor_l2norm, [[x.float() * factor for x in xs]], True) for factor in (0.25, 1.0)
+    )
     assert_equal(apply(amp_C.multi_tensor_unscale_l2norm, [xs], torch.tensor([0.25]), True), scaled)
     assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
     assert_equal(apply(amp_C.multi_tensor_l2norm_scale, [xs, outputs], 0.25, True), plain)
@@ -144,7 +148,11 @@ def test_adam(mode, decay):
     for step in (1, 2):
         apply(amp_C.multi_tensor_adam, [make(seed=step), *lists], *ADAM, step, mode, 1, decay)
     expected = step_of(FusedAdam, lr=0.01, betas=(0.8, 0.9), eps=1e-3, adam_w_mode=bool(mode), weight_decay=decay)
-    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for found, values in zip(lists, expected, strict=True)
+        for a, b in zip(found, values, strict=True)
+    )
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -153,7 +161,11 @@ def test_adagrad(mode):
     for step in (1, 2):
         apply(amp_C.multi_tensor_adagrad, [make(seed=step), *lists], 0.01, 1e-3, mode, 0.1)
     expected = step_of(FusedAdagrad, lr=0.01, eps=1e-3, adagrad_w_mode=bool(mode), weight_decay=0.1)
-    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for found, values in zip(lists, expected, strict=True)
+        for a, b in zip(found, values, strict=True)
+    )
 
 
 @pytest.mark.parametrize("norm_type", [0, 2])
@@ -166,7 +178,9 @@ def test_novograd(mode, norm_type):
     options = {"reg_inside_moment": mode == 0, "norm_type": norm_type, "init_zero": True, "weight_decay": 0.1}
     expected = step_of(FusedNovoGrad, lr=0.01, betas=(0.8, 0.9), eps=1e-3, **options)
     found = [*lists, norms.unbind()]
-    assert all(torch.equal(a, b) for one, values in zip(found, expected, strict=True) for a, b in zip(one, values, strict=True))
+    assert all(
+        torch.equal(a, b) for one, values in zip(found, expected, strict=True) for a, b in zip(one, values, strict=True)
+    )
 
 
 @pytest.mark.parametrize("nvlamb", [(), (False,), (None,), (True,)], ids=["left out", "False", "None", "True"])
@@ -180,7 +194,11 @@ def test_lamb(mode, nvlamb):
         assert all(torch.equal(a, b) for a, b in zip(gradients, make(seed=step), strict=True))
     options = {"adam_w_mode": bool(mode), "use_nvlamb": nvlamb == (True,), "weight_decay": 0.0, "max_grad_norm": 0.5}
     expected = step_of(FusedLAMB, lr=0.01, betas=(0.8, 0.9), eps=1e-3, **options)
-    assert all(torch.equal(a, b) for found, values in zip(lists, expected, strict=True) for a, b in zip(found, values, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for found, values in zip(lists, expected, strict=True)
+        for a, b in zip(found, values, strict=True)
+    )
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -223,12 +241,20 @@ def test_strided_views_are_updated_in_place():
     base = torch.zeros(4, 6)
     view = base[:, ::2].t()
     updates.sgd_(
-        [torch.ones(3, 4)], [view], None, lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, is_nesterov=False, is_first=False
+        [torch.ones(3, 4)],
+        [view],
+        None,
+        lr=1.0,
+        momentum=0.0,
+        dampening=0.0,
+        weight_decay=0.0,
+        is_nesterov=False,
+        is_first=False,
     )
     assert base.sum().item() == -12 and base[:, 1::2].count_nonzero() == 0
 
 
-# ---- update_scale_hysteresis -------------------------------------------------------------------------------------------------------------------
+# ---- update_scale_hysteresis -----------------------------------------------------------------------------------------
 
 
 def hysteresis_by_hand(state, found_inf, growth, backoff, interval, hysteresis):
@@ -253,4 +279,7 @@ def test_hysteresis_follows_the_rule(start, hysteresis, interval):
         state = hysteresis_by_hand(state, found, 2.0, 0.5, interval, hysteresis)
         result = amp_C.update_scale_hysteresis(*tensors, torch.tensor([float(found)]), 2.0, 0.5, interval, hysteresis)
         assert result is tensors[0]
-        assert tuple(tensor.item() for tensor in tensors) == state and [tensor.dtype for tensor in tensors] == [torch.float32] + [torch.int32] * 2
+        assert (
+            tuple(tensor.item() for tensor in tensors) == state
+            and [tensor.dtype for tensor in tensors] == [torch.float32] + [torch.int32] * 2
+        )

@@ -1,7 +1,8 @@
-"""Libraries that build on apex.amp, unmodified, over the stand-in. Seen to work: mmengine(-lite) 0.10.7; DeepSpeed 0.17.6.
+"""Libraries that build on apex.amp, unmodified, over the stand-in. Seen to work: mmengine(-lite) 0.10.7; DeepSpeed
+0.17.6.
 
-DeepSpeed 0.18.9 refuses its own amp mode (an assertion in its backward hook), and 0.19 has none. On the CPU it takes no float16 gradients, so O2
-is run there in bfloat16.
+DeepSpeed 0.18.9 refuses its own amp mode (an assertion in its backward hook), and 0.19 has none. On the CPU it takes no
+float16 gradients, so O2 is run there in bfloat16.
 """
 
 import importlib.metadata
@@ -32,7 +33,9 @@ def version_of(*distributions):
     return None
 
 
-needs_mmengine = pytest.mark.skipif(version_of("mmengine-lite", "mmengine") is None, reason="mmengine-lite is not installed")
+needs_mmengine = pytest.mark.skipif(
+    version_of("mmengine-lite", "mmengine") is None, reason="mmengine-lite is not installed"
+)
 needs_deepspeed = pytest.mark.skipif(
     version_of("deepspeed") is None or version_of("deepspeed") >= (0, 18), reason="no deepspeed below 0.18 is installed"
 )
@@ -89,7 +92,14 @@ def test_deepspeeds_amp_section(level, instead, tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+    one = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "DS_ACCELERATOR": "cpu",
+    }
     before = [] if instead is None else ["--opt-level", instead]
     result = run_script("deepspeed_training.py", "--opt-level", level, cwd=tmp_path, before=before, **one)
     with amp_patch.apex.install(opt_level=instead):

@@ -1,4 +1,6 @@
-"""`import apex` after `amp_patch.apex.install()`: what it gives, beside or before an `apex` that is installed, and that nothing is left behind."""
+"""`import apex` after `amp_patch.apex.install()`: what it gives, beside or before an `apex` that is installed, and that
+nothing is left behind.
+"""
 
 import importlib
 import importlib.util
@@ -49,7 +51,7 @@ def names_after(*lines):
     return names
 
 
-# ---- what is served --------------------------------------------------------------------------------------------------------------------------
+# ---- what is served --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,16 @@ def names_after(*lines):
         pytest.param(["import apex", "a = apex.amp"], "a", "amp_patch.apex.amp", id="attribute"),
         pytest.param(["from apex.amp import amp"], "amp", "amp_patch.apex.amp.amp", id="submodule"),
         pytest.param(["import apex.amp.scaler", "a = apex.amp.scaler"], "a", "amp_patch.apex.amp.scaler", id="dotted"),
-        pytest.param(["from apex.amp import __version__"], "__version__", "amp_patch.apex.amp.__version__", id="version"),
+        pytest.param(
+            ["from apex.amp import __version__"], "__version__", "amp_patch.apex.amp.__version__", id="version"
+        ),
         pytest.param(["import apex", "a = apex.optimizers"], "a", "amp_patch.apex.optimizers", id="optimizers"),
-        pytest.param(["from apex.optimizers import fused_adam"], "fused_adam", "amp_patch.apex.optimizers.fused_adam", id="fused-adam"),
+        pytest.param(
+            ["from apex.optimizers import fused_adam"],
+            "fused_adam",
+            "amp_patch.apex.optimizers.fused_adam",
+            id="fused-adam",
+        ),
         pytest.param(["from apex import parallel"], "parallel", "amp_patch.apex.parallel", id="parallel"),
         pytest.param(["import amp_C"], "amp_C", "amp_patch.apex.amp_C", id="amp_C"),
     ],
@@ -78,7 +87,9 @@ def test_a_module_is_one_object_under_both_names(lines, name, real):
 @pytest.mark.parametrize("line", ["from apex.amp._amp_state import _amp_state", "from apex.amp import _amp_state"])
 def test_the_state_is_the_object_whatever_is_imported_first(line):
     with amp_patch.apex.install():
-        names = names_after(line, "import apex", "from apex.amp._amp_state import master_params, maybe_print, warn_or_err")
+        names = names_after(
+            line, "import apex", "from apex.amp._amp_state import master_params, maybe_print, warn_or_err"
+        )
         assert names["_amp_state"] is _amp_state is names["apex"].amp._amp_state
 
 
@@ -117,8 +128,17 @@ def test_what_apex_never_had_is_missing_as_usual():
 
 
 def test_classes_unpickle_under_the_paths_that_apex_wrote():
-    """An FP16_Optimizer's file: a pickle by reference to `apex.amp.scaler.LossScaler`, with the state as a plain dict."""
-    state = {"dynamic": True, "_loss_scale": 512.0, "_unskipped": 3, "_max_loss_scale": 2.0**24, "_min_loss_scale": None, "_scale_seq_len": 2000}
+    """An FP16_Optimizer's file: a pickle by reference to `apex.amp.scaler.LossScaler`, with the state as a
+    plain dict.
+    """
+    state = {
+        "dynamic": True,
+        "_loss_scale": 512.0,
+        "_unskipped": 3,
+        "_max_loss_scale": 2.0**24,
+        "_min_loss_scale": None,
+        "_scale_seq_len": 2000,
+    }
 
     def by_hand(protocol):
         body = pickle.dumps(state, protocol)[2:-1]  # without the header and the final STOP
@@ -132,7 +152,7 @@ def test_classes_unpickle_under_the_paths_that_apex_wrote():
     assert type(pickle.loads(pickle.dumps(again))) is type(scaler)
 
 
-# ---- in and out ------------------------------------------------------------------------------------------------------------------------------
+# ---- in and out ------------------------------------------------------------------------------------------------------
 
 
 def test_installing_and_uninstalling_twice_is_harmless():
@@ -170,7 +190,16 @@ def test_settings_come_and_go_with_their_install():
     with amp_patch.apex.install(opt_level="O5"):
         assert level(opt_level="O2", keep_batchnorm_fp32=True) == "O5"
         with amp_patch.apex.install(opt_level="O4"):
-            assert level(opt_level="O2", keep_batchnorm_fp32=True, cast_model_type=torch.float16, master_weights=True, loss_scale=2.0) == "O4"
+            assert (
+                level(
+                    opt_level="O2",
+                    keep_batchnorm_fp32=True,
+                    cast_model_type=torch.float16,
+                    master_weights=True,
+                    loss_scale=2.0,
+                )
+                == "O4"
+            )
         assert level(opt_level="O0") == "O5"
     assert level(opt_level="O0") == "O0"
 
@@ -178,13 +207,20 @@ def test_settings_come_and_go_with_their_install():
 def test_a_level_laid_over_drops_what_belongs_to_the_scripts_level(capsys):
     with amp_patch.apex.install(opt_level="O1"):
         model = make_model()
-        amp_patch.apex.amp.initialize(model, make_optimizer(model), opt_level="O2", keep_batchnorm_fp32="True", loss_scale="64")
+        amp_patch.apex.amp.initialize(
+            model, make_optimizer(model), opt_level="O2", keep_batchnorm_fp32="True", loss_scale="64"
+        )
     said = capsys.readouterr().out
-    assert "opt_level O1 instead of O2 and ignore keep_batchnorm_fp32" in said and _amp_state.opt_properties.loss_scale == 64.0
+    assert (
+        "opt_level O1 instead of O2 and ignore keep_batchnorm_fp32" in said
+        and _amp_state.opt_properties.loss_scale == 64.0
+    )
 
 
 def test_lists_are_laid_over_the_list_apex(tmp_path):
-    (tmp_path / "mine.yaml").write_text("blacklist: [torch.sigmoid]\nneutral: [torch.nn.functional.binary_cross_entropy]\n")
+    (tmp_path / "mine.yaml").write_text(
+        "blacklist: [torch.sigmoid]\nneutral: [torch.nn.functional.binary_cross_entropy]\n"
+    )
     with amp_patch.apex.install(lists=[str(tmp_path / "mine.yaml")]):
         model = make_model()
         amp_patch.apex.amp.initialize(model, make_optimizer(model), opt_level="O1", verbosity=0)
@@ -193,9 +229,13 @@ def test_lists_are_laid_over_the_list_apex(tmp_path):
         assert torch.nn.functional.binary_cross_entropy(half, half).dtype is torch.float16
 
 
-# ---- beside and before an apex that is installed ---------------------------------------------------------------------------------------------
+# ---- beside and before an apex that is installed ---------------------------------------------------------------------
 
-WITH_AMP = {"apex/__init__.py": "from . import amp\n", "apex/amp/__init__.py": "theirs = True\n", "amp_C.py": "theirs = True\n"}
+WITH_AMP = {
+    "apex/__init__.py": "from . import amp\n",
+    "apex/amp/__init__.py": "theirs = True\n",
+    "amp_C.py": "theirs = True\n",
+}
 WITHOUT_AMP = {
     "apex/__init__.py": "from . import optimizers\n",
     "apex/optimizers/__init__.py": "theirs = True\n",
@@ -207,7 +247,9 @@ PYRAMID = {
     "apex/__init__.py": "theirs = True\n",
     "apex/models.py": "",
     "apex/lib/__init__.py": "",
-    "apex-0.9.10.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\nSummary: Toolkit for Pyramid\n",
+    "apex-0.9.10.dist-info/METADATA": (
+        "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\nSummary: Toolkit for Pyramid\n"
+    ),
     "apex-0.9.10.dist-info/RECORD": "apex/__init__.py,,\n",
 }
 
@@ -225,7 +267,11 @@ def test_an_apex_that_has_amp_is_left_alone(imported, tmp_path, monkeypatch, cap
         assert amp.theirs and apex.amp is amp and amp_C.theirs
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("apex.optimizers")
-    assert [record.message for record in caplog.records if str(tmp_path) in record.message and "force=True" in record.message]
+    assert [
+        record.message
+        for record in caplog.records
+        if str(tmp_path) in record.message and "force=True" in record.message
+    ]
     assert sys.modules["apex"] is apex and (before is None or set(vars(apex)) == set(before))
 
 

@@ -18,8 +18,9 @@ from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.apex.optimizers import FusedAdam
 
 NAMES = (
-    "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16 to_python_float "
-    "clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler DynamicLossScaler fp16util fp16_optimizer loss_scaler"
+    "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16"
+    " to_python_float clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler"
+    " DynamicLossScaler fp16util fp16_optimizer loss_scaler"
 )
 
 
@@ -29,7 +30,7 @@ def test_a_star_import_gives_the_names_of_apex():
     assert set(NAMES.split()) == set(fp16_utils.__all__) <= set(names)
 
 
-# ---- casting -----------------------------------------------------------------------------------------------------------------------------------
+# ---- casting ---------------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -91,11 +92,18 @@ def test_masters_by_hand_train_as_float32_does(is_flat):
     model[0].bias.requires_grad_(False)
     reference[0].bias.requires_grad_(False)
     params, masters = fp16_utils.prep_param_lists(model, flat_master=is_flat)
-    assert len(params) == 3 and len(masters) == (1 if is_flat else 3) and all(master.dtype is torch.float32 for master in masters)
+    assert (
+        len(params) == 3
+        and len(masters) == (1 if is_flat else 3)
+        and all(master.dtype is torch.float32 for master in masters)
+    )
     assert all(master.is_leaf and master.requires_grad for master in masters)
     if is_flat:
         assert masters[0].grad.tolist() == [0.0] * masters[0].numel()
-    optimizers = [torch.optim.SGD(masters, lr=0.1), torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)]
+    optimizers = [
+        torch.optim.SGD(masters, lr=0.1),
+        torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1),
+    ]
     for _ in range(5):
         x = torch.randn(6, 4)
         for each, optimizer, scale in ((model, optimizers[0], 128.0), (reference, optimizers[1], 1.0)):
@@ -132,7 +140,7 @@ def test_small_things():
         clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
 
 
-# ---- the scalers of old --------------------------------------------------------------------------------------------------------------------------
+# ---- the scalers of old ----------------------------------------------------------------------------------------------
 
 
 def test_the_dynamic_scaler_follows_the_sequence_of_apex():
@@ -155,7 +163,9 @@ def test_an_overflow_is_an_element_that_is_not_finite(value):
     assert fp16_utils.LossScaler().has_overflow(params) is False
 
 
-@pytest.mark.parametrize("scaler", [fp16_utils.LossScaler(8.0), fp16_utils.DynamicLossScaler(init_scale=8.0)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "scaler", [fp16_utils.LossScaler(8.0), fp16_utils.DynamicLossScaler(init_scale=8.0)], ids=["static", "dynamic"]
+)
 def test_scalers_scale_losses_and_gradients(scaler):
     parameter = nn.Parameter(torch.ones(2))
     scaler.backward(parameter.sum())
@@ -166,7 +176,7 @@ def test_scalers_scale_losses_and_gradients(scaler):
         assert scaler.loss_scale == 8.0
 
 
-# ---- FP16_Optimizer ------------------------------------------------------------------------------------------------------------------------------
+# ---- FP16_Optimizer --------------------------------------------------------------------------------------------------
 
 
 def low_model(seed=0):
@@ -307,7 +317,9 @@ def test_an_abandoned_pass_is_forgotten_however_gradients_are_zeroed(way):
 def test_an_overflow_skips_the_step_once_and_halves_the_scale(capsys):
     batch = make_batches(1)[0]
     model = low_model()
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.05), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0})
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0}
+    )
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.backward(loss_of(model, batch) * float("inf"))
     assert optimizer.overflow and optimizer.loss_scale == 32.0
@@ -331,7 +343,10 @@ def test_a_static_scale_never_skips():
     assert optimizer.loss_scale == 4.0
 
 
-BOUNDS = {"default": ({}, 2.0**16, 2000, None), "given": ({"init_scale": 4.0, "scale_window": 2, "min_loss_scale": 2.0}, 4.0, 2, 2.0)}
+BOUNDS = {
+    "default": ({}, 2.0**16, 2000, None),
+    "given": ({"init_scale": 4.0, "scale_window": 2, "min_loss_scale": 2.0}, 4.0, 2, 2.0),
+}
 
 
 @pytest.mark.parametrize(("args", "start", "growth", "floor"), BOUNDS.values(), ids=BOUNDS)
@@ -431,4 +446,6 @@ def test_groups_may_come_later():
     optimizer.add_param_group({"params": list(model.fc.parameters()), "lr": 0.5})
     before = model.fc.weight.detach().clone()
     train(model, optimizer, batches[1:])
-    assert not torch.equal(before, model.fc.weight) and torch.equal(model.fc.weight, optimizer.param_groups[1]["params"][0].bfloat16())
+    assert not torch.equal(before, model.fc.weight) and torch.equal(
+        model.fc.weight, optimizer.param_groups[1]["params"][0].bfloat16()
+    )

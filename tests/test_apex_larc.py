@@ -20,7 +20,10 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 def make_params(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(shape, generator=generator).mul(2.0**index) for index, shape in enumerate([(3, 2), (4,), (), (2,), (2,)])]
+    params = [
+        torch.randn(shape, generator=generator).mul(2.0**index)
+        for index, shape in enumerate([(3, 2), (4,), (), (2,), (2,)])
+    ]
     params[3].zero_()
     return [nn.Parameter(p.to(dtype)) for p in params]
 
@@ -54,7 +57,9 @@ def test_gradients_are_adapted_as_the_formula_says(clip, lr, decay, dtype):
     tolerance = {torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for p, (w, g) in zip(params, start, strict=True):
         expected = larc_by_hand(w, g, lr, decay, 0.01, clip, 1e-3)
-        torch.testing.assert_close(p.grad.double(), expected, rtol=tolerance, atol=1e-6 if dtype is not torch.float64 else 1e-14)
+        torch.testing.assert_close(
+            p.grad.double(), expected, rtol=tolerance, atol=1e-6 if dtype is not torch.float64 else 1e-14
+        )
         torch.testing.assert_close(p.detach().double(), w - lr * expected, rtol=tolerance, atol=tolerance)
 
 
@@ -64,13 +69,20 @@ def test_groups_keep_their_own_rates_and_parameters_without_gradients_stay():
     optimizer = LARC(inner)
     set_gradients(params, 1)
     params[1].grad = None
-    expected = [larc_by_hand(p.detach(), p.grad, lr, wd, 0.02, True, 1e-8) for p, lr, wd in ((params[0], 0.1, 0.5), (params[2], 0.2, 0.0))]
+    expected = [
+        larc_by_hand(p.detach(), p.grad, lr, wd, 0.02, True, 1e-8)
+        for p, lr, wd in ((params[0], 0.1, 0.5), (params[2], 0.2, 0.0))
+    ]
     before = params[1].detach().clone()
     optimizer.step()
     torch.testing.assert_close([params[0].grad, params[2].grad], expected)
     assert torch.equal(params[1], before)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.25})
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0, 0.25] and optimizer.param_groups is inner.param_groups
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [
+        0.5,
+        0,
+        0.25,
+    ] and optimizer.param_groups is inner.param_groups
 
 
 def test_weight_decay_comes_back_when_the_step_fails():
@@ -124,7 +136,9 @@ def test_it_shares_state_and_files_with_the_optimizer_inside():
 @pytest.mark.parametrize("is_bound", [False, True], ids=["plain", "under amp"])
 def test_copies_go_on_alone(way, is_bound):
     model = make_model()
-    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), trust_coefficient=0.5, clip=False, eps=0.125)
+    optimizer = LARC(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), trust_coefficient=0.5, clip=False, eps=0.125
+    )
     if is_bound:
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     twin = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
@@ -152,9 +166,15 @@ def test_every_level_trains_with_a_scheduler_built_before_or_after(level, inner,
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
         losses = train(model, optimizer, make_batches(1) * 6, scheduler)
     assert losses[-1] < 0.9 * losses[0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.99**6) and optimizer.param_groups[0]["weight_decay"] == 0.01
+    assert (
+        optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.99**6)
+        and optimizer.param_groups[0]["weight_decay"] == 0.01
+    )
     if level in ("O2", "O5"):
-        assert all(p.dtype is torch.float32 for p in amp.master_params(optimizer)) and model.fc.weight.dtype is torch.bfloat16
+        assert (
+            all(p.dtype is torch.float32 for p in amp.master_params(optimizer))
+            and model.fc.weight.dtype is torch.bfloat16
+        )
         assert torch.equal(model.fc.weight, optimizer.param_groups[0]["params"][-2].bfloat16())
     amp.reset()
     assert not hasattr(optimizer, "_amp_stash")
@@ -168,11 +188,15 @@ def test_under_amp_steps_are_those_of_float32_gradients_and_an_overflow_skips(le
     for lower in (True, False):
         model = make_model()
         optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
-        amp.initialize(model, optimizer, opt_level=level if lower else "O0", loss_scale="dynamic" if lower else None, verbosity=0)
+        amp.initialize(
+            model, optimizer, opt_level=level if lower else "O0", loss_scale="dynamic" if lower else None, verbosity=0
+        )
         results.append(train(model, optimizer, batches))
         if lower:
             before = [p.detach().clone() for p in amp.master_params(optimizer)]
-            with amp.scale_loss(F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer) as scaled_loss:
+            with amp.scale_loss(
+                F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer
+            ) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
             assert optimizer.step_was_skipped and optimizer.param_groups[0]["weight_decay"] == 0.1

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm
+from amp_patch.apex.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    fused_layer_norm,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FUSED = {FusedLayerNorm: nn.LayerNorm, FusedRMSNorm: nn.RMSNorm}
@@ -50,7 +56,9 @@ def test_values_are_those_of_torch_and_the_dtype_is_the_promised_one(cls, input_
     x = make_input(input_dtype).requires_grad_()
     output = layer(x)
     assert output.dtype is (input_dtype if cls in FUSED else weight_dtype)
-    expected = by_hand(x, layer.normalized_shape, layer.weight, getattr(layer, "bias", None), 0.1, "RMS" in cls.__name__)
+    expected = by_hand(
+        x, layer.normalized_shape, layer.weight, getattr(layer, "bias", None), 0.1, "RMS" in cls.__name__
+    )
     tolerance = max(TOLERANCE[dtype] for dtype in (input_dtype, weight_dtype, output.dtype))
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=5 * tolerance)
     output.float().pow(2).sum().backward()
@@ -116,11 +124,15 @@ def test_function_forms(low):
         "fused_rms_norm_affine": ((weight,), (weight,), low, True),
         "mixed_dtype_fused_rms_norm_affine": ((weight,), (weight,), torch.float32, True),
     }
-    for function_name, (given, (w, b), dtype, is_rms) in {key: (g, (*p, None, None)[:2], d, r) for key, (g, p, d, r) in cases.items()}.items():
+    for function_name, (given, (w, b), dtype, is_rms) in {
+        key: (g, (*p, None, None)[:2], d, r) for key, (g, p, d, r) in cases.items()
+    }.items():
         function = getattr(fused_layer_norm, function_name)
         for value, eps in ((function(x, *given, 4), 1e-6), (function(x, *given, (4,), 0.5, True), 0.5)):
             assert value.dtype is dtype
-            torch.testing.assert_close(value.double(), by_hand(x, (4,), w, b, eps, is_rms), rtol=TOLERANCE[low], atol=5 * TOLERANCE[low])
+            torch.testing.assert_close(
+                value.double(), by_hand(x, (4,), w, b, eps, is_rms), rtol=TOLERANCE[low], atol=5 * TOLERANCE[low]
+            )
         if is_rms:
             expected = by_hand(small, (4,), w, b, 1e-6, True)
             torch.testing.assert_close(function(small, *given, 4).double(), expected, rtol=1e-4, atol=1e-4)

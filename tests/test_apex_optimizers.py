@@ -1,4 +1,6 @@
-"""Apex's optimizers: against torch's, against their formulas in float64, and as optimizers that are copied, resumed and put under amp."""
+"""Apex's optimizers: against torch's, against their formulas in float64, and as optimizers that are copied, resumed and
+put under amp.
+"""
 
 import copy
 import io
@@ -12,7 +14,14 @@ from reference import make_batches, make_model
 from training import train
 
 import amp_patch as amp
-from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from amp_patch.apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
@@ -32,7 +41,13 @@ def make_params(dtype=torch.float32, seed=0):
 
 def make_gradients(steps, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(shape, generator=generator).mul(2.0 ** (index - 1)).to(dtype) for index, shape in enumerate(SHAPES)] for _ in range(steps)]
+    return [
+        [
+            torch.randn(shape, generator=generator).mul(2.0 ** (index - 1)).to(dtype)
+            for index, shape in enumerate(SHAPES)
+        ]
+        for _ in range(steps)
+    ]
 
 
 def run(optimizer, gradients):
@@ -50,7 +65,7 @@ def assert_same(found, expected, rtol=2e-5, atol=2e-6):
         torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=rtol, atol=atol)
 
 
-# ---- against torch ---------------------------------------------------------------------------------------------------------------------------
+# ---- against torch ---------------------------------------------------------------------------------------------------
 
 AGAINST_TORCH = {
     "adamw": (FusedAdam, {}, torch.optim.AdamW, {"weight_decay": 0.0}),
@@ -76,14 +91,18 @@ def test_a_hundred_steps_are_those_of_torch(case):
     if torch_cls in (torch.optim.Adam, torch.optim.AdamW):  # Apex counts steps for a group, torch for a parameter
         gradients = make_gradients(100)
     found = run(cls(make_params(), lr=0.01, **options), gradients)
-    expected = run(torch_cls(make_params(), lr=0.01, **(options if torch_options is None else torch_options)), gradients)
+    expected = run(
+        torch_cls(make_params(), lr=0.01, **(options if torch_options is None else torch_options)), gradients
+    )
     assert_same(found, expected)
 
 
-# ---- against the formulas, in float64 ----------------------------------------------------------------------------------------------------------
+# ---- against the formulas, in float64 --------------------------------------------------------------------------------
 
 
-def adam_by_hand(p, gradients, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True):
+def adam_by_hand(
+    p, gradients, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True
+):
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     for t, g in enumerate(gradients, 1):
         if not adam_w_mode:
@@ -98,7 +117,9 @@ def adam_by_hand(p, gradients, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_dec
     return p
 
 
-def sgd_by_hand(p, gradients, lr=0.01, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False):
+def sgd_by_hand(
+    p, gradients, lr=0.01, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False
+):
     m = None
     for g in gradients:
         if not wd_after_momentum:
@@ -139,7 +160,11 @@ def novograd_by_hand(
         size = g.pow(2).sum().sqrt() if norm_type == 2 else g.abs().max()
         if n is None:
             n = torch.zeros_like(size) if init_zero else size
-        n = (betas[1] * n**2 + (1 - betas[1]) * size**2).sqrt() if norm_type == 2 else betas[1] * n + (1 - betas[1]) * size
+        n = (
+            (betas[1] * n**2 + (1 - betas[1]) * size**2).sqrt()
+            if norm_type == 2
+            else betas[1] * n + (1 - betas[1]) * size
+        )
         c1, c2 = (1 - betas[0] ** t, math.sqrt(1 - betas[1] ** t)) if bias_correction else (1.0, 1.0)
         share = 1 - betas[0] if grad_averaging else 1.0
         if reg_inside_moment:
@@ -183,7 +208,9 @@ def lamb_by_hand(
 
 def each(by_hand):
     """A formula for one tensor, as one for many."""
-    return lambda params, gradients, **options: [by_hand(p, list(g), **options) for p, g in zip(params, zip(*gradients, strict=True), strict=True)]
+    return lambda params, gradients, **options: [
+        by_hand(p, list(g), **options) for p, g in zip(params, zip(*gradients, strict=True), strict=True)
+    ]
 
 
 BY_HAND = [
@@ -196,13 +223,21 @@ BY_HAND = [
     (FusedAdagrad, each(adagrad_by_hand), {"adagrad_w_mode": True, "weight_decay": 0.1}),
     (FusedAdagrad, each(adagrad_by_hand), {"adagrad_w_mode": False, "weight_decay": 0.1, "eps": 0.1}),
     *[
-        (FusedNovoGrad, each(novograd_by_hand), {"norm_type": norm_type, "reg_inside_moment": inside, "init_zero": zero, "weight_decay": 0.1})
+        (
+            FusedNovoGrad,
+            each(novograd_by_hand),
+            {"norm_type": norm_type, "reg_inside_moment": inside, "init_zero": zero, "weight_decay": 0.1},
+        )
         for norm_type in (2, 0)
         for inside in (False, True)
         for zero in (False, True)
     ],
     (FusedNovoGrad, each(novograd_by_hand), {}),
-    (FusedNovoGrad, each(novograd_by_hand), {"bias_correction": False, "grad_averaging": False, "betas": (0.95, 0.98), "eps": 0.1}),
+    (
+        FusedNovoGrad,
+        each(novograd_by_hand),
+        {"bias_correction": False, "grad_averaging": False, "betas": (0.95, 0.98), "eps": 0.1},
+    ),
     (FusedNovoGrad, each(novograd_by_hand), {"reg_inside_moment": True, "grad_averaging": False}),
     (FusedLAMB, lamb_by_hand, {}),
     (FusedLAMB, lamb_by_hand, {"adam_w_mode": False, "weight_decay": 0.1}),
@@ -214,10 +249,17 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(("cls", "by_hand", "options"), BY_HAND, ids=lambda value: getattr(value, "__name__", None) or str(value))
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"]
+)
+@pytest.mark.parametrize(
+    ("cls", "by_hand", "options"), BY_HAND, ids=lambda value: getattr(value, "__name__", None) or str(value)
+)
 def test_steps_follow_the_formula(cls, by_hand, options, dtype):
-    """From any dtype: float32 arithmetic, rounded once a step; float64 stays float64. With 16 bits, one step at a time."""
+    """From any dtype: float32 arithmetic, rounded once a step; float64 stays float64.
+
+    With 16 bits, one step at a time.
+    """
     steps = 1 if dtype is torch.bfloat16 else 20
     gradients = make_gradients(steps, dtype)
     start = [p.detach().double() for p in make_params(dtype)]
@@ -238,7 +280,9 @@ def test_sixteen_bit_parameters_have_float32_state(cls):
     optimizer = build(cls, params)
     run(optimizer, [[torch.full((3,), 1e-4, dtype=torch.float16)]] * 3)
     moments = [value for value in optimizer.state[params[0]].values() if isinstance(value, torch.Tensor)]
-    assert moments and all(moment.dtype is torch.float32 and moment.count_nonzero() == moment.numel() for moment in moments)
+    assert moments and all(
+        moment.dtype is torch.float32 and moment.count_nonzero() == moment.numel() for moment in moments
+    )
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -247,9 +291,15 @@ def test_parameters_of_several_dtypes_and_without_gradients_in_one_group(cls):
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bfloat16]
 
     def make():
-        return [torch.nn.Parameter(torch.randn(4, generator=generator.manual_seed(index)).to(dtype)) for index, dtype in enumerate(dtypes)]
+        return [
+            torch.nn.Parameter(torch.randn(4, generator=generator.manual_seed(index)).to(dtype))
+            for index, dtype in enumerate(dtypes)
+        ]
 
-    gradients = [[torch.randn(4, generator=generator).to(dtype) if index != 3 else None for index, dtype in enumerate(dtypes)] for _ in range(3)]
+    gradients = [
+        [torch.randn(4, generator=generator).to(dtype) if index != 3 else None for index, dtype in enumerate(dtypes)]
+        for _ in range(3)
+    ]
     options = {"max_grad_norm": 0.0} if cls is FusedLAMB else {}
     together = run(build(cls, make(), **options), gradients)
     for index, parameter in enumerate(make()):
@@ -264,20 +314,25 @@ def test_lamb_clips_by_the_norm_of_all_groups_and_leaves_the_gradients():
     optimizer = FusedLAMB([{"params": groups[:2]}, {"params": groups[2:]}], lr=0.01)
     found = run(optimizer, gradients)
     assert all(torch.equal(p.grad, g) for p, g in zip(found, gradients[-1], strict=True))
-    assert_same(found, lamb_by_hand([p.detach().double() for p in make_params()], [[g.double() for g in step] for step in gradients]))
+    assert_same(
+        found,
+        lamb_by_hand([p.detach().double() for p in make_params()], [[g.double() for g in step] for step in gradients]),
+    )
 
 
 def test_empty_and_zero_tensors_do_no_harm():
     for cls in ALL:
         params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3,))]
         for norm_type in (2, 0) if cls is FusedNovoGrad else (None,):
-            optimizer = build(cls, params, **({} if norm_type is None else {"norm_type": norm_type}), **({"weight_decay": 0.1}))
+            optimizer = build(
+                cls, params, **({} if norm_type is None else {"norm_type": norm_type}), **({"weight_decay": 0.1})
+            )
             run(optimizer, [[torch.zeros(0), torch.ones(3)]] * 2)
             assert params[1].isfinite().all() and params[1].count_nonzero() == 3
         run(build(cls, params), [[None, None]])
 
 
-# ---- as optimizers -----------------------------------------------------------------------------------------------------------------------------
+# ---- as optimizers ---------------------------------------------------------------------------------------------------
 
 OPTIONS = {
     FusedAdagrad: {"adagrad_w_mode": True, "weight_decay": 0.1},
@@ -343,7 +398,9 @@ def test_training_goes_on_bitwise_from_a_copy(cls, way, dtype):
     run(optimizer, gradients[4:])  # the first goes on, and so must not disturb its twin
     assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(run(twin, gradients[4:]), expected, strict=True))
-    for own, other in zip(twin.param_groups[0]["params"], expected, strict=True):  # state, whose last bits 16-bit parameters hide
+    for own, other in zip(
+        twin.param_groups[0]["params"], expected, strict=True
+    ):  # state, whose last bits 16-bit parameters hide
         assert all(torch.equal(value, uninterrupted.state[other][name]) for name, value in twin.state[own].items())
 
 
@@ -451,7 +508,13 @@ def test_arguments_of_an_older_step_are_refused(name):
 def test_positional_arguments_are_in_the_order_of_apex():
     adam = FusedAdam(make_params(), 0.5, False, (0.1, 0.2), 0.3, False, 0.4)
     group = adam.param_groups[0]
-    assert (group["lr"], group["bias_correction"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, False, (0.1, 0.2), 0.3, 0.4)
+    assert (group["lr"], group["bias_correction"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.5,
+        False,
+        (0.1, 0.2),
+        0.3,
+        0.4,
+    )
     assert adam.adam_w_mode is False
     lamb = FusedLAMB(make_params(), 0.5, False, (0.1, 0.2), 0.3, 0.4, False, False, False, False, 7.0, True)
     assert not lamb.param_groups[0]["grad_averaging"] and not lamb.adam_w_mode and not lamb.set_grad_none
@@ -461,12 +524,21 @@ def test_positional_arguments_are_in_the_order_of_apex():
     assert (group["grad_averaging"], group["norm_type"], group["init_zero"]) == (False, 0, True)
     assert novograd.moment_mode == 0 and not novograd.set_grad_none
     sgd = FusedSGD(make_params(), 0.5, 0.9, 0.0, 0.1, True, True, False, True)
-    assert (sgd.param_groups[0]["nesterov"], sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (True, True, False, True)
+    assert (
+        sgd.param_groups[0]["nesterov"],
+        sgd.wd_after_momentum,
+        sgd.materialize_master_grads,
+        sgd.set_grad_none,
+    ) == (True, True, False, True)
     adagrad = FusedAdagrad(make_params(), 0.5, 0.1, 0.2, False, True)
-    assert (adagrad.param_groups[0]["eps"], adagrad.param_groups[0]["weight_decay"], adagrad.adagrad_w_mode) == (0.1, 0.2, True)
+    assert (adagrad.param_groups[0]["eps"], adagrad.param_groups[0]["weight_decay"], adagrad.adagrad_w_mode) == (
+        0.1,
+        0.2,
+        True,
+    )
 
 
-# ---- files of other optimizers -----------------------------------------------------------------------------------------------------------------
+# ---- files of other optimizers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["adamw, decay", "adam, decay", "momentum", "nesterov", "adagrad, decay"])
@@ -529,7 +601,7 @@ def test_a_state_dict_that_cannot_be_honoured_is_refused():
         FusedNovoGrad(make_params(torch.float16)).load_state_dict(saved(FusedNovoGrad))
 
 
-# ---- under amp ---------------------------------------------------------------------------------------------------------------------------------
+# ---- under amp -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -538,11 +610,15 @@ def test_every_level_trains(cls, level):
     model = make_model()
     optimizer = build(cls, model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic" if level in ("O1", "O2") else None, verbosity=0)
+    amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic" if level in ("O1", "O2") else None, verbosity=0
+    )
     batch = make_batches(1)[0]
     losses = train(model, optimizer, [batch] * 12, scheduler)
     assert losses[-1] < 0.8 * losses[0]
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    moments = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     assert moments and all(moment.dtype is torch.float32 for moment in moments)
     before = copy.deepcopy(model.state_dict())
     with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * float("inf"), optimizer) as scaled_loss:
@@ -550,7 +626,11 @@ def test_every_level_trains(cls, level):
     optimizer.step()
     if level in ("O1", "O2"):
         assert optimizer.step_was_skipped
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "running" not in name and "num_" not in name)
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in model.state_dict().items()
+            if "running" not in name and "num_" not in name
+        )
 
 
 TWINS = [
@@ -561,13 +641,17 @@ TWINS = [
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize(("cls", "options", "torch_cls", "torch_options"), TWINS, ids=[case[0].__name__ for case in TWINS])
+@pytest.mark.parametrize(
+    ("cls", "options", "torch_cls", "torch_options"), TWINS, ids=[case[0].__name__ for case in TWINS]
+)
 def test_under_amp_the_losses_are_those_of_torchs_optimizer(cls, options, torch_cls, torch_options, level):
     found = []
     for make, given in ((cls, options), (torch_cls, torch_options or options)):
         model = make_model()
         optimizer = make(model.parameters(), **given)
-        amp.initialize(model, optimizer, opt_level=level, cast_model_type=None if level == "O1" else torch.bfloat16, verbosity=0)
+        amp.initialize(
+            model, optimizer, opt_level=level, cast_model_type=None if level == "O1" else torch.bfloat16, verbosity=0
+        )
         found.append(train(model, optimizer, make_batches(6)))
         amp.reset()
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=2e-2, atol=2e-3)

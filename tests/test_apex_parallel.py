@@ -14,7 +14,14 @@ from torch import nn
 
 import amp_patch as amp
 from amp_patch.apex import parallel
-from amp_patch.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group, distributed
+from amp_patch.apex.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    distributed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def assert_same(found, expected, **tolerance):
             torch.testing.assert_close(a, b, **tolerance)
 
 
-# ---- DistributedDataParallel -----------------------------------------------------------------------------------------------------------------
+# ---- DistributedDataParallel -----------------------------------------------------------------------------------------
 
 MODES = {
     "default": {},
@@ -99,11 +106,16 @@ def backward_together(rank, options, dtype=torch.float32):
     return found[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"]
+)
 @modes
 def test_gradients_are_the_mean_over_the_ranks(ranks, options, dtype):
     found = ranks(backward_together, options, dtype)
-    expected = [(a.double() + b.double()).div(2).to(dtype) for a, b in zip(*(local_gradients(rank, dtype=dtype) for rank in range(2)), strict=True)]
+    expected = [
+        (a.double() + b.double()).div(2).to(dtype)
+        for a, b in zip(*(local_gradients(rank, dtype=dtype) for rank in range(2)), strict=True)
+    ]
     for each in found:
         assert_same(each, expected)
     if dtype is torch.bfloat16 and options.get("allreduce_always_fp32"):  # rounded once
@@ -113,7 +125,10 @@ def test_gradients_are_the_mean_over_the_ranks(ranks, options, dtype):
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 @both_modes
 def test_without_averaging_gradients_are_the_sum_over_the_factor(ranks, factor, is_delayed):
-    found = ranks(backward_together, {"gradient_average": False, "gradient_predivide_factor": factor, "delay_allreduce": is_delayed})
+    found = ranks(
+        backward_together,
+        {"gradient_average": False, "gradient_predivide_factor": factor, "delay_allreduce": is_delayed},
+    )
     expected = [(a + b) / factor for a, b in zip(local_gradients(0), local_gradients(1), strict=True)]
     for each in found:
         assert_same(each, expected)
@@ -123,7 +138,10 @@ def test_without_averaging_gradients_are_the_sum_over_the_factor(ranks, factor, 
 @both_modes
 def test_float32_sums_do_not_overflow_where_sixteen_bits_would(ranks, dtype, is_delayed):
     for in_float32 in (True, False):
-        found = ranks(reduce_large, {"allreduce_always_fp32": in_float32, "delay_allreduce": is_delayed, "gradient_predivide_factor": 0.5})
+        found = ranks(
+            reduce_large,
+            {"allreduce_always_fp32": in_float32, "delay_allreduce": is_delayed, "gradient_predivide_factor": 0.5},
+        )
         assert [each.isfinite().all().item() for each in found] == [in_float32] * 2
 
 
@@ -251,7 +269,9 @@ def backward_twice(rank):
 
 
 def test_delayed_there_may_be_several_backward_passes_after_one_forward(ranks):
-    expected = [a + b for a, b in zip(local_gradients(0), local_gradients(1), strict=True)]  # twice the mean over both columns
+    expected = [
+        a + b for a, b in zip(local_gradients(0), local_gradients(1), strict=True)
+    ]  # twice the mean over both columns
     for found in ranks(backward_twice):
         assert_same(found, expected)
 
@@ -322,7 +342,9 @@ def train_with_amp(rank, level, options, accumulates):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @both_modes
 def test_under_amp_all_ranks_take_the_same_steps(ranks, level, is_delayed, accumulates):
-    (first, first_parameters), (second, second_parameters) = ranks(train_with_amp, level, {"delay_allreduce": is_delayed}, accumulates)
+    (first, first_parameters), (second, second_parameters) = ranks(
+        train_with_amp, level, {"delay_allreduce": is_delayed}, accumulates
+    )
     for a, b in zip((*first, first_parameters), (*second, second_parameters), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     reference = make_model()
@@ -334,7 +356,7 @@ def test_under_amp_all_ranks_take_the_same_steps(ranks, level, is_delayed, accum
         assert (found - parameter.grad).norm() < 0.1 * parameter.grad.norm() + 1e-3  # 16 bits
 
 
-# ---- Reducer and flattened calls ---------------------------------------------------------------------------------------------------------------
+# ---- Reducer and flattened calls -------------------------------------------------------------------------------------
 
 
 def reduce_by_hand(rank):
@@ -344,7 +366,11 @@ def reduce_by_hand(rank):
     reducer = Reducer(model)
     model(batch_of(rank), uses_second=False).pow(2).mean().backward()
     reducer.reduce()
-    tensors = {"a": [torch.full((2,), float(rank)), torch.full((1, 3), rank + 1.0).double()], "b": (torch.full((), rank).bfloat16(),), "c": 7}
+    tensors = {
+        "a": [torch.full((2,), float(rank)), torch.full((1, 3), rank + 1.0).double()],
+        "b": (torch.full((), rank).bfloat16(),),
+        "c": 7,
+    }
     Reducer(tensors).reduce()
     return gradients_of(model), model.second.weight.detach(), tensors
 
@@ -354,7 +380,11 @@ def test_a_reducer_averages_when_told_to(ranks):
     for gradients, weight, tensors in ranks(reduce_by_hand):
         assert_same(gradients, [None if a is None else (a + b) / 2 for a, b in zip(*expected, strict=True)])
         assert torch.equal(weight, make_plain().second.weight)
-        assert tensors["a"][0].tolist() == [0.5, 0.5] and tensors["a"][1].tolist() == [[1.5, 1.5, 1.5]] and tensors["b"][0].item() == 0.5
+        assert (
+            tensors["a"][0].tolist() == [0.5, 0.5]
+            and tensors["a"][1].tolist() == [[1.5, 1.5, 1.5]]
+            and tensors["b"][0].item() == 0.5
+        )
 
 
 def broadcast_flat(rank):
@@ -372,7 +402,13 @@ def test_calls_on_flattened_tensors(ranks):
 
 
 def test_flattening_and_splitting():
-    tensors = [torch.ones(2, 2), torch.zeros(3).double(), torch.ones(1).half(), torch.ones(2).bfloat16(), torch.full((1,), 2.0)]
+    tensors = [
+        torch.ones(2, 2),
+        torch.zeros(3).double(),
+        torch.ones(1).half(),
+        torch.ones(2).bfloat16(),
+        torch.full((1,), 2.0),
+    ]
     flat = distributed.flatten([tensors[0], tensors[4]])
     assert flat.tolist() == [1, 1, 1, 1, 2]
     assert [part.shape for part in distributed.unflatten(flat, [tensors[0], tensors[4]])] == [(2, 2), (1,)]
@@ -394,10 +430,12 @@ def test_the_launcher_is_torchrun(monkeypatch):
     seen = []
     monkeypatch.setattr(multiproc.run, "main", seen.append)
     multiproc.main(["script.py", "--epochs", "3"])
-    assert seen == [["--standalone", f"--nproc-per-node={max(torch.cuda.device_count(), 1)}", "script.py", "--epochs", "3"]]
+    assert seen == [
+        ["--standalone", f"--nproc-per-node={max(torch.cuda.device_count(), 1)}", "script.py", "--epochs", "3"]
+    ]
 
 
-# ---- SyncBatchNorm -----------------------------------------------------------------------------------------------------------------------------
+# ---- SyncBatchNorm ---------------------------------------------------------------------------------------------------
 
 INNER = {2: (), 3: (5,), 4: (3, 2), 5: (2, 1, 3)}
 
@@ -408,7 +446,11 @@ def make_inputs(dims, sizes, dtype=torch.float32, channel_last=False):
     inputs = [torch.randn(size, 4, *INNER[dims], generator=generator) * 3 + 100 for size in sizes]
     factors = [torch.randn(x.shape, generator=generator) for x in inputs]
     result = [(x.to(dtype), y.to(dtype)) for x, y in zip(inputs, factors, strict=True)]
-    return [(x.movedim(1, -1).contiguous(), y.movedim(1, -1).contiguous()) for x, y in result] if channel_last and dims > 2 else result
+    return (
+        [(x.movedim(1, -1).contiguous(), y.movedim(1, -1).contiguous()) for x, y in result]
+        if channel_last and dims > 2
+        else result
+    )
 
 
 def run_layer(layer, x, factors, z=None):
@@ -468,12 +510,17 @@ def test_ranks_normalize_as_one_process_does_the_joined_batch(ranks, dims, sizes
     if not options.get("track_running_stats", True):  # then eval uses the statistics of this rank's batch
         in_eval = torch.cat([layer(x) if x.numel() else x for x, _ in inputs])
     tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 3e-4}
-    outputs, gradients = zip(*(expected[index].split(list(sizes)) for index in (0, 1)), strict=True), in_eval.split(list(sizes))
+    outputs, gradients = (
+        zip(*(expected[index].split(list(sizes)) for index in (0, 1)), strict=True),
+        in_eval.split(list(sizes)),
+    )
     for rank, (found, (output, gradient), evaluated) in enumerate(zip(results, outputs, gradients, strict=True)):
         assert found[0].dtype is dtype and found[1].dtype is dtype
         ways = (lambda t: t.movedim(1, -1)) if channel_last and dims > 2 else (lambda t: t)
         for got, wanted in ((found[0], output), (found[1], gradient), (found[4], evaluated)):
-            torch.testing.assert_close(got.double(), ways(wanted).detach(), **tolerance, msg=lambda text, rank=rank: f"rank {rank}: {text}")
+            torch.testing.assert_close(
+                got.double(), ways(wanted).detach(), **tolerance, msg=lambda text, rank=rank: f"rank {rank}: {text}"
+            )
         assert_same([buffer.double() for buffer in found[3]], [buffer.double() for buffer in expected[3]], **tolerance)
     for index, wanted in enumerate(expected[2]):  # each rank has its own share, which data parallelism averages
         torch.testing.assert_close(sum(found[2][index].double() for found in results), wanted, **tolerance)
@@ -503,7 +550,9 @@ def test_z_is_added_and_then_comes_relu(ranks, channel_last, fuse_relu, with_z):
     (expected * torch.cat([y for _, y in inputs])).sum().backward()
     back = (lambda t: t.movedim(-1, 1)) if channel_last else (lambda t: t)
     results = ranks(activate_together, channel_last, fuse_relu, with_z)
-    torch.testing.assert_close(torch.cat([back(found[0]) for found in results]), expected.detach(), rtol=1e-4, atol=3e-4)
+    torch.testing.assert_close(
+        torch.cat([back(found[0]) for found in results]), expected.detach(), rtol=1e-4, atol=3e-4
+    )
     torch.testing.assert_close(torch.cat([back(found[1]) for found in results]), x.grad, rtol=1e-3, atol=1e-3)
     if with_z:
         torch.testing.assert_close(torch.cat([back(found[2]) for found in results]), z.grad, rtol=1e-4, atol=3e-4)
@@ -521,7 +570,9 @@ def test_sixteen_bit_inputs_give_sixteen_bit_outputs_of_float32_statistics(ranks
     expected = nn.BatchNorm2d(4)(inputs.float())
     results = ranks(normalize_low, dtype)
     assert all(found.dtype is dtype and running is torch.float32 for found, running in results)
-    torch.testing.assert_close(torch.cat([found for found, _ in results]).float(), expected.detach(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        torch.cat([found for found, _ in results]).float(), expected.detach(), rtol=1e-2, atol=1e-2
+    )
 
 
 def penalize_together(rank):
@@ -622,14 +673,16 @@ def test_a_converted_model_trains_as_one_process_on_the_joined_batch(ranks, leve
     assert set(first_state) == set(model.state_dict())
 
 
-# ---- converting --------------------------------------------------------------------------------------------------------------------------------
+# ---- converting ------------------------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         shared = nn.BatchNorm1d(4)
-        self.layers = nn.Sequential(nn.Linear(4, 4), shared, nn.ModuleList([nn.BatchNorm1d(4, affine=False), nn.InstanceNorm1d(4)]))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 4), shared, nn.ModuleList([nn.BatchNorm1d(4, affine=False), nn.InstanceNorm1d(4)])
+        )
         self.again = shared
         self.nothing = None
         self.register_module("empty", None)
@@ -649,12 +702,20 @@ def test_converting_keeps_everything_but_the_class():
     result = convert_syncbn_model(model, process_group="a group", channel_last=True)
     assert result is model
     converted = [model.layers[1], model.layers[2][0], model.other]
-    assert all(type(layer) is SyncBatchNorm and layer.process_group == "a group" and layer.channel_last for layer in converted)
+    assert all(
+        type(layer) is SyncBatchNorm and layer.process_group == "a group" and layer.channel_last for layer in converted
+    )
     assert model.again is model.layers[1] and isinstance(model.layers[2][1], nn.InstanceNorm1d)
-    assert [layer.training for layer in converted] == [False, True, True] and not model.layers[0].training and model.training
+    assert (
+        [layer.training for layer in converted] == [False, True, True]
+        and not model.layers[0].training
+        and model.training
+    )
     assert not model.again.weight.requires_grad
     assert (model.other.momentum, model.other.track_running_stats, model.layers[2][0].affine) == (None, False, False)
-    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [True] * len(list(model.parameters()))
+    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [
+        True
+    ] * len(list(model.parameters()))
     assert model.state_dict().keys() == expected.state_dict().keys()
     x = torch.randn(6, 4)
     torch.testing.assert_close(model(x), expected(x))  # without a process group: BatchNorm

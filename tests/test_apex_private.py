@@ -1,4 +1,6 @@
-"""What scripts do with the private names of `apex.amp`: loss scales set by hand, skips seen early, stashes, handles, the oldest interface."""
+"""What scripts do with the private names of `apex.amp`: loss scales set by hand, skips seen early, stashes, handles,
+the oldest interface.
+"""
 
 import gc
 import pickle
@@ -32,7 +34,7 @@ from amp_patch.apex.amp.scaler import LossScaler
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# ---- the loss scale by hand ------------------------------------------------------------------------------------------------------------------
+# ---- the loss scale by hand ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("level", "loss_scale"), [("O1", None), ("O2", None), ("O2", 128.0), ("O0", 1.0)])
@@ -89,7 +91,7 @@ def test_the_count_and_the_window_may_be_set_too():
     assert scaler._loss_scale == 65536.0
 
 
-# ---- skips -----------------------------------------------------------------------------------------------------------------------------------
+# ---- skips -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", [None, "before", "after"])
@@ -124,7 +126,9 @@ def test_an_overflow_shows_before_the_step_in_three_ways(level, scheduler, capsy
 
 def test_every_optimizer_of_the_loss_shows_the_skip_and_no_other():
     models = [make_model(), make_model(1), make_model(2)]
-    models, optimizers = amp.initialize(models, [make_optimizer(model) for model in models], opt_level="O1", verbosity=0)
+    models, optimizers = amp.initialize(
+        models, [make_optimizer(model) for model in models], opt_level="O1", verbosity=0
+    )
     images, targets = make_batches(1)[0]
     loss = F.cross_entropy(models[0](images), targets) * OVERFLOWING + F.cross_entropy(models[1](images), targets)
     with amp.scale_loss(loss, optimizers[:2]) as scaled_loss:
@@ -155,7 +159,9 @@ def test_reset_takes_a_step_that_shows_a_skip_away():
     overflow(model, optimizer)
     amp_patch.reset()
     assert optimizer.step.__func__ is own_step.__func__
-    assert not any(name.startswith("_amp") or name in ("_post_amp_backward", "_prepare_amp_backward") for name in vars(optimizer))
+    assert not any(
+        name.startswith("_amp") or name in ("_post_amp_backward", "_prepare_amp_backward") for name in vars(optimizer)
+    )
 
 
 def test_a_scheduler_built_while_a_skip_is_pending():
@@ -179,21 +185,36 @@ def test_delayed_passes_say_nothing_early():
     assert optimizer.step is not usual and optimizer._amp_stash.params_have_scaled_gradients is False
 
 
-# ---- the stash -------------------------------------------------------------------------------------------------------------------------------
+# ---- the stash -------------------------------------------------------------------------------------------------------
 
 
 def test_the_stash_lists_parameters_by_group():
     model = make_model()
-    groups = [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 1.0}]
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 1.0},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     stash = optimizer._amp_stash
     assert stash.lazy_init_called is True
-    assert [[id(p) for p in group] for group in stash.fp16_groups] == [[id(p) for p in model[i].parameters()] for i in (0, 3)]
-    assert [[id(p) for p in group] for group in stash.fp32_from_fp32_groups] == [[], [id(p) for p in model[1].parameters()]]
-    masters = [[p for p in group["params"] if not any(p is q for q in model.parameters())] for group in optimizer.param_groups]
-    assert [[id(p) for p in group] for group in stash.fp32_from_fp16_groups] == [[id(p) for p in group] for group in masters]
-    assert len(stash.all_fp16_params) == len(stash.all_fp32_from_fp16_params) == 4 and len(stash.all_fp32_from_fp32_params) == 2
+    assert [[id(p) for p in group] for group in stash.fp16_groups] == [
+        [id(p) for p in model[i].parameters()] for i in (0, 3)
+    ]
+    assert [[id(p) for p in group] for group in stash.fp32_from_fp32_groups] == [
+        [],
+        [id(p) for p in model[1].parameters()],
+    ]
+    masters = [
+        [p for p in group["params"] if not any(p is q for q in model.parameters())] for group in optimizer.param_groups
+    ]
+    assert [[id(p) for p in group] for group in stash.fp32_from_fp16_groups] == [
+        [id(p) for p in group] for group in masters
+    ]
+    assert (
+        len(stash.all_fp16_params) == len(stash.all_fp32_from_fp16_params) == 4
+        and len(stash.all_fp32_from_fp32_params) == 2
+    )
     for low, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         assert low.dtype is torch.float16 and torch.equal(master.half(), low)
 
@@ -247,20 +268,30 @@ def test_a_scale_loss_that_a_project_copied_trains_the_same(level):
         model, optimizer = start(level, loss_scale="dynamic")
         amp._amp_state.loss_scalers[0]._loss_scale = 256.0
         loop(model, optimizer, make_batches(3))
-        results.append([*(p.detach().clone() for p in amp.master_params(optimizer)), torch.tensor(amp._amp_state.loss_scalers[0].loss_scale())])
+        results.append(
+            [
+                *(p.detach().clone() for p in amp.master_params(optimizer)),
+                torch.tensor(amp._amp_state.loss_scalers[0].loss_scale()),
+            ]
+        )
         del model, optimizer
         amp_patch.reset()
     assert_equal(*results)
 
 
-# ---- handles ---------------------------------------------------------------------------------------------------------------------------------
+# ---- handles ---------------------------------------------------------------------------------------------------------
 
 
 def test_deactivating_puts_functions_back_and_goes_on_scaling():
     matmul = torch.Tensor.__matmul__
     model, optimizer = start("O1")
     handle = amp._amp_state.handle
-    assert handle is amp.amp._DECORATOR_HANDLE and handle.is_active() and handle._is_active and torch.Tensor.__matmul__ is not matmul
+    assert (
+        handle is amp.amp._DECORATOR_HANDLE
+        and handle.is_active()
+        and handle._is_active
+        and torch.Tensor.__matmul__ is not matmul
+    )
     amp.amp._DECORATOR_HANDLE._deactivate()
     handle._deactivate()
     assert torch.Tensor.__matmul__ is matmul and not handle.is_active()
@@ -377,7 +408,7 @@ def test_wrapped_optimizers_refuse_what_they_cannot_do():
         optimizer.step(lambda: None)
 
 
-# ---- LossScaler by itself --------------------------------------------------------------------------------------------------------------------
+# ---- LossScaler by itself --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -406,7 +437,9 @@ def test_unscaling_onto_a_stash():
     out = torch.empty(2)
     scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 1.0])], [out])
     assert out.tolist() == [3, 2]
-    scaler.unscale_with_stashed([torch.tensor([8.0, 4.0])], [torch.tensor([2.0, 2.0])], [out], scale_override=(8.0, 2.0, 16.0))
+    scaler.unscale_with_stashed(
+        [torch.tensor([8.0, 4.0])], [torch.tensor([2.0, 2.0])], [out], scale_override=(8.0, 2.0, 16.0)
+    )
     assert out.tolist() == [32, 24]
 
 
@@ -431,7 +464,9 @@ def test_pickles_come_back(scale):
     scaler = LossScaler(scale, scale_window=7, min_loss_scale=2.0, max_loss_scale=512.0)
     scaler.update_scale()
     twin = pickle.loads(pickle.dumps(scaler))
-    assert twin.__getstate__() == scaler.__getstate__() and twin.dynamic is (scale == "dynamic") and twin._unskipped == 1
+    assert (
+        twin.__getstate__() == scaler.__getstate__() and twin.dynamic is (scale == "dynamic") and twin._unskipped == 1
+    )
 
 
 def test_the_state_that_apex_pickled_is_read():
@@ -451,7 +486,7 @@ def test_the_state_that_apex_pickled_is_read():
     assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic, scaler._scale_seq_len) == (2048.0, 5, True, 2000)
 
 
-# ---- both interfaces, and messages switched off later ------------------------------------------------------------------------------------------
+# ---- both interfaces, and messages switched off later ----------------------------------------------------------------
 
 
 def test_a_handle_that_nobody_keeps_ends_nothing():
@@ -489,4 +524,7 @@ def test_the_package_may_be_imported_while_patches_are_in():
         "print(len(amp.lists.functional_overrides.FP32_FUNCS), len(amp.lists.tensor_overrides.CASTS))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == [str(len(amp.lists.functional_overrides.FP32_FUNCS)), str(len(amp.lists.tensor_overrides.CASTS))], done.stderr
+    assert done.stdout.split() == [
+        str(len(amp.lists.functional_overrides.FP32_FUNCS)),
+        str(len(amp.lists.tensor_overrides.CASTS)),
+    ], done.stderr

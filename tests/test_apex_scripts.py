@@ -1,4 +1,5 @@
-"""Whole scripts of Apex's kind, run unmodified by `amp-patch run`, against the same scripts over plain torch and over amp_patch itself.
+"""Whole scripts of Apex's kind, run unmodified by `amp-patch run`, against the same scripts over plain torch and over
+amp_patch itself.
 
 The references run in this process: the script's source with another module in the place of `apex.amp`.
 """
@@ -38,7 +39,9 @@ PLAIN.load_state_dict = lambda state: None
 
 def run_script(name, *arguments, cwd):
     command = [sys.executable, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -46,7 +49,9 @@ def run_script(name, *arguments, cwd):
 def run_ranks(name, *arguments, cwd):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, [torch.load(cwd / f"out.pt.{rank}") for rank in (0, 1)]
 
@@ -56,16 +61,21 @@ def run_here(name, module, *arguments, cwd, monkeypatch):
     source = (SCRIPTS / name).read_text()
     if module != "apex":
         unmodified = source
-        source = source.replace("from apex import amp, optimizers", f"import {module} as amp; from apex import optimizers", 1)
+        source = source.replace(
+            "from apex import amp, optimizers", f"import {module} as amp; from apex import optimizers", 1
+        )
         source = source.replace("from apex import amp\n", f"import {module} as amp\n", 1)
         assert source != unmodified
     (cwd / name).write_text(source)
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setitem(sys.modules, "plain_amp", PLAIN)
-    # torch's own test helpers, which other test modules import, forbid scripts to set flags such as torch.backends.cudnn.benchmark
+    # torch's own test helpers, which other test modules import, forbid scripts to set flags such as
+    # torch.backends.cudnn.benchmark
     monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
-    monkeypatch.setattr(amp_patch, "_amp_state", amp_patch.apex.amp._amp_state, raising=False)  # it looks at the session, whoever opened that
+    monkeypatch.setattr(
+        amp_patch, "_amp_state", amp_patch.apex.amp._amp_state, raising=False
+    )  # it looks at the session, whoever opened that
     if module == "amp_patch":
         (cwd / "presets.yaml").write_text(AS_APEX)
         monkeypatch.setenv("AMP_PATCH_PRESETS", str(cwd / "presets.yaml"))
@@ -85,7 +95,11 @@ def assert_same(left, right):
         for one, other in zip(left, right, strict=True):
             assert_same(one, other)
     else:
-        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right or left != left and right != right
+        assert (
+            torch.equal(left, right)
+            if isinstance(left, torch.Tensor)
+            else left == right or left != left and right != right
+        )
 
 
 OUT = {"imagenet.py": "out.pt.0", "dcgan.py": "out.pt", "bert.py": "out.pt"}
@@ -95,7 +109,10 @@ ARGUMENTS = {"imagenet.py": ["--opt-level"], "dcgan.py": ["--opt_level"], "bert.
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("name", OUT)
 def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path, monkeypatch, capsys):
-    """O0 is compared with plain torch, O1 and O2 with amp_patch in float16 with the list `apex`. O2 runs by the command, the others in-process."""
+    """O0 is compared with plain torch, O1 and O2 with amp_patch in float16 with the list `apex`.
+
+    O2 runs by the command, the others in-process.
+    """
     ours, here = tmp_path / "ours", tmp_path / "here"
     ours.mkdir()
     here.mkdir()
@@ -113,12 +130,18 @@ def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path,
     if level == "O0":
         for result in results:
             result.pop("amp", None)
-            result["losses"] = [row[:2] if isinstance(row, tuple) else row for row in result["losses"]]  # the third is the loss scale
+            result["losses"] = [
+                row[:2] if isinstance(row, tuple) else row for row in result["losses"]
+            ]  # the third is the loss scale
     assert_same(*results)
 
 
 RESUMING = {
-    "imagenet.py": (["--opt-level", "O2", "--loss-scale", "128.0", "--keep-batchnorm-fp32=True"], ["--epochs", "1"], "--resume=checkpoint.pth.tar"),
+    "imagenet.py": (
+        ["--opt-level", "O2", "--loss-scale", "128.0", "--keep-batchnorm-fp32=True"],
+        ["--epochs", "1"],
+        "--resume=checkpoint.pth.tar",
+    ),
     "bert.py": (["--fp16", "--optimizer", "adam"], ["--max_steps", "3"], "--resume_from_checkpoint=ckpt.pt"),
 }
 
@@ -138,7 +161,7 @@ def test_a_script_resumes_bitwise_in_another_process(name, tmp_path, monkeypatch
     assert_same(*results)
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------------------------------
+# ---- two processes ---------------------------------------------------------------------------------------------------
 
 
 def test_two_processes_train_as_one(tmp_path, monkeypatch):

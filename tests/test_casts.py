@@ -1,5 +1,6 @@
-"""What each rule of `OpCasts` does to one call: the result and the gradients are those of the same call with its arguments cast by hand, and all
-that a rule has no business with reaches the op as the very object that was passed."""
+"""What each rule of `OpCasts` does to one call: the result and the gradients are those of the same call with its
+arguments cast by hand, and all that a rule has no business with reaches the op as the very object that was passed.
+"""
 
 import functools
 import sys
@@ -100,14 +101,16 @@ def assert_same_as_by_hand(replacement: Op, case: Case, dtype: torch.dtype) -> N
     assert output.dtype is dtype
     assert torch.equal(output, expected)
     arguments = list(leaves_of([leaf(value) for value in (*case.args, *case.kwargs.values())]))
-    assert [gradient.dtype for gradient in gradients if gradient is not None] == [argument.dtype for argument in arguments]
+    assert [gradient.dtype for gradient in gradients if gradient is not None] == [
+        argument.dtype for argument in arguments
+    ]
     assert all(torch.equal(gradient, wanted) for gradient, wanted in zip(gradients, expected_gradients, strict=True))
 
 
 ways = pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
 
 
-# ---- whitelist ----------------------------------------------------------------------------------------------------------------------------------
+# ---- whitelist -------------------------------------------------------------------------------------------------------
 
 WHITELIST = {
     "linear": Case(F.linear, (rand(2, 4), rand(3, 4, seed=1), rand(3, seed=2))),
@@ -128,7 +131,9 @@ WHITELIST = {
 @pytest.mark.parametrize("is_general", [False, True], ids=["chosen", "general"])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("case", WHITELIST.values(), ids=list(WHITELIST))
-def test_a_whitelisted_op_runs_in_the_low_dtype_as_if_cast_by_hand(case: Case, low: torch.dtype, is_general: bool) -> None:
+def test_a_whitelisted_op_runs_in_the_low_dtype_as_if_cast_by_hand(
+    case: Case, low: torch.dtype, is_general: bool
+) -> None:
     casts = make_casts(low)
     assert_same_as_by_hand(casts.whitelist(case.op) if is_general else casts.wrap("whitelist", case.op), case, low)
 
@@ -141,7 +146,9 @@ def named(op: Op, name: str) -> Op:
 @pytest.mark.parametrize("name", ["linear", "conv2d", "matmul", "mm", "__matmul__", "other"])
 @pytest.mark.parametrize("count", range(5))
 @ways
-def test_every_whitelisted_name_treats_its_arguments_alike(casts: OpCasts, name: str, count: int, as_keyword: bool) -> None:
+def test_every_whitelisted_name_treats_its_arguments_alike(
+    casts: OpCasts, name: str, count: int, as_keyword: bool
+) -> None:
     op, calls = recorder()
     given = [rand(2), rand(2, dtype=torch.bfloat16), rand(2).double(), torch.arange(2)][:count]
     keywords = {"keyword": rand(2), "count": 3} if as_keyword else {}
@@ -149,7 +156,9 @@ def test_every_whitelisted_name_treats_its_arguments_alike(casts: OpCasts, name:
     args, kwargs = calls[0]
     assert [value.dtype for value in args] == [torch.bfloat16, torch.bfloat16, torch.float64, torch.int64][:count]
     assert all(value is original for value, original in zip(args[1:], given[1:], strict=True))
-    assert {key: getattr(value, "dtype", value) for key, value in kwargs.items()} == ({"keyword": torch.bfloat16, "count": 3} if as_keyword else {})
+    assert {key: getattr(value, "dtype", value) for key, value in kwargs.items()} == (
+        {"keyword": torch.bfloat16, "count": 3} if as_keyword else {}
+    )
 
 
 def test_an_embedding_s_indices_stay_integers(casts: OpCasts) -> None:
@@ -165,7 +174,7 @@ def test_whitelisted_inputs_in_the_low_dtype_are_not_copied(casts: OpCasts) -> N
     assert calls[0][1]["y"] is x
 
 
-# ---- blacklist ----------------------------------------------------------------------------------------------------------------------------------
+# ---- blacklist -------------------------------------------------------------------------------------------------------
 
 LOW_ROWS = rand(3, 4, dtype=torch.bfloat16)
 BLACKLIST = {
@@ -202,23 +211,37 @@ def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(case: Case, casts: 
         (torch.log_softmax, (1, torch.float64), {}),
         (F.softmax, (1, 3, torch.bfloat16), {}),
     ],
-    ids=["sum-low", "sum-float64", "cumsum", "F.softmax", "softmax-positional", "log_softmax-positional", "F.softmax-positional"],
+    ids=[
+        "sum-low",
+        "sum-float64",
+        "cumsum",
+        "F.softmax",
+        "softmax-positional",
+        "log_softmax-positional",
+        "F.softmax-positional",
+    ],
 )
-def test_a_dtype_that_the_call_names_is_honoured(casts: OpCasts, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_a_dtype_that_the_call_names_is_honoured(
+    casts: OpCasts, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     result, expected = casts.blacklist(op)(LOW_ROWS, *args, **kwargs), op(LOW_ROWS, *args, **kwargs)
     assert result.dtype is expected.dtype
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((1,), {"dtype": torch.float16}), ((1, torch.float16), {})], ids=["keyword", "positional"])
-def test_beside_a_dtype_that_the_call_names_nothing_is_cast(casts: OpCasts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((1,), {"dtype": torch.float16}), ((1, torch.float16), {})], ids=["keyword", "positional"]
+)
+def test_beside_a_dtype_that_the_call_names_nothing_is_cast(
+    casts: OpCasts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     op, calls = recorder()
     casts.blacklist(op)(LOW_ROWS, *args, **kwargs)
     assert calls == [((LOW_ROWS, *args), kwargs)]
     assert calls[0][0][0] is LOW_ROWS
 
 
-# ---- out= -----------------------------------------------------------------------------------------------------------------------------------
+# ---- out= ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,7 +254,9 @@ def test_beside_a_dtype_that_the_call_names_nothing_is_cast(casts: OpCasts, args
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_call_with_out_runs_as_it_was_written(casts: OpCasts, rule: str, op: Op, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+def test_a_call_with_out_runs_as_it_was_written(
+    casts: OpCasts, rule: str, op: Op, args: tuple[Any, ...], dtype: torch.dtype
+) -> None:
     out, expected = torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
     op(*args, out=expected)
     assert casts.wrap(rule, op)(*args, out=out) is out
@@ -243,7 +268,7 @@ def test_out_none_is_no_out(casts: OpCasts, rule: str, low: torch.dtype) -> None
     assert casts.wrap(rule, torch.mm)(rand(2, 3, dtype=torch.float16), rand(3, 2), out=None).dtype is low
 
 
-# ---- what no rule touches ---------------------------------------------------------------------------------------------------------------------
+# ---- what no rule touches --------------------------------------------------------------------------------------------
 
 
 class Named(NamedTuple):
@@ -290,7 +315,9 @@ def test_an_argument_that_is_no_business_of_a_rule_arrives_as_itself(casts: OpCa
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["float64", "complex64", "int64", "float8", "meta-float32", "meta-bfloat16", "none", "str", "int"])
+@pytest.mark.parametrize(
+    "name", ["float64", "complex64", "int64", "float8", "meta-float32", "meta-bfloat16", "none", "str", "int"]
+)
 def test_it_arrives_as_itself_as_a_first_and_as_a_keyword_argument_too(casts: OpCasts, rule: str, name: str) -> None:
     op, calls = recorder()
     value = UNTOUCHED[name]
@@ -307,12 +334,16 @@ def test_a_call_without_arguments_reaches_the_op(casts: OpCasts, rule: str) -> N
     assert calls == [((), {})]
 
 
-# ---- sequences --------------------------------------------------------------------------------------------------------------------------------
+# ---- sequences -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rule", "given_dtype", "dtype"),
-    [("whitelist", torch.float32, torch.bfloat16), ("blacklist", torch.bfloat16, torch.float32), ("match_self", torch.bfloat16, torch.float32)],
+    [
+        ("whitelist", torch.float32, torch.bfloat16),
+        ("blacklist", torch.bfloat16, torch.float32),
+        ("match_self", torch.bfloat16, torch.float32),
+    ],
     ids=["whitelist", "blacklist", "match_self"],
 )
 @pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
@@ -331,7 +362,7 @@ def test_tensors_in_lists_and_tuples_are_cast_and_the_caller_s_lists_are_not(
     assert value[1][0] is x  # type: ignore[index]
 
 
-# ---- promote --------------------------------------------------------------------------------------------------------------------------------
+# ---- promote ---------------------------------------------------------------------------------------------------------
 
 WIDEST = {
     "bfloat16-float32": (torch.bfloat16, torch.float32, torch.float32),
@@ -365,7 +396,9 @@ def test_a_sequence_is_promoted_to_its_widest_dtype(
 
 @pytest.mark.parametrize("rule", ["promote", "sequence_promote"])
 @pytest.mark.parametrize("other", [torch.float64, torch.complex64, torch.int64], ids=dtype_id)
-def test_beside_a_dtype_that_is_never_cast_torch_s_own_promotion_stands(casts: OpCasts, rule: str, other: torch.dtype) -> None:
+def test_beside_a_dtype_that_is_never_cast_torch_s_own_promotion_stands(
+    casts: OpCasts, rule: str, other: torch.dtype
+) -> None:
     op, calls = recorder()
     tensors = [rand(2, dtype=torch.bfloat16), rand(2).to(other)]
     casts.wrap(rule, op)(*tensors) if rule == "promote" else casts.wrap(rule, op)(tensors)
@@ -394,7 +427,7 @@ def test_a_first_argument_that_is_no_sequence_reaches_the_op(casts: OpCasts) -> 
     assert calls[0][0][0] is values
 
 
-# ---- match_self -------------------------------------------------------------------------------------------------------------------------------
+# ---- match_self ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", FLOATS, ids=dtype_id)
@@ -411,7 +444,9 @@ def test_an_op_in_place_runs_in_its_target_s_dtype(casts: OpCasts, target: torch
 
 @ways
 @pytest.mark.parametrize("target", FLOATS, ids=dtype_id)
-def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(casts: OpCasts, target: torch.dtype, as_keyword: bool) -> None:
+def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
+    casts: OpCasts, target: torch.dtype, as_keyword: bool
+) -> None:
     op, calls = recorder()
     x, others = rand(2, dtype=target), [rand(2, dtype=dtype) for dtype in FLOATS]
     replacement = casts.match_self(op)
@@ -441,14 +476,16 @@ def test_beside_a_target_that_is_never_cast_the_others_stay(casts: OpCasts, targ
     assert calls[0][0][1] is other
 
 
-# ---- inplace_error and banned -----------------------------------------------------------------------------------------------------------------
+# ---- inplace_error and banned ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 def test_inplace_error_refuses_a_16_bit_target_and_names_the_way_out(casts: OpCasts, dtype: torch.dtype) -> None:
     x = rand(2, dtype=dtype)
     before = x.clone()
-    with pytest.raises(BannedOpError, match=rf"^exp_ runs in float32 by the op lists.* {dtype} tensor\. Call exp instead") as raised:
+    with pytest.raises(
+        BannedOpError, match=rf"^exp_ runs in float32 by the op lists.* {dtype} tensor\. Call exp instead"
+    ) as raised:
         casts.inplace_error(torch.Tensor.exp_)(x)
     assert isinstance(raised.value, (AmpError, NotImplementedError))
     assert torch.equal(x, before)
@@ -469,7 +506,9 @@ def test_inplace_error_refuses_a_16_bit_target_passed_by_keyword(casts: OpCasts)
 @ways
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("position", [0, 1], ids=["input", "target"])
-def test_a_banned_op_refuses_any_16_bit_tensor(casts: OpCasts, dtype: torch.dtype, position: int, as_keyword: bool) -> None:
+def test_a_banned_op_refuses_any_16_bit_tensor(
+    casts: OpCasts, dtype: torch.dtype, position: int, as_keyword: bool
+) -> None:
     arguments = [torch.full((2,), 0.5), torch.ones(2)]
     arguments[position] = arguments[position].to(dtype)
     banned = casts.banned(F.binary_cross_entropy)
@@ -479,7 +518,9 @@ def test_a_banned_op_refuses_any_16_bit_tensor(casts: OpCasts, dtype: torch.dtyp
 
 def test_a_banned_op_runs_in_float32_as_ever(casts: OpCasts) -> None:
     probabilities, target = torch.sigmoid(rand(4)), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    assert torch.equal(casts.banned(F.binary_cross_entropy)(probabilities, target), F.binary_cross_entropy(probabilities, target))
+    assert torch.equal(
+        casts.banned(F.binary_cross_entropy)(probabilities, target), F.binary_cross_entropy(probabilities, target)
+    )
 
 
 @pytest.mark.parametrize("rule", ["banned", "inplace_error"])
@@ -490,7 +531,7 @@ def test_a_16_bit_tensor_on_another_device_type_is_not_refused(casts: OpCasts, r
     assert calls[0][0][0] is value
 
 
-# ---- the switch -------------------------------------------------------------------------------------------------------------------------------
+# ---- the switch ------------------------------------------------------------------------------------------------------
 
 
 def turn_off(casts: OpCasts) -> Any:
@@ -498,9 +539,13 @@ def turn_off(casts: OpCasts) -> Any:
     return casts.switch.region(Mode.BY_LISTS)
 
 
-@pytest.mark.parametrize("off", [turn_off, lambda casts: casts.switch.region(Mode.OFF)], ids=["turned-off", "in-a-region"])
+@pytest.mark.parametrize(
+    "off", [turn_off, lambda casts: casts.switch.region(Mode.OFF)], ids=["turned-off", "in-a-region"]
+)
 @pytest.mark.parametrize("rule", RULES)
-def test_while_casts_are_off_every_argument_arrives_as_itself(casts: OpCasts, rule: str, off: Callable[[OpCasts], Any]) -> None:
+def test_while_casts_are_off_every_argument_arrives_as_itself(
+    casts: OpCasts, rule: str, off: Callable[[OpCasts], Any]
+) -> None:
     op, calls = recorder()
     full, low = rand(2), rand(2, dtype=torch.bfloat16)
     values = [low, full]
@@ -519,7 +564,7 @@ def test_a_region_that_turns_casts_on_again_inside_one_without_casts(casts: OpCa
         assert exp(LOW_ROWS).dtype is torch.bfloat16
 
 
-# ---- wrong arguments and the frame budget -----------------------------------------------------------------------------------------------------
+# ---- wrong arguments and the frame budget ----------------------------------------------------------------------------
 
 WRONG = {
     "whitelist": (F.linear, ("text", rand(2, 2))),
@@ -607,10 +652,12 @@ def test_while_casts_are_off_a_call_takes_one_frame(casts: OpCasts) -> None:
 
 def test_the_frame_counter_can_fail(casts: OpCasts) -> None:
     mm = casts.whitelist(torch.mm)
-    assert count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 5  # the wrapper, and for each tensor the cast and where it is
+    assert (
+        count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 5
+    )  # the wrapper, and for each tensor the cast and where it is
 
 
-# ---- functions of users that have the name of one of torch's ---------------------------------------------------------------------------------------
+# ---- functions of users that have the name of one of torch's ---------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -639,7 +686,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_name_of_torchs_says_nothing_of_a_users_function(casts: OpCasts, rule: str, op: Op, dtypes: str, expected: torch.dtype) -> None:
+def test_a_name_of_torchs_says_nothing_of_a_users_function(
+    casts: OpCasts, rule: str, op: Op, dtypes: str, expected: torch.dtype
+) -> None:
     values = {"f": rand(4), "l": rand(4, dtype=torch.bfloat16), "(": (4,)}
     assert casts.wrap(rule, op)(*(values[kind] for kind in dtypes)).dtype is expected
     if op is norm:

@@ -59,28 +59,36 @@ def test_levels_may_be_repeated_or_listed() -> None:
 def test_plot_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "curves.png"
-    assert cli.main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--plot", str(path)]) == 0
+    assert (
+        cli.main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--plot", str(path)]) == 0
+    )
     assert path.read_bytes().startswith(PNG_MAGIC)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        pytest.param(["--opt-level", "o1"], "'o1' is not an opt_level (O0, O1, O2, O3, O4, O5). Did you mean 'O1'?", id="level"),
+        pytest.param(
+            ["--opt-level", "o1"], "'o1' is not an opt_level (O0, O1, O2, O3, O4, O5). Did you mean 'O1'?", id="level"
+        ),
         pytest.param(["--opt-level", "O1,O9"], "'O9' is not an opt_level", id="level-in-list"),
         pytest.param(["--steps", "0"], "'0' is not a whole number of 1 or more", id="steps"),
         pytest.param(["--device", "abacus"], "device 'abacus' cannot be used here", id="device"),
         pytest.param(["--plot", "curves.jpg"], "'curves.jpg' must be a .png file in a folder that exists", id="plot"),
     ],
 )
-def test_bad_usage_is_told_before_any_training(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_told_before_any_training(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["demo", *options])
     assert left.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_missing_extra_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_extra_is_one_line_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert cli.main(["demo", "--steps", "1"]) == 2
     said = capsys.readouterr().err
@@ -112,6 +120,8 @@ def test_same_seed_same_losses() -> None:
 
 
 def test_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "amp_patch", "--help"], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_patch", "--help"], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "demo" in done.stdout

@@ -1,4 +1,6 @@
-"""torch.compile and torch.export beside the patches: nothing compiled goes stale, and the casts are inside the graphs."""
+"""torch.compile and torch.export beside the patches: nothing compiled goes stale, and the casts are inside the
+graphs.
+"""
 
 import ast
 import io
@@ -67,12 +69,19 @@ class Graphs:
 
     def operations(self):
         """Each graph as the list of its operations and the dtypes of their results."""
-        return [[(str(node.target), result_dtypes(node)) for node in graph.nodes if node.op == "call_function"] for graph in self.traced]
+        return [
+            [(str(node.target), result_dtypes(node)) for node in graph.nodes if node.op == "call_function"]
+            for graph in self.traced
+        ]
 
 
 def result_dtypes(node):
     values = node.meta.get("val")
-    return [value.dtype for value in (values if isinstance(values, (tuple, list)) else [values]) if isinstance(value, torch.Tensor)]
+    return [
+        value.dtype
+        for value in (values if isinstance(values, (tuple, list)) else [values])
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def casting(is_patched, low="bfloat16"):
@@ -83,7 +92,7 @@ def numbers(*shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(0)) + 0.1
 
 
-# ---- patched, undone, patched again -----------------------------------------------------------------------------------------------------------
+# ---- patched, undone, patched again ----------------------------------------------------------------------------------
 
 X, B, LABELS = numbers(3, 3), numbers(3, 3).bfloat16(), torch.tensor([0, 2, 1])
 
@@ -135,7 +144,11 @@ def test_lists_that_differ_recompile(tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text("extends: bfloat16\nblacklist: [bmm]\n")
     compiled = torch.compile(lambda x: (torch.bmm(x, x), x.bmm(x), x[0] @ x[0]), backend=Graphs(), fullgraph=True)
-    for lists, expected in (("bfloat16", (LOW, LOW, LOW)), (str(path), (FULL, FULL, LOW)), ("bfloat16", (LOW, LOW, LOW))):
+    for lists, expected in (
+        ("bfloat16", (LOW, LOW, LOW)),
+        (str(path), (FULL, FULL, LOW)),
+        ("bfloat16", (LOW, LOW, LOW)),
+    ):
         with amp.session(opt_level="O4", device="cpu", lists=lists):
             assert tuple(result.dtype for result in compiled(X[None])) == expected
 
@@ -173,7 +186,12 @@ def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, 
             return function(x)
 
     model = nn.ModuleDict({"low": nn.Sequential(Block()), "full": nn.Sequential(Block())})
-    amp.initialize(model, opt_level="O4", lists=write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}']), verbosity=0)
+    amp.initialize(
+        model,
+        opt_level="O4",
+        lists=write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}']),
+        verbosity=0,
+    )
     for part in model.values():
         part[0].compile(backend="aot_eager", fullgraph=True)
     assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
@@ -204,7 +222,7 @@ def test_a_region_belongs_to_its_thread_also_for_compiled_code():
     assert found == [LOW]
 
 
-# ---- what does not hold yet ---------------------------------------------------------------------------------------------------------------------
+# ---- what does not hold yet ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.xfail(reason="AOTAutograd decomposes the op into others in Python, and finds those patched")
@@ -225,9 +243,10 @@ def test_an_edited_list_holds_for_ops_that_are_decomposed(lists, function, tmp_p
         assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is function(X).dtype
 
 
-# ---- what is in the graphs ----------------------------------------------------------------------------------------------------------------------
+# ---- what is in the graphs -------------------------------------------------------------------------------------------
 
-# An op as it is called, and the same with its casts written out. Inductor's decompositions, which call torch's functions, run under the patches.
+# An op as it is called, and the same with its casts written out. Inductor's decompositions, which call torch's
+# functions, run under the patches.
 
 
 def _conv2d(images, weight):
@@ -240,8 +259,14 @@ PAIRS = {
     "addmm": (lambda x, w: torch.addmm(x, x, w), lambda x, w: torch.addmm(x.to(LOW), x.to(LOW), w.to(LOW))),
     "conv2d": (lambda x, w: F.conv2d(x[None, None], w[None, None]), lambda x, w: _conv2d(x[None, None], w[None, None])),
     "softmax": (lambda x, w: F.softmax(x @ w, -1), lambda x, w: F.softmax((x.to(LOW) @ w.to(LOW)).float(), -1)),
-    "layer_norm": (lambda x, w: F.layer_norm(x @ w, (3,)), lambda x, w: F.layer_norm((x.to(LOW) @ w.to(LOW)).float(), (3,))),
-    "cross_entropy": (lambda x, w: F.cross_entropy(x @ w, LABELS), lambda x, w: F.cross_entropy((x.to(LOW) @ w.to(LOW)).float(), LABELS)),
+    "layer_norm": (
+        lambda x, w: F.layer_norm(x @ w, (3,)),
+        lambda x, w: F.layer_norm((x.to(LOW) @ w.to(LOW)).float(), (3,)),
+    ),
+    "cross_entropy": (
+        lambda x, w: F.cross_entropy(x @ w, LABELS),
+        lambda x, w: F.cross_entropy((x.to(LOW) @ w.to(LOW)).float(), LABELS),
+    ),
     "norm": (lambda x, w: (x @ w).norm(), lambda x, w: (x.to(LOW) @ w.to(LOW)).float().norm()),
     "gelu": (lambda x, w: F.gelu(x @ w), lambda x, w: F.gelu(x.to(LOW) @ w.to(LOW))),
     "std": (lambda x, w: (x @ w).std(), lambda x, w: (x.to(LOW) @ w.to(LOW)).std()),
@@ -263,7 +288,7 @@ def test_the_graphs_are_those_of_the_casts_written_out(function, by_hand):
     assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
 
 
-# ---- models -------------------------------------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -297,7 +322,10 @@ def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(lev
     trained = []
     for is_compiled in (False, True):
         model, optimizer = make(level)
-        run, compute_loss = model, lambda output, target: F.cross_entropy(output, target).float() + F.mse_loss(output.mean(1), output.sum(1))
+        run, compute_loss = (
+            model,
+            lambda output, target: F.cross_entropy(output, target).float() + F.mse_loss(output.mean(1), output.sum(1)),
+        )
         if is_compiled:
             run = torch.compile(model, backend="aot_eager", fullgraph=True)
             compute_loss = torch.compile(compute_loss, backend="aot_eager", fullgraph=True)
@@ -315,7 +343,9 @@ def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(lev
     assert torch.equal(losses[0], compiled_losses[0])
     torch.testing.assert_close(compiled_losses, losses, rtol=1e-2, atol=1e-2)
     for eager, compiled in zip(weights, compiled_weights, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-2)  # AOTAutograd sums some gradients in another order
+        torch.testing.assert_close(
+            compiled, eager, rtol=1e-2, atol=1e-2
+        )  # AOTAutograd sums some gradients in another order
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O4"])
@@ -346,7 +376,7 @@ def test_inductor_makes_of_a_patched_function_what_it_makes_of_the_casts_written
     assert result.dtype is FULL and torch.equal(result, expected)
 
 
-# ---- module rules -------------------------------------------------------------------------------------------------------------------------------
+# ---- module rules ----------------------------------------------------------------------------------------------------
 
 RULES = ['{match: "first", run: float32}', '{match: "norm", run: low}']
 
@@ -367,7 +397,9 @@ def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
         trained.append([parameter.clone() for parameter in amp.master_params(optimizer)])
         amp.reset()
     for eager, compiled in zip(*trained, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-3)  # AOTAutograd sums some gradients in another order
+        torch.testing.assert_close(
+            compiled, eager, rtol=1e-2, atol=1e-3
+        )  # AOTAutograd sums some gradients in another order
 
 
 def test_other_module_rules_recompile(tmp_path):
@@ -382,12 +414,14 @@ def test_other_module_rules_recompile(tmp_path):
         with torch.no_grad():
             assert torch.equal(compiled(x), model(x))
         linears = [result_dtypes(node) for node in graphs.traced[-1].nodes if "addmm" in str(node.target)]
-        assert linears == {None: [[FULL]] * 2, id(RULES): [[FULL], [LOW]], id(other): [[LOW], [FULL]]}[rules and id(rules)]
+        assert (
+            linears == {None: [[FULL]] * 2, id(RULES): [[FULL], [LOW]], id(other): [[LOW], [FULL]]}[rules and id(rules)]
+        )
         amp.reset()
     assert len(graphs.traced) == 4
 
 
-# ---- the caches on disk ---------------------------------------------------------------------------------------------------------------------------
+# ---- the caches on disk ----------------------------------------------------------------------------------------------
 
 ANOTHER_PROCESS = f"""
 import torch
@@ -402,7 +436,9 @@ with amp.session(opt_level="O4", device="cpu"):
 
 
 def compile_with_inductor(name):
-    """Run a function compiled anew: what dtype came out, whether it is right, and how often the cache on disk had it."""
+    """Run a function compiled anew: what dtype came out, whether it is right, and how often the cache on disk
+    had it.
+    """
     function = {"operator": lambda x: x @ x, "method": lambda x: x.matmul(x).t()}[name]
     torch.compiler.reset()
     counters.clear()
@@ -415,13 +451,24 @@ def test_processes_that_share_a_cache_on_disk_do_not_take_each_others_programs(t
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert compile_with_inductor("operator") == ("torch.float32", True, 0)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", ANOTHER_PROCESS], env=environment, check=True, capture_output=True, text=True)
-    # The other process finds what is right for it while it is plain, and nothing while it is patched: the same functions are other programs then.
-    assert ast.literal_eval(done.stdout) == [("torch.float32", True, 1), ("torch.bfloat16", True, 0), ("torch.bfloat16", True, 0)]
-    assert compile_with_inductor("method") == ("torch.float32", True, 0)  # though the patched process has left one like it
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER_PROCESS], env=environment, check=True, capture_output=True, text=True
+    )
+    # The other process finds what is right for it while it is plain, and nothing while it is patched: the same
+    # functions are other programs then.
+    assert ast.literal_eval(done.stdout) == [
+        ("torch.float32", True, 1),
+        ("torch.bfloat16", True, 0),
+        ("torch.bfloat16", True, 0),
+    ]
+    assert compile_with_inductor("method") == (
+        "torch.float32",
+        True,
+        0,
+    )  # though the patched process has left one like it
 
 
-# ---- torch.export ---------------------------------------------------------------------------------------------------------------------------------
+# ---- torch.export ----------------------------------------------------------------------------------------------------
 
 BY_LISTS = {"linear": LOW, "gelu": LOW, "layer_norm": FULL, "matmul": LOW, "softmax": FULL}
 INNER = {
@@ -436,7 +483,9 @@ def test_an_exported_program_holds_the_casts(level, strict):
     model, optimizer = make(level)
     x, y = numbers(3, 8), numbers(7, 8)
     take_step(model, optimizer, x)  # links exist by now, and none may become a constant of the program
-    program = torch.export.export(model, (x,), strict=strict, dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},))
+    program = torch.export.export(
+        model, (x,), strict=strict, dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},)
+    )
     for node in program.graph.nodes:
         name = str(node.target).partition(".")[2].partition(".")[0]
         assert result_dtypes(node) == [INNER[level][name]] if name in BY_LISTS else True

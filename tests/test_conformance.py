@@ -1,7 +1,8 @@
-"""The lists against what they stand for: `autocast-cuda` and `autocast-cpu` against torch.autocast, `apex` against what Apex is known to have done.
+"""The lists against what they stand for: `autocast-cuda` and `autocast-cpu` against torch.autocast, `apex` against what
+Apex is known to have done.
 
-Autocast on the CPU is run as it is. Autocast on CUDA is run on CPU tensors by `emulated_autocast`, which puts CUDA's rules into the dispatcher; the
-dtypes that torch's own test tables for CUDA declare are a second witness.
+Autocast on the CPU is run as it is. Autocast on CUDA is run on CPU tensors by `emulated_autocast`, which puts CUDA's
+rules into the dispatcher; the dtypes that torch's own test tables for CUDA declare are a second witness.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return each(value, lambda tensor: tensor.to(dtype))
 
 
-# ---- torch's own tables -----------------------------------------------------------------------------------------------------------------------
+# ---- torch's own tables ----------------------------------------------------------------------------------------------
 
 
 NO_CPU_KERNEL = {"cudnn_convolution": "cuDNN's own kernel", "cudnn_convolution_transpose": "cuDNN's own kernel"}
@@ -63,7 +64,9 @@ TABLES = {"cuda": AutocastTestLists, "cpu": AutocastCPUTestLists}
 
 @dataclass(frozen=True)
 class Row:
-    """One spelling of one row: where its op is found, the arguments, and the dtype of the result where the table says another than the common one."""
+    """One spelling of one row: where its op is found, the arguments, and the dtype of the result where the table says
+    another than the common one.
+    """
 
     owner: Any
     name: str
@@ -72,7 +75,9 @@ class Row:
     result_dtype: torch.dtype | None
 
     def __call__(self, args: Any = None, kwargs: Any = None) -> Any:
-        return getattr(self.owner, self.name)(*(self.args if args is None else args), **(self.kwargs if kwargs is None else kwargs))
+        return getattr(self.owner, self.name)(
+            *(self.args if args is None else args), **(self.kwargs if kwargs is None else kwargs)
+        )
 
 
 def rows(device_type: str, attribute: str, low: torch.dtype) -> Iterator[Row]:
@@ -96,10 +101,17 @@ def rows(device_type: str, attribute: str, low: torch.dtype) -> Iterator[Row]:
 @lows
 @pytest.mark.parametrize(
     ("device_type", "attribute"),
-    [(device_type, attribute) for device_type in TABLES for attribute in ATTRIBUTES if hasattr(TABLES[device_type](torch.device("cpu")), attribute)],
+    [
+        (device_type, attribute)
+        for device_type in TABLES
+        for attribute in ATTRIBUTES
+        if hasattr(TABLES[device_type](torch.device("cpu")), attribute)
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
-def test_every_row_of_torch_s_tables_runs_as_autocast_runs_it(device_type: str, attribute: str, low: torch.dtype) -> None:
+def test_every_row_of_torch_s_tables_runs_as_autocast_runs_it(
+    device_type: str, attribute: str, low: torch.dtype
+) -> None:
     dtype = ATTRIBUTES[attribute][1] or low
     calls = list(rows(device_type, attribute, low))
     expected = [call(*cast((call.args, call.kwargs), dtype)) for call in calls]
@@ -115,7 +127,9 @@ def test_every_row_of_torch_s_tables_runs_as_autocast_runs_it(device_type: str, 
 
 @lows
 @devices
-def test_binary_cross_entropy_is_refused_on_cuda_and_runs_in_float32_on_the_cpu(device_type: str, low: torch.dtype) -> None:
+def test_binary_cross_entropy_is_refused_on_cuda_and_runs_in_float32_on_the_cpu(
+    device_type: str, low: torch.dtype
+) -> None:
     probabilities, target = torch.rand(4), torch.rand(4)
     open_session(f"autocast-{device_type}", low)
     if device_type == "cuda":
@@ -132,14 +146,20 @@ def test_binary_cross_entropy_is_refused_on_cuda_and_runs_in_float32_on_the_cpu(
 def test_the_cudnn_ops_are_the_only_rows_without_a_cpu_kernel() -> None:
     for name in NO_CPU_KERNEL:
         assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA") or not torch.backends.cuda.is_built()
+        assert (
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+            or not torch.backends.cuda.is_built()
+        )
 
 
-# ---- autocast itself, on all of torch ----------------------------------------------------------------------------------------------------------
+# ---- autocast itself, on all of torch --------------------------------------------------------------------------------
 
 # Ops whose result has no fixed value, or that no list can name.
 EXCLUDED = {
-    **dict.fromkeys(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"], "memory that nobody clears"),
+    **dict.fromkeys(
+        ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"],
+        "memory that nobody clears",
+    ),
     "linalg.lstsq": "the default driver's result varies from call to call",
     "torch.ops.aten._safe_softmax.default": "not a Python name of torch's",
     "_unsafe_masked_index_put_accumulate": "private",
@@ -148,7 +168,8 @@ EXCLUDED = {
 EARLY = "float32 as under autocast, which rounds to the dtype of the arguments on the way there"
 PARTS = "autocast casts a product inside"
 ARGUMENT = "which rule autocast applies depends on an argument"
-# The ops whose result under the list has other bits than under autocast, but its dtype; and those that differ in the dtype too.
+# The ops whose result under the list has other bits than under autocast, but its dtype; and those that differ in the
+# dtype too.
 OTHER_BITS = {
     "cuda": {
         **dict.fromkeys(["mvlgamma", "trapezoid", "trapz", "cumulative_trapezoid"], EARLY),
@@ -159,7 +180,9 @@ OTHER_BITS = {
 }
 OTHER_DTYPE = {
     "cuda": {
-        **dict.fromkeys(["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv", "pinverse", "ldexp", "matrix_exp"], PARTS),
+        **dict.fromkeys(
+            ["cov", "corrcoef", "linalg.matrix_power", "linalg.pinv", "pinverse", "ldexp", "matrix_exp"], PARTS
+        ),
         "nn.functional.interpolate": ARGUMENT,
     },
     "cpu": {
@@ -182,7 +205,13 @@ class Call:
 def find_owner(op: Any) -> Callable[[], Op]:
     """Where the op of a database entry lives; an entry that is a function of its own calls what it tests by name."""
     path = op.name.split(".")
-    owners = [functools.reduce(lambda owner, part: getattr(owner, part, None), path[:-1], torch), F, torch.special, torch.linalg, torch.fft]
+    owners = [
+        functools.reduce(lambda owner, part: getattr(owner, part, None), path[:-1], torch),
+        F,
+        torch.special,
+        torch.linalg,
+        torch.fft,
+    ]
     for owner in owners:
         if owner is not None and getattr(owner, path[-1], None) is op.op:
             return lambda: getattr(owner, path[-1])
@@ -191,14 +220,22 @@ def find_owner(op: Any) -> Callable[[], Op]:
 
 @functools.cache
 def database(low: torch.dtype) -> tuple[Call, ...]:
-    """Two small samples of each op of torch's database, as function and as method, in float32, in low, and with every other tensor in low."""
+    """Two small samples of each op of torch's database, as function and as method, in float32, in low, and with every
+    other tensor in low.
+    """
     calls = []
     for op in op_db:
         if op.name in EXCLUDED or torch.float32 not in op.dtypes:
             continue
         # not op.sample_inputs, which walks the stack of the caller for each op
-        samples = list(zip(range(2), op.sample_inputs_func(op, "cpu", torch.float32, requires_grad=False), strict=False))
-        methods = [lambda name=op.name: getattr(torch.Tensor, name)] if op.method_variant is not None and hasattr(torch.Tensor, op.name) else []
+        samples = list(
+            zip(range(2), op.sample_inputs_func(op, "cpu", torch.float32, requires_grad=False), strict=False)
+        )
+        methods = (
+            [lambda name=op.name: getattr(torch.Tensor, name)]
+            if op.method_variant is not None and hasattr(torch.Tensor, op.name)
+            else []
+        )
         for _, sample in samples:
             values = ((sample.input, *sample.args), sample.kwargs)
             if sum(tensor.numel() for tensor in tensors_of(values[0])) > 5000:
@@ -207,9 +244,16 @@ def database(low: torch.dtype) -> tuple[Call, ...]:
             given = {
                 "float32": each(values, lambda tensor: tensor.detach()),
                 "low": each(values, lambda tensor: tensor.detach().to(low)),
-                "mixed": each(values, lambda tensor, count=count: tensor.detach().to(low if next(count) % 2 == 0 else tensor.dtype)),
+                "mixed": each(
+                    values,
+                    lambda tensor, count=count: tensor.detach().to(low if next(count) % 2 == 0 else tensor.dtype),
+                ),
             }
-            calls += [Call(op.name, look_up, *arguments) for arguments in given.values() for look_up in (find_owner(op), *methods)]
+            calls += [
+                Call(op.name, look_up, *arguments)
+                for arguments in given.values()
+                for look_up in (find_owner(op), *methods)
+            ]
     return tuple(calls)
 
 
@@ -231,13 +275,20 @@ def dtypes_of(result: Any) -> Any:
 @devices
 def test_autocast_and_its_list_give_the_same_results_on_all_of_torch(device_type: str, low: torch.dtype) -> None:
     calls = database(low)
-    with emulated_autocast("cuda") if device_type == "cuda" else contextlib.nullcontext(), torch.autocast("cpu", dtype=low):
+    with (
+        emulated_autocast("cuda") if device_type == "cuda" else contextlib.nullcontext(),
+        torch.autocast("cpu", dtype=low),
+    ):
         expected = [outcome(call) for call in calls]
     open_session(f"autocast-{device_type}", low)
     results = [outcome(call) for call in calls]
     amp_patch.reset()
     # Where autocast fails, a list may succeed.
-    pairs = [(call, result, wanted) for call, result, wanted in zip(calls, results, expected, strict=True) if not isinstance(wanted, Exception)]
+    pairs = [
+        (call, result, wanted)
+        for call, result, wanted in zip(calls, results, expected, strict=True)
+        if not isinstance(wanted, Exception)
+    ]
     other_dtype = {call.name for call, result, wanted in pairs if dtypes_of(result) != dtypes_of(wanted)}
     other_bits = {call.name for call, result, wanted in pairs if not is_same(result, wanted)} - other_dtype
     assert len(pairs) > 3000
@@ -253,8 +304,14 @@ def test_emulated_autocast_of_the_cpu_is_the_cpu_s_own() -> None:
         with emulated_autocast("cpu"):
             results = [outcome(call) for call in calls]
     pairs = list(zip(calls, results, expected, strict=True))
-    assert {call.name for call, result, wanted in pairs if isinstance(result, Exception) is not isinstance(wanted, Exception)} == set()
-    assert {call.name for call, result, wanted in pairs if not isinstance(wanted, Exception) and not is_same(result, wanted)} == set()
+    assert {
+        call.name
+        for call, result, wanted in pairs
+        if isinstance(result, Exception) is not isinstance(wanted, Exception)
+    } == set()
+    assert {
+        call.name for call, result, wanted in pairs if not isinstance(wanted, Exception) and not is_same(result, wanted)
+    } == set()
 
 
 def test_emulated_autocast_is_undone() -> None:
@@ -268,7 +325,7 @@ def test_emulated_autocast_is_undone() -> None:
         assert F.binary_cross_entropy(low, low).dtype is torch.float32
 
 
-# ---- autocast itself, on layers ------------------------------------------------------------------------------------------------------------------
+# ---- autocast itself, on layers --------------------------------------------------------------------------------------
 
 SEQUENCE = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -279,10 +336,19 @@ class SelfAttention(nn.MultiheadAttention):
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3), nn.LayerNorm(3), nn.Softmax(-1))
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+        nn.LayerNorm(3),
+        nn.Softmax(-1),
+    )
 
 
-# Layer: how to make it, its input, and the (device, mode, dtype of the input) in which a list cannot say what autocast does.
+# Layer: how to make it, its input, and the (device, mode, dtype of the input) in which a list cannot say what autocast
+# does.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[tuple[str, str, str]]]] = {
     "convolutions": (convolutions, SEQUENCE, set()),
     "PReLU": (nn.PReLU, SEQUENCE, set()),
@@ -292,7 +358,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[tuple[str, str, str
     # float32 input: autocast on the CPU keeps the state in float32. On CUDA these are cuDNN's, or one op each, and low.
     "LSTMCell": (lambda: nn.LSTMCell(8, 4), SEQUENCE[0], {("cpu", mode, "float32") for mode in ("train", "no_grad")}),
     "GRUCell": (lambda: nn.GRUCell(8, 4), SEQUENCE[0], {("cpu", mode, "float32") for mode in ("train", "no_grad")}),
-    "GRU": (lambda: nn.GRU(8, 4), SEQUENCE, {(device, mode, "float32") for device in ("cpu", "cuda") for mode in ("train", "no_grad")}),
+    "GRU": (
+        lambda: nn.GRU(8, 4),
+        SEQUENCE,
+        {(device, mode, "float32") for device in ("cpu", "cuda") for mode in ("train", "no_grad")},
+    ),
     # The fused path computes in one dtype throughout; autocast on the CPU casts inside it, and on CUDA it is not taken.
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
@@ -317,7 +387,10 @@ def test_autocast_and_its_list_give_the_same_results_on_layers(name: str, device
         with torch.set_grad_enabled(mode == "train"):
             return next(tensors_of(own(value.to(low) if given == "low" else value))).detach()
 
-    with emulated_autocast("cuda") if device_type == "cuda" else contextlib.nullcontext(), torch.autocast("cpu", dtype=low):
+    with (
+        emulated_autocast("cuda") if device_type == "cuda" else contextlib.nullcontext(),
+        torch.autocast("cpu", dtype=low),
+    ):
         expected = {case: run(*case) for case in cases}
     open_session(f"autocast-{device_type}", low)
     results = {case: run(*case) for case in cases}
@@ -326,35 +399,76 @@ def test_autocast_and_its_list_give_the_same_results_on_layers(name: str, device
     assert differing == {one for one in excepted if one[0] == device_type}
 
 
-# ---- Apex -------------------------------------------------------------------------------------------------------------------------------------
+# ---- Apex ------------------------------------------------------------------------------------------------------------
 
 OWNERS = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor, "torch._VF": torch._VF}
-# Rule, namespace: what Apex patched there. In-place twins follow by its rules: an error for float32 ops, the dtype of the target for the others.
+# Rule, namespace: what Apex patched there. In-place twins follow by its rules: an error for float32 ops, the dtype of
+# the target for the others.
 APEX = {
-    ("whitelist", "torch.nn.functional"): """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear""",
-    ("whitelist", "torch"): """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr matmul mm mv
-        addbmm baddbmm bmm""",
+    (
+        "whitelist",
+        "torch.nn.functional",
+    ): """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear""",
+    (
+        "whitelist",
+        "torch",
+    ): (
+        """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr
+        matmul mm mv addbmm baddbmm bmm"""
+    ),
     ("whitelist", "torch.Tensor"): "__matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
     ("whitelist", "torch._VF"): "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell",
-    ("blacklist", "torch.nn.functional"): """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
-        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss
-        kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss
-        binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss""",
-    ("blacklist", "torch"): """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var
-        renorm""",
-    ("blacklist", "torch.Tensor"): """__ipow__ __pow__ __rpow__ cpu acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow
-        cumprod cumsum dist norm prod std sum var renorm""",
+    (
+        "blacklist",
+        "torch.nn.functional",
+    ): (
+        """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
+        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
+        hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+        soft_margin_loss triplet_margin_loss ctc_loss"""
+    ),
+    (
+        "blacklist",
+        "torch",
+    ): (
+        """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist
+        norm prod std sum var renorm"""
+    ),
+    (
+        "blacklist",
+        "torch.Tensor",
+    ): (
+        """__ipow__ __pow__ __rpow__ cpu acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow
+        cumprod cumsum dist norm prod std sum var renorm"""
+    ),
     ("promote", "torch"): "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne",
-    ("promote", "torch.Tensor"): """addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne __add__ __eq__ __ge__ __gt__ __iadd__ __idiv__
-        __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rmul__ __rsub__ __sub__ __truediv__ __div__""",
+    (
+        "promote",
+        "torch.Tensor",
+    ): (
+        """addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne __add__ __eq__ __ge__ __gt__
+        __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rmul__
+        __rsub__ __sub__ __truediv__ __div__"""
+    ),
     ("sequence_promote", "torch"): "cat stack",
     ("banned", "torch.nn.functional"): "binary_cross_entropy",
     ("inplace_error", "torch"): "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_",
-    ("inplace_error", "torch.Tensor"): """acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ pow_ cumprod_ cumsum_
-        renorm_""",
-    ("match_self", "torch.Tensor"): """addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_""",
+    (
+        "inplace_error",
+        "torch.Tensor",
+    ): (
+        """acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ pow_ cumprod_ cumsum_
+        renorm_"""
+    ),
+    (
+        "match_self",
+        "torch.Tensor",
+    ): """addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_""",
 }
-IN_APEX = [Spelling(OWNERS[owner], owner, name, kind, None) for (kind, owner), names in APEX.items() for name in names.split()]  # type: ignore[arg-type]
+IN_APEX = [
+    Spelling(OWNERS[owner], owner, name, kind, None) for (kind, owner), names in APEX.items() for name in names.split()
+]  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")
@@ -364,7 +478,10 @@ def test_every_op_that_apex_patched_runs_as_apex_ran_it(low: torch.dtype, given:
     calls = [(one, find_sample(one.owner_name, one.name), GIVEN[given](low)) for one in IN_APEX]
     expected = [expected_of(*call, low) for call in calls]
     open_session("apex", low)
-    faults = {f"{call[0].owner_name}.{call[0].name}": find_fault(*call, wanted) for call, wanted in zip(calls, expected, strict=True)}
+    faults = {
+        f"{call[0].owner_name}.{call[0].name}": find_fault(*call, wanted)
+        for call, wanted in zip(calls, expected, strict=True)
+    }
     amp_patch.reset()
     assert {op: fault for op, fault in faults.items() if fault} == {}
 
@@ -403,11 +520,21 @@ def test_apex_patched_single_spellings(name: str) -> None:
     assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
 
 
-# ---- the default lists ------------------------------------------------------------------------------------------------------------------------
+# ---- the default lists -----------------------------------------------------------------------------------------------
 
-NO_KERNEL = {torch.float16: {"nn.functional.rrelu"}, torch.bfloat16: set()}  # of the CPU; such a layer must be given float32
-# Joined or scaled with tensors of several dtypes at once, as no layer does; and the functions below the ones that layers call.
-NOT_MIXED = {"cartesian_prod", "nn.functional.batch_norm", "nn.functional.instance_norm", "grid_sampler_2d", "grid_sampler_3d"}
+NO_KERNEL = {
+    torch.float16: {"nn.functional.rrelu"},
+    torch.bfloat16: set(),
+}  # of the CPU; such a layer must be given float32
+# Joined or scaled with tensors of several dtypes at once, as no layer does; and the functions below the ones that
+# layers call.
+NOT_MIXED = {
+    "cartesian_prod",
+    "nn.functional.batch_norm",
+    "nn.functional.instance_norm",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -415,10 +542,21 @@ NOT_MIXED = {"cartesian_prod", "nn.functional.batch_norm", "nn.functional.instan
 def test_what_works_in_float32_works_under_the_default_lists(low: torch.dtype) -> None:
     """Whichever of an op's inputs come out of a low op: no missing kernel, no clash of dtypes."""
     calls = [call for call in database(low) if not call.name.rpartition(".")[2].startswith(("_", "native_"))]
-    works = [not isinstance(outcome(Call(call.name, call.look_up, *cast((call.args, call.kwargs), torch.float32))), Exception) for call in calls]
+    works = [
+        not isinstance(
+            outcome(Call(call.name, call.look_up, *cast((call.args, call.kwargs), torch.float32))), Exception
+        )
+        for call in calls
+    ]
     open_session(str(low).removeprefix("torch."), low)
-    failed = {(call.name, len({t.dtype for t in tensors_of([*call.args, *call.kwargs.values()]) if t.is_floating_point()}) > 1)
-              for call, worked in zip(calls, works, strict=True) if worked and isinstance(outcome(call), Exception)}  # fmt: skip
+    failed = {
+        (
+            call.name,
+            len({t.dtype for t in tensors_of([*call.args, *call.kwargs.values()]) if t.is_floating_point()}) > 1,
+        )
+        for call, worked in zip(calls, works, strict=True)
+        if worked and isinstance(outcome(call), Exception)
+    }
     amp_patch.reset()
     assert {name for name, is_mixed in failed if not is_mixed} == NO_KERNEL[low]
     assert {name for name, is_mixed in failed if is_mixed} <= NOT_MIXED

@@ -23,17 +23,22 @@ def assert_equal(left, right):
         assert torch.equal(a, b)
 
 
-# ---- several losses --------------------------------------------------------------------------------------------------------------------------
+# ---- several losses --------------------------------------------------------------------------------------------------
 
 
 def train_gan(scaled, steps=5, **options):
-    """The usual loop: the discriminator on real, on fake, then the generator through the discriminator. `scaled` opens the backward passes."""
+    """The usual loop: the discriminator on real, on fake, then the generator through the discriminator.
+
+    `scaled` opens the backward passes.
+    """
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
     discriminator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    amp.initialize([generator, discriminator], [generator_optimizer, discriminator_optimizer], verbosity=0, num_losses=3, **options)
+    amp.initialize(
+        [generator, discriminator], [generator_optimizer, discriminator_optimizer], verbosity=0, num_losses=3, **options
+    )
     noise = torch.Generator().manual_seed(1)
     for _ in range(steps):
         discriminator.zero_grad()
@@ -74,7 +79,9 @@ def test_scale_loss_inside_scale_loss(level, scales):
         options = {"opt_level": level, "loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
         amp.initialize([model, other], [optimizer, other_optimizer], **options)
         if scales[0] != "dynamic":
-            amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)})
+            amp.load_state_dict(
+                {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)}
+            )
         model.eval()
         images, targets = make_batches(1)[0]
         logits = model(images)
@@ -99,13 +106,20 @@ def test_scale_loss_inside_scale_loss(level, scales):
 @pytest.mark.parametrize("inner_is_first", [False, True], ids=["outer backward first", "inner backward first"])
 def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first, shares_optimizer):
     model, other = make_model(), nn.Linear(2, 2)
-    optimizer, other_optimizer = torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(other.parameters(), lr=0.05)
-    amp.initialize([model, other], [optimizer, other_optimizer], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
+    optimizer, other_optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        torch.optim.SGD(other.parameters(), lr=0.05),
+    )
+    amp.initialize(
+        [model, other], [optimizer, other_optimizer], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0
+    )
     images, targets = make_batches(1)[0]
     with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer, loss_id=0) as outer:
         if not inner_is_first:
             outer.backward()
-        with amp.scale_loss(other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer, loss_id=1) as inner:
+        with amp.scale_loss(
+            other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer, loss_id=1
+        ) as inner:
             inner.backward()
         if inner_is_first:
             outer.backward()
@@ -114,10 +128,13 @@ def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first
     assert (optimizer.step_was_skipped, other_optimizer.step_was_skipped) == (True, False)
     # where the inner pass meets gradients that have overflowed already, its own scale goes down too
     reached_by_both = shares_optimizer and not inner_is_first
-    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**15, 2.0**15 if reached_by_both else 2.0**16]
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [
+        2.0**15,
+        2.0**15 if reached_by_both else 2.0**16,
+    ]
 
 
-# ---- gradient penalty ------------------------------------------------------------------------------------------------------------------------
+# ---- gradient penalty ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, "dynamic"], ids=str)
@@ -171,7 +188,7 @@ def test_scale_and_unscale_take_containers_and_none():
         amp.scale(torch.ones(1), loss_id=3)
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------------------------------
+# ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
@@ -197,7 +214,7 @@ def test_clipping_by_value_reaches_the_masters():
     assert max(p.grad.abs().max().item() for p in amp.master_params(optimizer)) == pytest.approx(1e-3)
 
 
-# ---- modules that compute their weights ------------------------------------------------------------------------------------------------------
+# ---- modules that compute their weights ------------------------------------------------------------------------------
 
 
 def parametrized(kind):
@@ -228,13 +245,19 @@ def test_computed_weights_train_like_casts_written_by_hand(kind, level):
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         for _ in range(4):
             optimizer.zero_grad()
-            output = model(x) if ours or level == "O0" else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+            output = (
+                model(x)
+                if ours or level == "O0"
+                else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+            )
             F.mse_loss(output.float(), y).backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
         amp.reset()
     for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, rtol=0 if kind == "parametrize" else 1e-2, atol=0 if kind == "parametrize" else 1e-2)
+        torch.testing.assert_close(
+            left, right, rtol=0 if kind == "parametrize" else 1e-2, atol=0 if kind == "parametrize" else 1e-2
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -268,7 +291,10 @@ def test_an_averaged_model_follows_and_swaps(level):
         F.cross_entropy(model(images), targets).backward()
         optimizer.step()
         average.update_parameters(model)
-        by_hand = [p.detach().clone() if count == 0 else torch.lerp(a, p.detach(), 0.5) for a, p in zip(by_hand, model.parameters(), strict=True)]
+        by_hand = [
+            p.detach().clone() if count == 0 else torch.lerp(a, p.detach(), 0.5)
+            for a, p in zip(by_hand, model.parameters(), strict=True)
+        ]
         for mean, expected in zip(average.module.parameters(), by_hand, strict=True):
             torch.testing.assert_close(mean, expected)
     model.eval()
@@ -288,7 +314,7 @@ def test_an_averaged_model_follows_and_swaps(level):
         assert not torch.equal(model(images), expected)
 
 
-# ---- files that Apex wrote -------------------------------------------------------------------------------------------------------------------
+# ---- files that Apex wrote -------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_with_saved_masters_resumes_bitwise():
@@ -309,7 +335,10 @@ def test_the_recipe_with_saved_masters_resumes_bitwise():
     model, optimizer = start()
     train(model, optimizer, batches[:4])
     checkpoint = {
-        "model": {name: value.bfloat16().float() if value.is_floating_point() else value for name, value in model.state_dict().items()},
+        "model": {
+            name: value.bfloat16().float() if value.is_floating_point() else value
+            for name, value in model.state_dict().items()
+        },
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 4}},
         "master params": [p.detach().clone() for p in amp.master_params(optimizer)],

@@ -1,6 +1,8 @@
-"""What only a CUDA device shows: syncs, kernel counts, float16 against torch.autocast with its GradScaler, memory, CUDA graphs.
+"""What only a CUDA device shows: syncs, kernel counts, float16 against torch.autocast with its GradScaler, memory, CUDA
+graphs.
 
-Needs nothing beyond the repository and the packages of requirements-dev.txt. `benchmarks/gpu.py` runs these with the benchmarks in one go.
+Needs nothing beyond the repository and the packages of requirements-dev.txt. `benchmarks/gpu.py` runs these with the
+benchmarks in one go.
 """
 
 import warnings
@@ -53,7 +55,9 @@ def make(build=FUSED["AdamW"]):
 
 def batch(seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(16, 3, 8, 8, device="cuda", generator=generator), torch.randint(10, (16,), device="cuda", generator=generator)
+    return torch.randn(16, 3, 8, 8, device="cuda", generator=generator), torch.randint(
+        10, (16,), device="cuda", generator=generator
+    )
 
 
 def take_step(model, optimizer, data, factor=1.0):
@@ -76,7 +80,7 @@ def deterministic():
     torch.backends.cudnn.deterministic = before[1]
 
 
-# ---- syncs ------------------------------------------------------------------------------------------------------------------------------------
+# ---- syncs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -128,7 +132,7 @@ def test_a_skip_is_known_one_step_later_without_being_asked_for(caplog):
     assert optimizer.step_was_skipped is False
 
 
-# ---- the same numbers -------------------------------------------------------------------------------------------------------------------------
+# ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
 def test_o1_by_autocasts_lists_is_autocast_with_its_scaler_to_the_bit(deterministic):
@@ -182,7 +186,7 @@ def test_weights_are_refreshed_in_one_call_a_step():
     assert counts["aten::_foreach_copy_"] == 1
 
 
-# ---- compiled -----------------------------------------------------------------------------------------------------------------------------------
+# ---- compiled --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)

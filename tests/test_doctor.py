@@ -33,15 +33,23 @@ def standin(tmp_path: Path) -> coverage.Coverage:
     package = tmp_path / "standin"
     files = {
         "__init__.py": "from . import amp\n",
-        "amp/__init__.py": "from amp_patch.api import *\nfrom . import handle\nfrom ._amp_state import _amp_state\n"
-        "def init(enabled=True):\n    inner = 1\n",
+        "amp/__init__.py": (
+            "from amp_patch.api import *\nfrom . import handle\nfrom ._amp_state import _amp_state\n"
+            "def init(enabled=True):\n    inner = 1\n"
+        ),
         "amp/_amp_state.py": "class State: ...\n_amp_state = State()\nmaybe_print = print\n",
         "amp/handle.py": "disable_casts = 1\n",
-        "optimizers/__init__.py": "from .fused import *\ntry:\n    from .lamb import FusedLAMB\nexcept ImportError:\n    FusedLAMB = None\n",
-        "optimizers/fused.py": "__all__ = ['FusedAdam']\nclass FusedAdam:\n    def step(self): ...\nclass FusedSGD: ...\n",
+        "optimizers/__init__.py": (
+            "from .fused import *\ntry:\n    from .lamb import FusedLAMB\nexcept ImportError:\n    FusedLAMB = None\n"
+        ),
+        "optimizers/fused.py": (
+            "__all__ = ['FusedAdam']\nclass FusedAdam:\n    def step(self): ...\nclass FusedSGD: ...\n"
+        ),
         "optimizers/lamb.py": "class FusedLAMB: ...\n",
         "parallel.py": "def __getattr__(name):\n    return {'DistributedDataParallel': 1}[name]\n",
-        "_gone.py": '_GONE = {"apex.contrib": "extras", "apex.contrib.xentropy": "a fused loss: use " "F.cross_entropy"}\n',
+        "_gone.py": (
+            '_GONE = {"apex.contrib": "extras", "apex.contrib.xentropy": "a fused loss: use " "F.cross_entropy"}\n'
+        ),
         "amp_C.py": "def multi_tensor_scale(): ...\n",
     }
     for name, text in files.items():
@@ -99,17 +107,24 @@ POSITIVE = {
     "AMP102-extension": ("error", "import fused_layer_norm_cuda  # FAULT"),
     "AMP102-of-amp-patch": ("error", "import amp_patch as amp\namp.init()  # FAULT"),
     "AMP102-import-of-amp-patch": ("error", "from amp_patch import initialise  # FAULT"),
-    "AMP102-of-module": ("error", "from apex import amp\namp.handle.disable_casts()\namp.handle.enable_casts()  # FAULT"),
+    "AMP102-of-module": (
+        "error",
+        "from apex import amp\namp.handle.disable_casts()\namp.handle.enable_casts()  # FAULT",
+    ),
     "AMP102-in-module": ("error", "from apex.amp._amp_state import loss_scalers  # FAULT"),
     "AMP102-handler-itself": ("error", "try:\n    import fast\nexcept ImportError:\n    import apex.RNN  # FAULT"),
-    "AMP102-with-fallback": ("note", "try:\n    from apex.optimizers import FusedNovoGrad  # FAULT\nexcept ImportError:\n    FusedNovoGrad = None"),
+    "AMP102-with-fallback": (
+        "note",
+        "try:\n    from apex.optimizers import FusedNovoGrad  # FAULT\nexcept ImportError:\n    FusedNovoGrad = None",
+    ),
     # ---- setup
     "AMP201-lower-case": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="o1")  # FAULT'),
     "AMP201-zero": ("error", HEAD + 'LEVEL = "01"\namp.initialize(model, optimizer, opt_level=LEVEL)  # FAULT'),
     "AMP201-positional": ("error", HEAD + 'amp.initialize(model, optimizer, True, "02")  # FAULT'),
     "AMP201-default": (
         "error",
-        HEAD + 'parser.add_argument("--opt-level", default="o2")  # FAULT\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+        HEAD + 'parser.add_argument("--opt-level", default="o2")  # FAULT\namp.initialize(model, optimizer,'
+        " opt_level=args.opt_level)",
     ),
     "AMP201-choices": (
         "error",
@@ -118,34 +133,60 @@ POSITIVE = {
     ),
     "AMP201-no-default": (
         "warning",
-        HEAD + 'parser.add_argument("--opt-level", type=str)  # FAULT\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+        HEAD + 'parser.add_argument("--opt-level", type=str)  # FAULT\namp.initialize(model, optimizer,'
+        " opt_level=args.opt_level)",
     ),
-    "AMP202-batchnorm": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=True)  # FAULT'),
+    "AMP202-batchnorm": (
+        "error",
+        HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=True)  # FAULT',
+    ),
     "AMP202-default-level": ("error", HEAD + "amp.initialize(model, optimizer, master_weights=True)  # FAULT"),
-    "AMP202-dtype": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16)  # FAULT'),
+    "AMP202-dtype": (
+        "error",
+        HEAD + 'amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16)  # FAULT',
+    ),
     "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O0", lists="apex")  # FAULT'),
-    "AMP202-loss-scale": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT'),
+    "AMP202-loss-scale": (
+        "error",
+        HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT',
+    ),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
     "AMP201-apex-default": (
         "error",
-        'from apex import amp\nparser.add_argument("--opt-level", default="O5")  # FAULT\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+        (
+            'from apex import amp\nparser.add_argument("--opt-level", default="O5")  # FAULT\namp.initialize(model,'
+            " optimizer, opt_level=args.opt_level)"
+        ),
     ),
-    "AMP203-ddp": ("error", HEAD + "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])  # FAULT\n" + setup()),
-    "AMP203-if": ("error", HEAD + "if args.gpus > 1:\n    model = nn.DataParallel(model).cuda()  # FAULT\nif args.fp16:\n    " + setup()),
+    "AMP203-ddp": (
+        "error",
+        HEAD + "model = nn.parallel.DistributedDataParallel(model, device_ids=[0])  # FAULT\n" + setup(),
+    ),
+    "AMP203-if": (
+        "error",
+        HEAD + "if args.gpus > 1:\n    model = nn.DataParallel(model).cuda()  # FAULT\nif args.fp16:\n    " + setup(),
+    ),
     "AMP203-inside": ("error", HEAD + "model = amp.initialize(nn.DataParallel(Net()))  # FAULT"),
     "AMP203-apex": (
         "error",
-        "from apex.parallel import DistributedDataParallel as DDP\nfrom amp_patch import initialize\n"
-        "def main(model, optimizer):\n    model = DDP(model)  # FAULT\n    initialize([model], [optimizer])",
+        (
+            "from apex.parallel import DistributedDataParallel as DDP\nfrom amp_patch import initialize\n"
+            "def main(model, optimizer):\n    model = DDP(model)  # FAULT\n    initialize([model], [optimizer])"
+        ),
     ),
     "AMP204-before": ("error", HEAD + "model = torch.jit.script(model)  # FAULT\n" + setup()),
     "AMP204-traced": ("error", HEAD + "model = torch.jit.trace(model, example)  # FAULT\n" + setup("O4")),
     "AMP204-after": ("error", HEAD + setup() + "torch.jit.script(model).save('model.pt')  # FAULT"),
     "AMP205-not-passed": (
         "error",
-        HEAD + 'model = amp.initialize(model, opt_level="O4")\nwith amp.scale_loss(loss, optimizer) as scaled:  # FAULT\n    scaled.backward()',
+        HEAD
+        + 'model = amp.initialize(model, opt_level="O4")\nwith amp.scale_loss(loss, optimizer) as scaled:  # FAULT\n   '
+        " scaled.backward()",
     ),
-    "AMP205-made-anew": ("error", HEAD + setup("O4") + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # FAULT"),
+    "AMP205-made-anew": (
+        "error",
+        HEAD + setup("O4") + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # FAULT",
+    ),
     "AMP206-half": ("error", HEAD + "model.half()  # FAULT\n" + setup("O2")),
     "AMP206-chain": ("error", HEAD + "model = Net().cuda().half()  # FAULT\n" + setup("O1")),
     "AMP206-to": ("error", HEAD + "model = model.to(device, dtype=torch.bfloat16)  # FAULT\n" + setup("O5")),
@@ -157,32 +198,49 @@ POSITIVE = {
     "AMP209-masters": ("warning", HEAD + "import copy\n" + setup("O5") + "ema = copy.deepcopy(model)  # FAULT"),
     "AMP209-any-level": (
         "note",
-        HEAD + "from copy import deepcopy\nmodel, optimizer = amp.initialize(model, optimizer, opt_level=level)\nema = deepcopy(model)  # FAULT",
+        HEAD + "from copy import deepcopy\nmodel, optimizer = amp.initialize(model, optimizer, opt_level=level)\nema ="
+        " deepcopy(model)  # FAULT",
     ),
     # ---- the loop
-    "AMP301": ("error", HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    loss.backward()  # FAULT"),
-    "AMP301-unbound": ("error", HEAD + setup() + "with amp.scale_loss(loss, optimizer):\n    (loss / 4).backward(retain_graph=True)  # FAULT"),
+    "AMP301": (
+        "error",
+        HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    loss.backward()  # FAULT",
+    ),
+    "AMP301-unbound": (
+        "error",
+        HEAD + setup() + "with amp.scale_loss(loss, optimizer):\n    (loss / 4).backward(retain_graph=True)  # FAULT",
+    ),
     "AMP302": (
         "error",
-        HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    pass\nscaled_loss.backward()  # FAULT",
+        HEAD
+        + setup()
+        + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    pass\nscaled_loss.backward()  # FAULT",
     ),
     "AMP303": ("warning", HEAD + setup() + "loss.backward()  # FAULT"),
     "AMP303-second-loss": (
         "warning",
-        HEAD + setup("O2") + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nself.loss_b.backward()  # FAULT",
+        HEAD
+        + setup("O2")
+        + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nself.loss_b.backward()  # FAULT",
     ),
-    "AMP303-scale-unknown": ("warning", HEAD + setup("O4", ", loss_scale=args.loss_scale") + "loss.backward()  # FAULT"),
+    "AMP303-scale-unknown": (
+        "warning",
+        HEAD + setup("O4", ", loss_scale=args.loss_scale") + "loss.backward()  # FAULT",
+    ),
     "AMP303-after-the-loop": (
         "warning",
         HEAD
         + setup()
-        + "for a in b:\n    if on:\n        with amp.scale_loss(a, optimizer) as c:\n            c.backward()\n        continue\n"
-        + "a.backward()  # FAULT",
+        + "for a in b:\n    if on:\n        with amp.scale_loss(a, optimizer) as c:\n            c.backward()\n       "
+        " continue\n" + "a.backward()  # FAULT",
     ),
     "AMP303-made-in-place": ("warning", HEAD + setup() + "F.mse_loss(model(x), y).backward()  # FAULT"),
     "AMP304": (
         "warning",
-        HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\n    optimizer.step()  # FAULT",
+        HEAD
+        + setup()
+        + "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\n    optimizer.step()  #"
+        " FAULT",
     ),
     "AMP305": (
         "error",
@@ -201,10 +259,15 @@ POSITIVE = {
     ),
     "AMP306-override": (
         "error",
-        HEAD + setup("O3", ", master_weights=True") + "nn.utils.clip_grad_norm_(parameters=net.parameters(), max_norm=1)  # FAULT",
+        HEAD
+        + setup("O3", ", master_weights=True")
+        + "nn.utils.clip_grad_norm_(parameters=net.parameters(), max_norm=1)  # FAULT",
     ),
     "AMP307-autocast": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda"):  # FAULT\n    model(x)'),
-    "AMP307-scaler": ("error", HEAD + "from torch.cuda.amp import GradScaler\nscaler = GradScaler()  # FAULT\n" + setup("O4")),
+    "AMP307-scaler": (
+        "error",
+        HEAD + "from torch.cuda.amp import GradScaler\nscaler = GradScaler()  # FAULT\n" + setup("O4"),
+    ),
     "AMP307-same-flag": (
         "error",
         HEAD + "if args.fp16:\n    " + setup("O4") + "if args.fp16:\n    scaler = torch.amp.GradScaler()  # FAULT",
@@ -213,9 +276,14 @@ POSITIVE = {
     "AMP309": ("note", HEAD + setup() + LOOP + "    scheduler.step()  # FAULT"),
     "AMP310": (
         "error",
-        HEAD + setup(arguments=", num_losses=2") + "with amp.scale_loss(loss, optimizer, loss_id=2) as scaled:  # FAULT\n    scaled.backward()",
+        HEAD
+        + setup(arguments=", num_losses=2")
+        + "with amp.scale_loss(loss, optimizer, loss_id=2) as scaled:  # FAULT\n    scaled.backward()",
     ),
-    "AMP310-default": ("error", HEAD + setup() + "with amp.scale_loss(loss, optimizer, 1) as scaled:  # FAULT\n    scaled.backward()"),
+    "AMP310-default": (
+        "error",
+        HEAD + setup() + "with amp.scale_loss(loss, optimizer, 1) as scaled:  # FAULT\n    scaled.backward()",
+    ),
     "AMP311": ("error", HEAD + setup() + "optimizer.step(closure)  # FAULT"),
     "AMP311-any-level": (
         "warning",
@@ -226,46 +294,83 @@ POSITIVE = {
     "AMP401-table": ("warning", HEAD + 'LOSSES = {"mse": F.mse_loss, "own": own}  # FAULT\n' + setup("O4")),
     "AMP401-table-of-names": (
         "warning",
-        HEAD + 'from torch.nn.functional import linear\nTABLE = dict(linear=linear)  # FAULT\nif __name__ == "__main__":\n    ' + setup("O4"),
+        HEAD + "from torch.nn.functional import linear\nTABLE = dict(linear=linear)  # FAULT\nif __name__ =="
+        ' "__main__":\n    ' + setup("O4"),
     ),
-    "AMP401-star": ("warning", HEAD + "from torch.nn.functional import *\nTABLE = dict(linear=linear)  # FAULT\n" + setup("O4")),
-    "AMP401-apex": ("warning", "import torch.nn.functional as F\nfrom apex import amp\nTABLE = [F.gelu]  # FAULT\n" + setup()),
+    "AMP401-star": (
+        "warning",
+        HEAD + "from torch.nn.functional import *\nTABLE = dict(linear=linear)  # FAULT\n" + setup("O4"),
+    ),
+    "AMP401-apex": (
+        "warning",
+        "import torch.nn.functional as F\nfrom apex import amp\nTABLE = [F.gelu]  # FAULT\n" + setup(),
+    ),
     "AMP401-entry": ("warning", HEAD + 'TABLE["mm"] = torch.mm  # FAULT\n' + setup("O4")),
-    "AMP401-default": ("warning", HEAD + "def head(x, project=F.linear):  # FAULT\n    return project(x)\n" + setup("O4")),
-    "AMP401-lambda-default": ("warning", HEAD + "head = lambda x, *, project=F.linear: project(x)  # FAULT\n" + setup("O4")),
-    "AMP401-class": ("warning", HEAD + "class Net(nn.Module):\n    project = staticmethod(F.linear)  # FAULT\n\n" + setup("O4")),
+    "AMP401-default": (
+        "warning",
+        HEAD + "def head(x, project=F.linear):  # FAULT\n    return project(x)\n" + setup("O4"),
+    ),
+    "AMP401-lambda-default": (
+        "warning",
+        HEAD + "head = lambda x, *, project=F.linear: project(x)  # FAULT\n" + setup("O4"),
+    ),
+    "AMP401-class": (
+        "warning",
+        HEAD + "class Net(nn.Module):\n    project = staticmethod(F.linear)  # FAULT\n\n" + setup("O4"),
+    ),
     "AMP401-attribute": (
         "warning",
-        HEAD + "class Net(nn.Module):\n    def __init__(self):\n        self.loss = F.mse_loss  # FAULT\n\n" + setup("O4"),
+        HEAD
+        + "class Net(nn.Module):\n    def __init__(self):\n        self.loss = F.mse_loss  # FAULT\n\n"
+        + setup("O4"),
     ),
     "AMP401-attributes-at-once": (
         "warning",
-        HEAD + "class Net(nn.Module):\n    def __init__(self):\n        self.a, self.loss = 1, F.mse_loss  # FAULT\n\n" + setup("O4"),
+        HEAD
+        + "class Net(nn.Module):\n    def __init__(self):\n        self.a, self.loss = 1, F.mse_loss  # FAULT\n\n"
+        + setup("O4"),
     ),
-    "AMP401-partial": ("warning", HEAD + "from functools import partial\nloss = partial(F.cross_entropy, ignore_index=0)  # FAULT\n" + setup("O4")),
+    "AMP401-partial": (
+        "warning",
+        HEAD
+        + "from functools import partial\nloss = partial(F.cross_entropy, ignore_index=0)  # FAULT\n"
+        + setup("O4"),
+    ),
     "AMP401-object": ("warning", HEAD + "model = Block(act=torch.matmul)  # FAULT\n" + setup("O4")),
     "AMP401-closure": (
         "warning",
         HEAD + "def make():\n    project = torch.mm  # FAULT\n    return lambda x: project(x, x)\n\n" + setup("O4"),
     ),
-    "AMP401-returned": ("warning", HEAD + "def get_loss(name):\n    return F.mse_loss if name else own  # FAULT\n\n" + setup("O4")),
-    "AMP401-apex-list": ("warning", HEAD + 'ACTS = [F.gelu]  # FAULT\n' + setup("O1", ', lists="apex"')),
+    "AMP401-returned": (
+        "warning",
+        HEAD + "def get_loss(name):\n    return F.mse_loss if name else own  # FAULT\n\n" + setup("O4"),
+    ),
+    "AMP401-apex-list": ("warning", HEAD + "ACTS = [F.gelu]  # FAULT\n" + setup("O1", ', lists="apex"')),
     "AMP402": ("warning", HEAD + setup("O4") + "loss = F.binary_cross_entropy(p, y)  # FAULT"),
     "AMP402-module": ("warning", HEAD + "criterion = nn.BCELoss()  # FAULT\n" + setup("O5")),
     "AMP402-apex": ("error", "import torch\nfrom apex import amp\ncriterion = torch.nn.BCELoss()  # FAULT\n" + setup()),
-    "AMP402-banned": ("error", HEAD + "criterion = nn.modules.loss.BCELoss()  # FAULT\n" + setup("O1", ', lists="apex"')),
+    "AMP402-banned": (
+        "error",
+        HEAD + "criterion = nn.modules.loss.BCELoss()  # FAULT\n" + setup("O1", ', lists="apex"'),
+    ),
     # ---- checkpoints
     "AMP501": (
         "warning",
-        HEAD + setup() + 'torch.save({\n    "model": model.state_dict(),\n    "optimizer": optimizer.state_dict(),  # FAULT\n}, path)',
+        HEAD
+        + setup()
+        + 'torch.save({\n    "model": model.state_dict(),\n    "optimizer": optimizer.state_dict(),  # FAULT\n}, path)',
     ),
     "AMP502": ("warning", HEAD + setup() + 'optimizer.load_state_dict(checkpoint["optimizer"])  # FAULT'),
     "AMP503": ("error", HEAD + 'amp.load_state_dict(checkpoint["amp"])  # FAULT\n' + setup()),
 }
 
 
-@pytest.mark.parametrize(("name", "severity", "source"), [pytest.param(name, *case, id=name) for name, case in POSITIVE.items()])
-def test_a_fault_is_found_at_its_line_and_nothing_else(name: str, severity: str, source: str, diagnose: Diagnose) -> None:
+@pytest.mark.parametrize(
+    ("name", "severity", "source"), [pytest.param(name, *case, id=name) for name, case in POSITIVE.items()]
+)
+def test_a_fault_is_found_at_its_line_and_nothing_else(
+    name: str, severity: str, source: str, diagnose: Diagnose
+) -> None:
     findings = [finding for finding in diagnose(source) if finding.code != "AMP101"]
     assert places(findings) == [(name[:6], line) for line in marked_lines(source)]
     assert [finding.severity for finding in findings] == [severity]
@@ -276,46 +381,79 @@ NEGATIVE = {
     "AMP102-members": "import amp_patch\nfrom amp_patch import amp, initialize\namp_patch.stats().steps.bit_length()",
     "AMP102-relative": "from .apex import nothing\nfrom . import apex\napex.transformer.x()",
     "AMP102-own-name": "import torch\napex = 3\nprint(apex.real)",
-    "AMP102-object-under-a-modules-name": "from apex import amp\nfrom apex.amp import _amp_state\n"
-    "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()",
-    "AMP102-one-of-two": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
-    + "\n".join(f"amp.x{number}()" for number in range(20)),
-    "AMP201-apex-or-not": "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4"),
-    "AMP201-bound-again": HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
+    "AMP102-object-under-a-modules-name": (
+        "from apex import amp\nfrom apex.amp import _amp_state\n"
+        "amp._amp_state.loss_scalers[0]._unskipped\n_amp_state.verbosity\namp.__dict__.keys()"
+    ),
+    "AMP102-one-of-two": (
+        "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
+        + "\n".join(f"amp.x{number}()" for number in range(20))
+    ),
+    "AMP201-apex-or-not": (
+        "try:\n    from apex import amp\nexcept ImportError:\n    import amp_patch as amp\n" + setup("O4")
+    ),
+    "AMP201-bound-again": (
+        HEAD + 'LEVEL = "o1"\nfor LEVEL in levels:\n    amp.initialize(model, optimizer, opt_level=LEVEL)'
+    ),
     "AMP201-argument": HEAD + 'LEVEL = "o1"\ndef main(LEVEL):\n    amp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-known": HEAD + 'LEVEL = "O3"\namp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-own-presets": HEAD + 'amp.initialize(model, optimizer, opt_level="Careful", presets="my.yaml")',
     "AMP201-run-time": HEAD + 'LEVEL = "o1"\nLEVEL = LEVEL.upper()\namp.initialize(model, optimizer, opt_level=LEVEL)',
-    "AMP201-guarded": HEAD + 'parser.add_argument("--opt-level")\nif args.opt_level:\n    amp.initialize(model, optimizer, opt_level=args.opt_level)',
-    "AMP201-enabled": HEAD
-    + 'parser.add_argument("--opt-level")\namp.initialize(model, optimizer, enabled=args.opt_level is not None, opt_level=args.opt_level)',
-    "AMP201-required": HEAD + 'parser.add_argument("--opt-level", required=True)\namp.initialize(model, optimizer, opt_level=args.opt_level)',
-    "AMP201-own-default": HEAD
-    + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)',
+    "AMP201-guarded": (
+        HEAD + 'parser.add_argument("--opt-level")\nif args.opt_level:\n    amp.initialize(model, optimizer,'
+        " opt_level=args.opt_level)"
+    ),
+    "AMP201-enabled": (
+        HEAD
+        + 'parser.add_argument("--opt-level")\namp.initialize(model, optimizer, enabled=args.opt_level is not None,'
+        " opt_level=args.opt_level)"
+    ),
+    "AMP201-required": (
+        HEAD + 'parser.add_argument("--opt-level", required=True)\namp.initialize(model, optimizer,'
+        " opt_level=args.opt_level)"
+    ),
+    "AMP201-own-default": (
+        HEAD
+        + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)'
+    ),
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
-    "AMP202-fits": HEAD
-    + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7, cast_model_type=torch.half)',
+    "AMP202-fits": (
+        HEAD + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7,'
+        " cast_model_type=torch.half)"
+    ),
     "AMP202-unknown-value": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=args.keep)',
     "AMP202-none": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=None)',
     "AMP203-after": HEAD + setup("O4") + "model = nn.parallel.DistributedDataParallel(model)",
     "AMP203-other-arm": HEAD + "if args.plain:\n    model = nn.DataParallel(model)\nelse:\n    " + setup("O4"),
-    "AMP203-left-before": HEAD
-    + "def main():\n    if args.plain:\n        model = nn.DataParallel(model)\n        return train(model)\n    "
-    + setup("O4"),
+    "AMP203-left-before": (
+        HEAD
+        + "def main():\n    if args.plain:\n        model = nn.DataParallel(model)\n        return train(model)\n    "
+        + setup("O4")
+    ),
     "AMP203-unwrapped": HEAD + "model = nn.DataParallel(model)\nmodel = model.module\n" + setup("O4"),
     "AMP203-other-model": HEAD + "teacher = nn.DataParallel(teacher)\n" + setup("O4"),
     "AMP203-other-function": HEAD + "def evaluate(model):\n    model = nn.DataParallel(model)\n\n" + setup("O4"),
     "AMP204-reset": HEAD + setup("O4") + "amp.reset()\ntorch.jit.script(model)",
-    "AMP204-part": HEAD + "post = torch.jit.script(post)\n" + setup("O4") + "torch.jit.trace(model, x)\nmodel = torch.compile(model)",
+    "AMP204-part": (
+        HEAD
+        + "post = torch.jit.script(post)\n"
+        + setup("O4")
+        + "torch.jit.trace(model, x)\nmodel = torch.compile(model)"
+    ),
     "AMP205-adopted": HEAD + setup("O4") + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + setup("O4"),
     "AMP205-wrapped": HEAD + setup("O4") + "optimizer = LookaheadOptimizer(optimizer)\noptimizer = OrderedDict(parts)",
-    "AMP205-splat": HEAD + "model, optimizer = amp.initialize(*prepared)\nwith amp.scale_loss(loss, optimizer) as scaled:\n    scaled.backward()",
+    "AMP205-splat": (
+        HEAD + "model, optimizer = amp.initialize(*prepared)\nwith amp.scale_loss(loss, optimizer) as scaled:\n   "
+        " scaled.backward()"
+    ),
     "AMP206-level": HEAD + "model.half()\n" + setup("O3"),
     "AMP206-widened": HEAD + "model.half()\nload(model)\nmodel.float()\n" + setup("O0"),
     "AMP207-without-amp": "import torch\nmodel = model.half()\nmodel(x.half())",
     "AMP207-other-arm": HEAD + "if args.amp:\n    " + setup("O4") + "else:\n    model = model.half()",
     "AMP207-handler": HEAD + "try:\n    " + setup("O4") + "except RuntimeError:\n    model = model.half()",
-    "AMP207-flag": HEAD + "if args.amp:\n    " + setup("O4") + "for x in loader:\n    if not args.amp:\n        x = x.half()",
+    "AMP207-flag": (
+        HEAD + "if args.amp:\n    " + setup("O4") + "for x in loader:\n    if not args.amp:\n        x = x.half()"
+    ),
     "AMP207-float32": HEAD + setup("O0") + "export(x.half())",
     "AMP207-other-half": HEAD + setup("O4") + "first = text.half(0)\nx = x.to(torch.float32)\nw = x.to(w.dtype)",
     "AMP208-moved-before": HEAD + "model = Net()\nmodel.cuda()\n" + setup("O4") + "model.cuda()",
@@ -323,90 +461,171 @@ NEGATIVE = {
     "AMP208-made-of-what-is-there": HEAD + "model = Wrap(Net().to(device))\n" + setup("O4") + "model.to(device)",
     "AMP208-made-elsewhere": HEAD + "model = build(args)\n" + setup("O4") + "model.to(device)",
     "AMP208-to-cpu": HEAD + "model = Net()\n" + setup("O4") + 'model.to("cpu")\nmodel.to(torch.channels_last)',
-    "AMP209-before": HEAD + "import copy\nema = copy.deepcopy(model)\n" + setup("O5") + "best = copy.deepcopy(model.state_dict())",
+    "AMP209-before": (
+        HEAD + "import copy\nema = copy.deepcopy(model)\n" + setup("O5") + "best = copy.deepcopy(model.state_dict())"
+    ),
     "AMP209-not-cast": HEAD + "import copy\n" + setup("O4") + "ema = copy.deepcopy(model)",
-    "AMP301-derived": HEAD
-    + setup()
-    + "with amp.scale_loss(loss, optimizer) as scaled:\n    part = scaled / 4\n    part.backward()\n    scaled.sum().backward()",
+    "AMP301-derived": (
+        HEAD
+        + setup()
+        + "with amp.scale_loss(loss, optimizer) as scaled:\n    part = scaled / 4\n    part.backward()\n   "
+        " scaled.sum().backward()"
+    ),
     "AMP301-same-name": HEAD + setup() + "with amp.scale_loss(loss, optimizer) as loss:\n    loss.backward()",
-    "AMP301-nested": HEAD
-    + setup(arguments=", num_losses=2")
-    + "with amp.scale_loss(a, optimizer) as sa, amp.scale_loss(b, optimizer, loss_id=1) as sb:\n    sa.backward()\n    sb.backward()",
-    "AMP302-renewed": HEAD
-    + setup()
-    + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nwith amp.scale_loss(b, optimizer) as scaled:\n    scaled.backward()",
-    "AMP302-made-anew": HEAD
-    + setup()
-    + "with amp.scale_loss(loss, optimizer) as loss:\n    loss.backward()\nloss = amp.scale(loss)\nloss.backward()",
-    "AMP303-else": HEAD
-    + "if args.fp16:\n    "
-    + setup()
-    + "if args.fp16:\n    with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()\nelse:\n    loss.backward()",
-    "AMP303-flag-in-other-function": HEAD
-    + "def prepare():\n    if args.fp16:\n        amp.initialize(model, optimizer)\n\ndef train():\n    if not args.fp16:\n        loss.backward()",
-    "AMP303-return": HEAD
-    + setup()
-    + "def f():\n    if on:\n        with amp.scale_loss(a, optimizer) as b:\n            b.backward()\n        return\n    a.backward()",
-    "AMP303-continue": HEAD
-    + setup()
-    + "for a in b:\n    if on:\n        with amp.scale_loss(a, optimizer) as c:\n            c.backward()\n        continue\n    a.backward()",
+    "AMP301-nested": (
+        HEAD
+        + setup(arguments=", num_losses=2")
+        + "with amp.scale_loss(a, optimizer) as sa, amp.scale_loss(b, optimizer, loss_id=1) as sb:\n    sa.backward()\n"
+        "    sb.backward()"
+    ),
+    "AMP302-renewed": (
+        HEAD
+        + setup()
+        + "with amp.scale_loss(a, optimizer) as scaled:\n    scaled.backward()\nwith amp.scale_loss(b, optimizer) as"
+        " scaled:\n    scaled.backward()"
+    ),
+    "AMP302-made-anew": (
+        HEAD
+        + setup()
+        + "with amp.scale_loss(loss, optimizer) as loss:\n    loss.backward()\nloss = amp.scale(loss)\nloss.backward()"
+    ),
+    "AMP303-else": (
+        HEAD
+        + "if args.fp16:\n    "
+        + setup()
+        + "if args.fp16:\n    with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()\nelse:\n   "
+        " loss.backward()"
+    ),
+    "AMP303-flag-in-other-function": (
+        HEAD + "def prepare():\n    if args.fp16:\n        amp.initialize(model, optimizer)\n\ndef train():\n    if not"
+        " args.fp16:\n        loss.backward()"
+    ),
+    "AMP303-return": (
+        HEAD
+        + setup()
+        + "def f():\n    if on:\n        with amp.scale_loss(a, optimizer) as b:\n            b.backward()\n       "
+        " return\n    a.backward()"
+    ),
+    "AMP303-continue": (
+        HEAD
+        + setup()
+        + "for a in b:\n    if on:\n        with amp.scale_loss(a, optimizer) as c:\n            c.backward()\n       "
+        " continue\n    a.backward()"
+    ),
     "AMP303-no-scaling": HEAD + setup("O4") + "loss.backward()",
     "AMP303-static-one": HEAD + setup("O1", ", loss_scale=1") + "loss.backward()",
-    "AMP303-engines": HEAD + setup() + "engine.backward(loss)\nself.backward()\nscaler.scale(loss).backward()\namp.scale(loss).backward()",
-    "AMP303-exit-stack": HEAD + setup() + "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()",
+    "AMP303-engines": (
+        HEAD
+        + setup()
+        + "engine.backward(loss)\nself.backward()\nscaler.scale(loss).backward()\namp.scale(loss).backward()"
+    ),
+    "AMP303-exit-stack": (
+        HEAD + setup() + "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()"
+    ),
     "AMP304-after": HEAD + setup() + LOOP,
-    "AMP304-others": HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled:\n    scaled.backward()\n    profiler.step()\noptimizer.step()",
-    "AMP305-no-scaling": HEAD
-    + setup("O5")
-    + "with amp.scale_loss(loss, optimizer) as s:\n    s.backward()\n    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1)",
+    "AMP304-others": (
+        HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled:\n    scaled.backward()\n   "
+        " profiler.step()\noptimizer.step()"
+    ),
+    "AMP305-no-scaling": (
+        HEAD + setup("O5") + "with amp.scale_loss(loss, optimizer) as s:\n    s.backward()\n   "
+        " nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1)"
+    ),
     "AMP306-masters": HEAD + setup("O5") + "nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
     "AMP306-no-masters": HEAD + setup("O1") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP306-no-masters-by-override": HEAD + setup("O5", ", master_weights=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP306-switched-off": HEAD
-    + setup("O4")
-    + setup("O5", ", enabled=False")
-    + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP306-choices": HEAD
-    + 'parser.add_argument("--opt-level", default="O1", choices=["O0", "O1"])\namp.initialize(model, optimizer, opt_level=args.opt_level)\n'
-    + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP306-else": HEAD
-    + setup("O5")
-    + "params = amp.master_params(optimizer) if args.amp else model.parameters()\nnn.utils.clip_grad_norm_(scaled_params, 1.0)\n"
-    + "if args.amp:\n    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)\nelse:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP307-other-arm": HEAD
-    + 'if args.impl == "apex":\n    ' + setup("O4") + "elif args.impl == 'native':\n    scaler = torch.cuda.amp.GradScaler()",
-    "AMP307-other-value": HEAD
-    + 'if args.impl == "apex":\n    ' + setup("O4") + "if args.impl == 'native':\n    scaler = torch.cuda.amp.GradScaler()",
-    "AMP307-other-flag": HEAD + "if args.apex:\n    " + setup("O4") + "if args.native:\n    scaler = torch.cuda.amp.GradScaler()",
+    "AMP306-no-masters-by-override": (
+        HEAD + setup("O5", ", master_weights=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    ),
+    "AMP306-switched-off": (
+        HEAD + setup("O4") + setup("O5", ", enabled=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    ),
+    "AMP306-choices": (
+        HEAD
+        + 'parser.add_argument("--opt-level", default="O1", choices=["O0", "O1"])\namp.initialize(model, optimizer,'
+        " opt_level=args.opt_level)\n" + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    ),
+    "AMP306-else": (
+        HEAD + setup("O5") + "params = amp.master_params(optimizer) if args.amp else"
+        " model.parameters()\nnn.utils.clip_grad_norm_(scaled_params, 1.0)\n"
+        + "if args.amp:\n    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)\nelse:\n   "
+        " nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    ),
+    "AMP307-other-arm": (
+        HEAD
+        + 'if args.impl == "apex":\n    '
+        + setup("O4")
+        + "elif args.impl == 'native':\n    scaler = torch.cuda.amp.GradScaler()"
+    ),
+    "AMP307-other-value": (
+        HEAD
+        + 'if args.impl == "apex":\n    '
+        + setup("O4")
+        + "if args.impl == 'native':\n    scaler = torch.cuda.amp.GradScaler()"
+    ),
+    "AMP307-other-flag": (
+        HEAD + "if args.apex:\n    " + setup("O4") + "if args.native:\n    scaler = torch.cuda.amp.GradScaler()"
+    ),
     "AMP307-switch": HEAD + setup("O4") + 'with torch.autocast("cuda", enabled=args.native):\n    model(x)',
-    "AMP307-other-class": HEAD
-    + "class A:\n    def step(self):\n        with amp.scale_loss(self.a, self.optimizer) as s:\n            s.backward()\n\n"
-    + "class B:\n    scaler = torch.cuda.amp.GradScaler()",
+    "AMP307-other-class": (
+        HEAD + "class A:\n    def step(self):\n        with amp.scale_loss(self.a, self.optimizer) as s:\n           "
+        " s.backward()\n\n" + "class B:\n    scaler = torch.cuda.amp.GradScaler()"
+    ),
     "AMP308-no-patches": HEAD + setup("O5") + 'with torch.autocast("cuda", enabled=False):\n    model(x)',
-    "AMP309-epoch": HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()",
+    "AMP309-epoch": (
+        HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()"
+    ),
     "AMP309-asked": HEAD + setup() + LOOP + "    if not optimizer.step_was_skipped:\n        scheduler.step()",
-    "AMP309-else": HEAD + "if args.amp:\n    " + setup() + "for x in loader:\n    optimizer.step()\n    if not args.amp:\n        scheduler.step()",
+    "AMP309-else": (
+        HEAD
+        + "if args.amp:\n    "
+        + setup()
+        + "for x in loader:\n    optimizer.step()\n    if not args.amp:\n        scheduler.step()"
+    ),
     "AMP309-static": HEAD + setup("O4") + LOOP + "    scheduler.step()",
-    "AMP310-in-range": HEAD + setup(arguments=", num_losses=2") + "with amp.scale_loss(loss, optimizer, loss_id=1) as s:\n    s.backward()",
-    "AMP310-unknown": HEAD + setup(arguments=", num_losses=n") + "with amp.scale_loss(loss, optimizer, loss_id=4) as s:\n    s.backward()",
+    "AMP310-in-range": (
+        HEAD
+        + setup(arguments=", num_losses=2")
+        + "with amp.scale_loss(loss, optimizer, loss_id=1) as s:\n    s.backward()"
+    ),
+    "AMP310-unknown": (
+        HEAD
+        + setup(arguments=", num_losses=n")
+        + "with amp.scale_loss(loss, optimizer, loss_id=4) as s:\n    s.backward()"
+    ),
     "AMP311-none": HEAD + setup() + "optimizer.step(closure=None)\noptimizer.step()\nbar.step(closure)",
     "AMP311-static": HEAD + setup(arguments=", loss_scale=128.0") + "optimizer.step(closure)",
     "AMP312-scaled": HEAD + setup() + "g = amp.unscale(torch.autograd.grad(amp.scale(out), x, create_graph=True))",
     "AMP312-no-graph": HEAD + setup() + "g = torch.autograd.grad(out, x, create_graph=False)",
-    "AMP401-global": HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4"),
+    "AMP401-global": (
+        HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4")
+    ),
     "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
-    "AMP401-own-name": HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4"),
-    "AMP401-elsewhere": HEAD + "def measure(x):\n    for f in [torch.mm, torch.matmul]:\n        f(x, x)\n    both = [F.linear]\n" + setup("O4"),
-    "AMP401-called": HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4"),
-    "AMP401-looked-up-late": HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4"),
+    "AMP401-own-name": (
+        HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4")
+    ),
+    "AMP401-elsewhere": (
+        HEAD
+        + "def measure(x):\n    for f in [torch.mm, torch.matmul]:\n        f(x, x)\n    both = [F.linear]\n"
+        + setup("O4")
+    ),
+    "AMP401-called": (
+        HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4")
+    ),
+    "AMP401-looked-up-late": (
+        HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4")
+    ),
     "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
     "AMP401-not-listed": HEAD + "ACTS = {'relu': F.relu, 'gelu': F.gelu}\n" + setup("O4"),
-    "AMP401-after": HEAD + setup("O4") + "TABLE = {'mse': F.mse_loss}\nclass Net(nn.Module):\n    project = staticmethod(F.linear)",
+    "AMP401-after": (
+        HEAD + setup("O4") + "TABLE = {'mse': F.mse_loss}\nclass Net(nn.Module):\n    project = staticmethod(F.linear)"
+    ),
     "AMP401-patches-nothing": HEAD + "TABLE = {'mse': F.mse_loss}\n" + setup("O5"),
     "AMP401-lambda": HEAD + "TABLE = {'mse': lambda *args: F.mse_loss(*args)}\n" + setup("O4"),
     "AMP401-argument": HEAD + "out = torch.vmap(torch.mm)(x, x)\n" + setup("O4"),
     "AMP401-without-amp": "import torch.nn.functional as F\nTABLE = {'mse': F.mse_loss}",
-    "AMP402-logits": HEAD + setup("O4") + "loss = F.binary_cross_entropy_with_logits(x, y)\ncriterion = nn.BCEWithLogitsLoss()",
+    "AMP402-logits": (
+        HEAD + setup("O4") + "loss = F.binary_cross_entropy_with_logits(x, y)\ncriterion = nn.BCEWithLogitsLoss()"
+    ),
     "AMP402-widened": HEAD + setup("O4") + "loss = F.binary_cross_entropy(p.float(), y)",
     "AMP402-float32": HEAD + setup("O0") + "loss = F.binary_cross_entropy(p, y)",
     "AMP402-without-amp": "import torch\nloss = torch.nn.BCELoss()",
@@ -422,7 +641,9 @@ NEGATIVE = {
 
 @pytest.mark.parametrize("source", [pytest.param(source, id=name) for name, source in NEGATIVE.items()])
 def test_what_only_looks_like_a_fault_is_left_alone(source: str, diagnose: Diagnose) -> None:
-    assert [(finding.code, finding.line, finding.message) for finding in diagnose(source) if finding.code != "AMP101"] == []
+    assert [
+        (finding.code, finding.line, finding.message) for finding in diagnose(source) if finding.code != "AMP101"
+    ] == []
 
 
 def test_every_check_of_scripts_has_a_positive_and_a_near_miss() -> None:
@@ -442,7 +663,14 @@ LAYERS = [
     {"command"},
     {"__init__"},
 ]
-PACKAGE_LAYERS = {"amp_patch", "errors", "dtypes", "oplists", "policy", "api"}  # what the doctor may import of the package around it
+PACKAGE_LAYERS = {
+    "amp_patch",
+    "errors",
+    "dtypes",
+    "oplists",
+    "policy",
+    "api",
+}  # what the doctor may import of the package around it
 
 
 @pytest.mark.parametrize("path", sorted(Path(coverage.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
@@ -462,7 +690,7 @@ def test_codes_are_unique_and_in_order() -> None:
     assert codes == sorted(set(codes))
 
 
-# ---- apex ---------------------------------------------------------------------------------------------------------------------------------
+# ---- apex ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -493,7 +721,10 @@ def test_a_relative_import_is_none_of_apexs(diagnose: Diagnose) -> None:
 
 
 def test_names_are_followed_through_aliases_and_chains(diagnose: Diagnose) -> None:
-    source = "import apex\nfrom apex import amp\nmy = amp\nmy.master_params(o)\namp._amp_state.x()\nmy.register_rnn()\napex.optimizers.FusedX(p)\n"
+    source = (
+        "import apex\nfrom apex import amp\nmy ="
+        " amp\nmy.master_params(o)\namp._amp_state.x()\nmy.register_rnn()\napex.optimizers.FusedX(p)\n"
+    )
     assert places(diagnose(source)) == [("AMP101", 1), ("AMP101", 2), ("AMP102", 6), ("AMP102", 7)]
 
 
@@ -519,7 +750,7 @@ def test_without_a_standin_nothing_is_covered(tmp_path: Path) -> None:
     assert places(diagnose_files([path], coverage.Coverage(tmp_path / "absent"))) == [("AMP102", 1), ("AMP102", 2)]
 
 
-# ---- several files --------------------------------------------------------------------------------------------------------------------------
+# ---- several files ---------------------------------------------------------------------------------------------------
 
 
 def test_files_that_an_amp_script_imports_are_judged_by_its_level(diagnose: Diagnose) -> None:
@@ -532,7 +763,10 @@ def test_files_that_an_amp_script_imports_are_judged_by_its_level(diagnose: Diag
 
 
 def test_a_file_without_initialize_takes_the_levels_of_those_with_it(diagnose: Diagnose) -> None:
-    engine = HEAD + "def step(model, optimizer):\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    torch.save(amp.state_dict(), path)\n"
+    engine = (
+        HEAD + "def step(model, optimizer):\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n   "
+        " torch.save(amp.state_dict(), path)\n"
+    )
     assert places(diagnose(train=HEAD + setup("O4"), engine=engine)) == []
     assert places(diagnose(train=HEAD + setup("O5"), engine=engine)) == [("AMP306", 8)]
     assert places(diagnose(engine)) == [("AMP306", 8)]
@@ -555,7 +789,7 @@ def test_directories_are_walked_without_what_is_not_the_users(tmp_path: Path) ->
     assert find_files([tmp_path, tmp_path / "a.py"]) == [tmp_path / name for name in wanted]
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -569,7 +803,9 @@ def test_directories_are_walked_without_what_is_not_the_users(tmp_path: Path) ->
         pytest.param(b"x = " + b"(" * 5000 + b")" * 5000, (1, 1), "", id="too-deep"),
     ],
 )
-def test_what_cannot_be_read_is_one_finding(content: bytes, place: tuple[int, int], said: str, tmp_path: Path, standin: coverage.Coverage) -> None:
+def test_what_cannot_be_read_is_one_finding(
+    content: bytes, place: tuple[int, int], said: str, tmp_path: Path, standin: coverage.Coverage
+) -> None:
     path = tmp_path / "script.py"
     path.write_bytes(content)
     (finding,) = diagnose_files([path], standin)
@@ -579,7 +815,11 @@ def test_what_cannot_be_read_is_one_finding(content: bytes, place: tuple[int, in
         assert (finding.line, finding.column) == place
 
 
-@pytest.mark.parametrize("expression", ["(" + "+".join(["a"] * 900) + ")", "a" + ".b" * 900, "a" + ".b()" * 900], ids=["sum", "attributes", "calls"])
+@pytest.mark.parametrize(
+    "expression",
+    ["(" + "+".join(["a"] * 900) + ")", "a" + ".b" * 900, "a" + ".b()" * 900],
+    ids=["sum", "attributes", "calls"],
+)
 def test_what_is_nested_too_deeply_to_be_judged_is_one_finding(expression: str, diagnose: Diagnose) -> None:
     findings = diagnose(HEAD + setup() + f"{expression}.backward()\n")
     assert [(finding.code, finding.severity) for finding in findings] == [("AMP001", "error")]
@@ -591,8 +831,12 @@ def test_a_file_that_vanishes_is_one_finding(tmp_path: Path, standin: coverage.C
     assert finding.code == "AMP001" and "cannot be read" in finding.message
 
 
-@pytest.mark.parametrize("content", [b"", b"# only a comment", b"# coding: latin-1\nx = '\xe9'\n", b"\xef\xbb\xbfx = 1\n", b"x = '\\d'\n"])
-def test_odd_but_sound_files_have_no_findings(content: bytes, tmp_path: Path, standin: coverage.Coverage, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"# only a comment", b"# coding: latin-1\nx = '\xe9'\n", b"\xef\xbb\xbfx = 1\n", b"x = '\\d'\n"]
+)
+def test_odd_but_sound_files_have_no_findings(
+    content: bytes, tmp_path: Path, standin: coverage.Coverage, recwarn: pytest.WarningsRecorder
+) -> None:
     path = tmp_path / "script.py"
     path.write_bytes(content)
     assert diagnose_files([path], standin) == []
@@ -610,7 +854,7 @@ def test_nothing_of_a_script_is_run(diagnose: Diagnose, tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-# ---- silencing ------------------------------------------------------------------------------------------------------------------------------
+# ---- silencing -------------------------------------------------------------------------------------------------------
 
 LATE_HALF = HEAD + setup("O4") + "y = model(\n    x.half(){}\n)\n"
 
@@ -638,20 +882,20 @@ def test_a_comment_on_any_line_of_a_call_silences_it_and_on_the_next_does_not(di
     assert places(diagnose(call.format("", "") + "# amp-patch: ignore[AMP207]\n")) == [("AMP207", 9)]
 
 
-# ---- what the doctor knows about originals is true --------------------------------------------------------------------------------------------
+# ---- what the doctor knows about originals is true -------------------------------------------------------------------
 
 INPUT = torch.ones(2, 4, dtype=torch.bfloat16)
 CALLS = {
-    "softmax": (lambda f: f(INPUT, dim=-1)),
-    "log_softmax": (lambda f: f(INPUT, dim=-1)),
-    "layer_norm": (lambda f: f(INPUT, (4,))),
-    "group_norm": (lambda f: f(INPUT, 2)),
-    "cross_entropy": (lambda f: f(INPUT, torch.zeros(2, dtype=torch.long))),
-    "mse_loss": (lambda f: f(INPUT, INPUT)),
-    "l1_loss": (lambda f: f(INPUT, INPUT)),
-    "kl_div": (lambda f: f(INPUT, INPUT, reduction="sum")),
-    "softplus": (lambda f: f(INPUT)),
-    "cosine_similarity": (lambda f: f(INPUT, INPUT)),
+    "softmax": lambda f: f(INPUT, dim=-1),
+    "log_softmax": lambda f: f(INPUT, dim=-1),
+    "layer_norm": lambda f: f(INPUT, (4,)),
+    "group_norm": lambda f: f(INPUT, 2),
+    "cross_entropy": lambda f: f(INPUT, torch.zeros(2, dtype=torch.long)),
+    "mse_loss": lambda f: f(INPUT, INPUT),
+    "l1_loss": lambda f: f(INPUT, INPUT),
+    "kl_div": lambda f: f(INPUT, INPUT, reduction="sum"),
+    "softplus": lambda f: f(INPUT),
+    "cosine_similarity": lambda f: f(INPUT, INPUT),
 }
 
 
@@ -676,7 +920,7 @@ def test_expectations_are_those_of_the_preset(level: str, tmp_path: Path) -> Non
     assert expected.takes_low_model is (level == "O3")
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -688,7 +932,9 @@ def test_expectations_are_those_of_the_preset(level: str, tmp_path: Path) -> Non
         pytest.param("x = = 1\n", 1, id="unreadable"),
     ],
 )
-def test_exit_code_is_1_for_errors_alone(source: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_is_1_for_errors_alone(
+    source: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "script.py"
     path.write_text(source)
     assert cli.main(["doctor", str(path)]) == code

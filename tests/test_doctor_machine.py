@@ -1,4 +1,6 @@
-"""What the doctor says of the machine: verdicts on dtypes, and which package is found under the name apex without importing it."""
+"""What the doctor says of the machine: verdicts on dtypes, and which package is found under the name apex without
+importing it.
+"""
 
 import importlib
 import sys
@@ -14,7 +16,9 @@ from amp_patch.doctor import levels, machine
 from amp_patch.doctor.machine import ApexInstall, Machine
 from amp_patch.doctor.report import as_text
 
-SOUND = Machine("3.12.1", "0.1.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None))
+SOUND = Machine(
+    "3.12.1", "0.1.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +30,9 @@ def presets_are_looked_up_anew():
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Put a package apex of these files, and metadata with this summary, where Python looks first; importing it would fail."""
+    """Put a package apex of these files, and metadata with this summary, where Python looks first; importing it would
+    fail.
+    """
 
     def put(files: list[str], summary: str | None = None, version: str = "0.1") -> Path:
         for name in files:
@@ -35,7 +41,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if summary is not None:
             info = tmp_path / f"apex-{version}.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\nSummary: {summary}\n")
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\nSummary: {summary}\n"
+            )
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "apex", raising=False)
         importlib.invalidate_caches()
@@ -50,15 +58,29 @@ PYRAMID = "Pyramid toolkit to add Velruse, Flash Messages,CSRF, ReCaptcha and Se
 @pytest.mark.parametrize(
     ("files", "summary", "kind", "codes"),
     [
-        pytest.param(["__init__.py", "amp/__init__.py", "optimizers/__init__.py"], "PyTorch Extensions", "with amp", [], id="with-amp"),
-        pytest.param(["__init__.py", "optimizers/__init__.py", "contrib/__init__.py"], "PyTorch Extensions", "without amp", [], id="without-amp"),
+        pytest.param(
+            ["__init__.py", "amp/__init__.py", "optimizers/__init__.py"],
+            "PyTorch Extensions",
+            "with amp",
+            [],
+            id="with-amp",
+        ),
+        pytest.param(
+            ["__init__.py", "optimizers/__init__.py", "contrib/__init__.py"],
+            "PyTorch Extensions",
+            "without amp",
+            [],
+            id="without-amp",
+        ),
         pytest.param(["__init__.py", "models.py", "lib/libapex.py"], PYRAMID, "pyramid", ["AMP901"], id="pyramid"),
         pytest.param(["__init__.py"], "Something else", "other", ["AMP901"], id="other"),
         pytest.param(["__init__.py"], None, "other", ["AMP901"], id="no-metadata"),
         pytest.param(["setup.txt"], None, "other", ["AMP901"], id="folder-without-init"),
     ],
 )
-def test_apex_is_told_by_its_files_and_never_imported(files: list[str], summary: str | None, kind: str, codes: list[str], install) -> None:
+def test_apex_is_told_by_its_files_and_never_imported(
+    files: list[str], summary: str | None, kind: str, codes: list[str], install
+) -> None:
     folder = install(files, summary)
     found = machine.find_apex()
     assert (found.kind, found.location, found.version) == (kind, str(folder), "0.1" if summary else None)
@@ -116,7 +138,9 @@ def test_old_packages_are_an_error(name: str, version: str | None, is_fault: boo
         (None, {"float16": "unknown", "bfloat16": "unknown"}),
     ],
 )
-def test_a_gpu_is_judged_by_its_compute_capability(capability: tuple[int, int] | None, verdicts: dict[str, str]) -> None:
+def test_a_gpu_is_judged_by_its_compute_capability(
+    capability: tuple[int, int] | None, verdicts: dict[str, str]
+) -> None:
     judged = machine.judge_gpu(capability)
     assert {dtype.name: dtype.verdict for dtype in judged} == verdicts
     assert capability is None or all(f"{capability[0]}.{capability[1]}" in dtype.evidence for dtype in judged)
@@ -145,7 +169,9 @@ def test_both_low_dtypes_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch
 def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("Properties", (), {"name": f"card {index}"}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: type("Properties", (), {"name": f"card {index}"})
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(machine, "measure_cpu", lambda: {"float16": 0.5})
@@ -167,7 +193,9 @@ def test_presets_that_cannot_be_used_are_an_error_and_the_shipped_ones_count(
     assert "[AMP903]" in said and "loss_scal" in said and "[AMP201]" in said
 
 
-def test_levels_of_the_users_own_presets_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_levels_of_the_users_own_presets_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     presets = tmp_path / "presets.yaml"
     presets.write_text("Careful: {extends: O2, loss_scale: 128}\n")
     monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))

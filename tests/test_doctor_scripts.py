@@ -1,4 +1,5 @@
-"""The doctor on whole scripts: it finds each of the planted faults and nothing else, has nothing to say of the sound script, and that one trains.
+"""The doctor on whole scripts: it finds each of the planted faults and nothing else, has nothing to say of the sound
+script, and that one trains.
 
 A planted fault replaces some text of the sound script by another, whose marked lines are those that must be reported.
 """
@@ -15,7 +16,7 @@ from amp_patch.doctor.coverage import Coverage
 from amp_patch.doctor.files import diagnose_files
 from amp_patch.doctor.findings import Finding
 
-# ---- images, at a level of the user's choice ----------------------------------------------------------------------------------------------
+# ---- images, at a level of the user's choice -------------------------------------------------------------------------
 
 IMAGES = '''\
 """Train a small residual network on images."""
@@ -98,7 +99,11 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32, loss_scale=args.loss_scale
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
     )
     start = 0
     if os.path.exists(args.checkpoint):
@@ -120,22 +125,43 @@ if __name__ == "__main__":
 '''
 
 IMAGE_FAULTS = [
-    ("import amp_patch as amp\n", "import amp_patch as amp\nfrom apex.contrib.optimizers import DistributedFusedAdam  # AMP102\n"),
+    (
+        "import amp_patch as amp\n",
+        "import amp_patch as amp\nfrom apex.contrib.optimizers import DistributedFusedAdam  # AMP102\n",
+    ),
     ('"--opt-level", type=str, default="O2")', '"--opt-level", type=str, default="o2")  # AMP201'),
-    ("        loss = F.cross_entropy(model(images), target)\n", "        loss = F.cross_entropy(model(images.half()), target)  # AMP207\n"),
+    (
+        "        loss = F.cross_entropy(model(images), target)\n",
+        "        loss = F.cross_entropy(model(images.half()), target)  # AMP207\n",
+    ),
     ("            scaled_loss.backward()\n", "            loss.backward()  # AMP301\n"),
     ("(amp.master_params(optimizer), args.clip)", "(model.parameters(), args.clip)  # AMP306"),
     (', "amp": amp.state_dict()}\n', "}  # AMP501\n"),
-    ("        optimizer.step()\n    scheduler.step()\n", "        optimizer.step()\n        scheduler.step()  # AMP309\n"),
+    (
+        "        optimizer.step()\n    scheduler.step()\n",
+        "        optimizer.step()\n        scheduler.step()  # AMP309\n",
+    ),
     (
         "    model, optimizer = amp.initialize(\n",
-        "    if args.parallel:\n        model = nn.DataParallel(model)  # AMP203\n    model, optimizer = amp.initialize(\n",
+        (
+            "    if args.parallel:\n        model = nn.DataParallel(model)  # AMP203\n    model, optimizer ="
+            " amp.initialize(\n"
+        ),
     ),
-    ('        optimizer.load_state_dict(checkpoint["optimizer"])\n', '        optimizer.load_state_dict(checkpoint["optimizer"])  # AMP502\n'),
-    ('        amp.load_state_dict(checkpoint["amp"])\n    if args.parallel:\n        model = nn.DataParallel(model)\n', ""),
+    (
+        '        optimizer.load_state_dict(checkpoint["optimizer"])\n',
+        '        optimizer.load_state_dict(checkpoint["optimizer"])  # AMP502\n',
+    ),
+    (
+        (
+            '        amp.load_state_dict(checkpoint["amp"])\n    if args.parallel:\n        model ='
+            " nn.DataParallel(model)\n"
+        ),
+        "",
+    ),
 ]
 
-# ---- text, at O1, with two losses and switches --------------------------------------------------------------------------------------------
+# ---- text, at O1, with two losses and switches -----------------------------------------------------------------------
 
 TEXT = '''\
 """Fine-tune a small encoder: a masked-word loss and a sentence loss, with gradient accumulation."""
@@ -185,7 +211,8 @@ def parse():
 def make_optimizer(model):
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def backward(args, losses, optimizer):
@@ -217,7 +244,8 @@ def main():
         label = torch.randint(0, 2, (2,), device=device).float()
         with contextlib.nullcontext():
             words, sentence = model(tokens)
-        losses = [cross_entropy(words.flatten(0, 1), tokens.flatten()) / args.accumulate, criterion(sentence, label) / args.accumulate]
+        of_words = cross_entropy(words.flatten(0, 1), tokens.flatten()) / args.accumulate
+        losses = [of_words, criterion(sentence, label) / args.accumulate]
         backward(args, losses, optimizer)
         if (step + 1) % args.accumulate == 0:
             params = amp.master_params(optimizer) if args.fp16 else model.parameters()
@@ -239,16 +267,24 @@ if __name__ == "__main__":
 
 TEXT_FAULTS = [
     ('"softplus": lambda x: F.softplus(x)}', '"softplus": F.softplus}  # AMP401'),
-    ("        self.act = ACTIVATIONS[activation]\n", "        self.act, self.project = ACTIVATIONS[activation], F.linear  # AMP401\n"),
+    (
+        "        self.act = ACTIVATIONS[activation]\n",
+        "        self.act, self.project = ACTIVATIONS[activation], F.linear  # AMP401\n",
+    ),
     ("        else:\n            loss.backward(", "        loss.backward(  # AMP303\n            "),
     (
         "            with amp.scale_loss(loss, optimizer, loss_id=index) as scaled:\n",
-        "            with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:  # AMP310\n"
-        "                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # AMP305\n"
-        "                optimizer.step()  # AMP304\n",
+        (
+            "            with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:  # AMP310\n"
+            "                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # AMP305\n"
+            "                optimizer.step()  # AMP304\n"
+        ),
     ),
     ("    model = Encoder().to(device)\n", "    model = Encoder()\n"),
-    ('opt_level="O1", num_losses=2)\n', 'opt_level="O1", keep_batchnorm_fp32=True)  # AMP202\n    model.to(device)  # AMP208\n'),
+    (
+        'opt_level="O1", num_losses=2)\n',
+        'opt_level="O1", keep_batchnorm_fp32=True)  # AMP202\n    model.to(device)  # AMP208\n',
+    ),
     ("nn.BCEWithLogitsLoss()", "nn.BCELoss()  # AMP402"),
     ("        with contextlib.nullcontext():", "        with torch.autocast(device.type):  # AMP307"),
     (
@@ -275,7 +311,9 @@ def plant(source: str, faults: list[tuple[str, str]]) -> str:
 
 
 def marked(source: str) -> list[tuple[str, int]]:
-    return [(code, number) for number, line in enumerate(source.splitlines(), 1) for code in re.findall(r"# (AMP\d+)", line)]
+    return [
+        (code, number) for number, line in enumerate(source.splitlines(), 1) for code in re.findall(r"# (AMP\d+)", line)
+    ]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -299,7 +337,12 @@ def test_the_sound_script_has_no_findings(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_sound_script_trains(
-    name: str, options: list[str], resuming: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    options: list[str],
+    resuming: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPTS[name][0])

@@ -1,5 +1,6 @@
-"""Names of dtypes, which tensors are ever cast, and the law of `cast_tree`: the same structure and classes, every tensor cast, nothing of the
-caller's changed, and the very object back where nothing in it was cast."""
+"""Names of dtypes, which tensors are ever cast, and the law of `cast_tree`: the same structure and classes, every
+tensor cast, nothing of the caller's changed, and the very object back where nothing in it was cast.
+"""
 
 import collections
 import dataclasses
@@ -52,7 +53,7 @@ def ones() -> Tensor:
     return torch.ones(2)
 
 
-# ---- names ------------------------------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["", "torch."], ids=["bare", "torch."])
@@ -68,12 +69,16 @@ def test_a_dtype_means_itself_and_goes_through_its_name(dtype: torch.dtype) -> N
     assert parse_dtype(str(dtype), "x") is dtype
 
 
-@pytest.mark.parametrize("value", [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float], ids=repr)
+@pytest.mark.parametrize(
+    "value", [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float], ids=repr
+)
 def test_anything_else_is_refused_with_the_argument_named(value: object) -> None:
     with pytest.raises(PolicyError) as raised:
         parse_dtype(value, "cast_model_type")
     assert isinstance(raised.value, (AmpError, ValueError))
-    assert str(raised.value).startswith(f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32).")
+    assert str(raised.value).startswith(
+        f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32)."
+    )
 
 
 def test_a_near_miss_gets_a_suggestion() -> None:
@@ -85,7 +90,7 @@ def test_dtype_name_of_none_is_a_dash() -> None:
     assert dtype_name(None) == "-"
 
 
-# ---- which tensors ----------------------------------------------------------------------------------------------------------------------------
+# ---- which tensors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", sorted(CASTABLE, key=str), ids=dtype_id)
@@ -116,7 +121,7 @@ def test_a_subclass_of_tensor_counts_by_its_dtype() -> None:
     assert is_castable(torch.nn.Parameter(torch.ones(2)))
 
 
-# ---- trees: containers keep their class --------------------------------------------------------------------------------------------------------
+# ---- trees: containers keep their class ------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -246,7 +251,9 @@ trees = [pytest.param(make, pick, id=name) for name, (make, pick) in TREES.items
 
 
 @pytest.mark.parametrize(("make", "pick"), trees)
-def test_a_container_keeps_its_class_and_its_tensor_is_cast(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
+def test_a_container_keeps_its_class_and_its_tensor_is_cast(
+    make: Callable[[Tensor], Any], pick: Callable[[Any], Any]
+) -> None:
     tensor = ones()
     value = make(tensor)
     result = cast_tree(value, to_low)
@@ -265,7 +272,9 @@ def test_the_callers_container_is_left_as_it_was(make: Callable[[Tensor], Any], 
 
 
 @pytest.mark.parametrize(("make", "pick"), trees)
-def test_a_container_in_which_nothing_changes_is_returned_itself(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
+def test_a_container_in_which_nothing_changes_is_returned_itself(
+    make: Callable[[Tensor], Any], pick: Callable[[Any], Any]
+) -> None:
     value = make(torch.arange(3))
     before = pick(value)
     assert cast_tree(value, to_low) is value
@@ -290,7 +299,9 @@ def test_a_defaultdict_keeps_its_factory() -> None:
     assert result["missing"] == []
 
 
-@pytest.mark.parametrize("make", [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")], ids=["dict-subclass", "MutableMapping"])
+@pytest.mark.parametrize(
+    "make", [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")], ids=["dict-subclass", "MutableMapping"]
+)
 def test_a_mapping_keeps_its_attributes(make: Callable[[Tensor], Any]) -> None:
     assert cast_tree(make(ones()), to_low).tag == "kept"
 

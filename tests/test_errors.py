@@ -1,4 +1,6 @@
-"""Every error is an `AmpError` and the builtin a caller would catch; `did_you_mean` suggests a word only when one is close."""
+"""Every error is an `AmpError` and the builtin a caller would catch; `did_you_mean` suggests a word only when one is
+close.
+"""
 
 import inspect
 

@@ -47,13 +47,20 @@ def test_the_first_fourteen_parameters_are_apex_s_and_the_rest_are_keywords():
         "min_loss_scale",
         "max_loss_scale",
     ]
-    assert {p.name: p.default for p in parameters[14:]} == {"patch_torch_functions_type": None, "lists": None, "presets": None, "replace": False}
+    assert {p.name: p.default for p in parameters[14:]} == {
+        "patch_torch_functions_type": None,
+        "lists": None,
+        "presets": None,
+        "replace": False,
+    }
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[14:])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("wrap_models", [None, list, tuple], ids=["model", "models-list", "models-tuple"])
-@pytest.mark.parametrize("wrap_optimizers", [None, list, tuple], ids=["optimizer", "optimizers-list", "optimizers-tuple"])
+@pytest.mark.parametrize(
+    "wrap_optimizers", [None, list, tuple], ids=["optimizer", "optimizers-list", "optimizers-tuple"]
+)
 def test_what_comes_back_is_what_went_in(level, wrap_models, wrap_optimizers):
     model, optimizer = make()
     models = model if wrap_models is None else wrap_models([model])
@@ -123,7 +130,9 @@ def no_level(model, optimizer):
 
 
 def contradictions(model, optimizer):
-    amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False)
+    amp.initialize(
+        model, optimizer, opt_level="O1", cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False
+    )
 
 
 def patch_at_o2(model, optimizer):
@@ -204,7 +213,11 @@ def lazy(model, optimizer):
 
 
 BAD = [
-    (bad_level, amp.PolicyError, r"'o1' is not a preset \(O0, O1, O2, O3, O4, O5\).*Did you mean 'O1'\? The first character is the letter O"),
+    (
+        bad_level,
+        amp.PolicyError,
+        r"'o1' is not a preset \(O0, O1, O2, O3, O4, O5\).*Did you mean 'O1'\? The first character is the letter O",
+    ),
     (zero_for_o, amp.PolicyError, r"Did you mean 'O1'\? The first character is the letter O"),
     (no_level, amp.PolicyError, "None is not a preset"),
     (contradictions, amp.PolicyError, r"(?s)cast_model_type.*keep_batchnorm_fp32.*master_weights"),
@@ -275,7 +288,11 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     def fail(*args, **kwargs):
         raise error("in the middle")
 
-    where = {"O1": (session.rebinding, "bind"), "O2": (session.Session, "_patch_around_ops"), "O3": (session.OptimizerBinding, "_replace")}
+    where = {
+        "O1": (session.rebinding, "bind"),
+        "O2": (session.Session, "_patch_around_ops"),
+        "O3": (session.OptimizerBinding, "_replace"),
+    }
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(error, match="in the middle"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -1,6 +1,7 @@
 """The promises of the package, one test each, in the order in which they are usually asked about.
 
-Most are tested in depth where their module is; this file makes sure that each has a test at all, and that the checks themselves can fail.
+Most are tested in depth where their module is; this file makes sure that each has a test at all, and that the checks
+themselves can fail.
 """
 
 import copy
@@ -30,7 +31,10 @@ def initialize(level="O4", **options):
 
 
 def test_1_importing_changes_no_torch_name():
-    script = "import torch; before = dict(vars(torch)); import amp_patch; assert all(vars(torch)[n] is v for n, v in before.items())"
+    script = (
+        "import torch; before = dict(vars(torch)); import amp_patch; assert all(vars(torch)[n] is v for n, v in"
+        " before.items())"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -60,7 +64,9 @@ def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
 
 
 def test_3_modules_import_downwards():
-    assert (Path(__file__).parent / "test_layers.py").read_text().count(">= own} == set()") == 1  # where it is tested, with its own meta-test
+    assert (Path(__file__).parent / "test_layers.py").read_text().count(
+        ">= own} == set()"
+    ) == 1  # where it is tested, with its own meta-test
 
 
 def count_frames(call):
@@ -93,7 +99,10 @@ def test_4_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
     assert count_frames(lambda: torch.relu(x)) == 0
 
 
-CONTEXTS = {"disable_casts": lambda _: amp.disable_casts(), "scale_loss": lambda o: amp.scale_loss(torch.ones((), requires_grad=True), o)}
+CONTEXTS = {
+    "disable_casts": lambda _: amp.disable_casts(),
+    "scale_loss": lambda o: amp.scale_loss(torch.ones((), requires_grad=True), o),
+}
 
 
 @pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
@@ -120,8 +129,10 @@ def test_5_context_managers_end_normally_by_exception_nested_and_again(make):
 def test_6_an_error_says_what_was_given_what_is_allowed_and_what_to_do():
     with pytest.raises(amp.PolicyError) as raised:
         initialize("o1")
-    assert str(raised.value) == (
-        "opt_level 'o1' is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the letter O."
+    assert (
+        str(raised.value)
+        == "opt_level 'o1' is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the"
+        " letter O."
     )
 
 
@@ -139,7 +150,10 @@ def test_7_results_and_gradients_equal_those_of_casts_written_by_hand():
 
 def test_8_the_state_of_scalers_survives_a_round_trip():
     _model, _optimizer = initialize(loss_scale="dynamic", num_losses=2)
-    state = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}, "loss_scaler1": {"loss_scale": 2.0**20, "unskipped": 1999}}
+    state = {
+        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 3},
+        "loss_scaler1": {"loss_scale": 2.0**20, "unskipped": 1999},
+    }
     amp.load_state_dict(state)
     assert amp.state_dict() == state
 
@@ -153,7 +167,9 @@ def test_9_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
 
 
 OPTIMIZERS = {
-    f"{kind.__name__}-{way}": (lambda p, kind=kind, way=way: kind(p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})))
+    f"{kind.__name__}-{way}": lambda p, kind=kind, way=way: kind(
+        p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})
+    )
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     for way in ("loop", "foreach", "fused")
 }

@@ -47,9 +47,14 @@ LISTS = """
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Returns a function that writes modules, by dotted name, where they can be imported from. They are forgotten after the test."""
+    """Returns a function that writes modules, by dotted name, where they can be imported from.
+
+    They are forgotten after the test.
+    """
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module that is rewritten within a second must not come from a cache
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # a module that is rewritten within a second must not come from a cache
     tops = set()
 
     def write_modules(**sources):
@@ -96,7 +101,7 @@ def import_ops():
     return importlib.import_module("lib_x.ops")
 
 
-# ---- imported during the session ---------------------------------------------------------------------------------------------------------------
+# ---- imported during the session -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("library")
@@ -106,7 +111,10 @@ def test_an_op_is_patched_when_its_package_is_imported(lists):
     ops = import_ops()
     assert ops.roi_align(X).dtype is ops.Attention().forward(X).dtype is LOW
     assert ops.Attention.score(X.to(LOW)).dtype is torch.float32
-    assert [value.dtype for value in ops.double_(X.to(LOW), X)] == [LOW, LOW]  # in place: in the dtype of what it changes
+    assert [value.dtype for value in ops.double_(X.to(LOW), X)] == [
+        LOW,
+        LOW,
+    ]  # in place: in the dtype of what it changes
     assert amp.stats().names_patched == names + 4
     with amp.disable_casts():
         assert ops.roi_align(X).dtype is torch.float32
@@ -128,7 +136,10 @@ def test_reset_gives_the_originals_back(lists):
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("how", ["import lib_x.ops", "from lib_x.ops import roi_align", "from lib_x import ops", "import lib_x, lib_x.ops as o"])
+@pytest.mark.parametrize(
+    "how",
+    ["import lib_x.ops", "from lib_x.ops import roi_align", "from lib_x import ops", "import lib_x, lib_x.ops as o"],
+)
 def test_any_way_of_importing_counts(how, lists):
     _session = open_session(lists)
     exec(how, {})
@@ -158,7 +169,11 @@ def test_a_submodule_imported_later_than_its_package(write, lists):
 
 def test_a_name_that_the_package_passes_on_is_patched_where_the_list_says(write, tmp_path):
     inner = "def f(x):\n    return x"
-    write(lib_x="from .inner_x import f\nfrom .other_x import g", lib_x__inner_x=inner, lib_x__other_x="from .inner_x import f as g")
+    write(
+        lib_x="from .inner_x import f\nfrom .other_x import g",
+        lib_x__inner_x=inner,
+        lib_x__other_x="from .inner_x import f as g",
+    )
     _session = open_session(write_list(tmp_path, "whitelist: [lib_x.f]"))
     lib = importlib.import_module("lib_x")
     assert lib.f(X).dtype is LOW
@@ -168,7 +183,9 @@ def test_a_name_that_the_package_passes_on_is_patched_where_the_list_says(write,
 
 
 def test_an_op_that_has_the_name_of_its_module(write, tmp_path):
-    write(lib_x="", lib_x__ops="from .roi_align import roi_align", lib_x__ops__roi_align="def roi_align(x):\n    return x")
+    write(
+        lib_x="", lib_x__ops="from .roi_align import roi_align", lib_x__ops__roi_align="def roi_align(x):\n    return x"
+    )
     _session = open_session(write_list(tmp_path, "whitelist: [lib_x.ops.roi_align]"))
     assert import_ops().roi_align(X).dtype is LOW
 
@@ -221,7 +238,7 @@ def test_an_import_while_the_session_is_opened_or_closed_loses_nothing(lists):
         assert find_changes() == []
 
 
-# ---- reloaded ----------------------------------------------------------------------------------------------------------------------------------
+# ---- reloaded --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("library")
@@ -235,7 +252,9 @@ def test_the_function_of_a_reloaded_module_is_patched_again(imported_first, list
     for _ in range(2):
         assert importlib.reload(ops) is ops
         assert torch.equal(ops.roi_align(X), X.to(LOW) + 1) and ops.roi_align(X).dtype is LOW
-        assert ops.Attention is not old_class and ops.Attention().forward(X).dtype is old_class().forward(X).dtype is LOW
+        assert (
+            ops.Attention is not old_class and ops.Attention().forward(X).dtype is old_class().forward(X).dtype is LOW
+        )
         assert amp.get_original(ops, "roi_align") is ops.roi_align.__wrapped__
         assert not hasattr(ops.roi_align.__wrapped__, "__wrapped__")
     assert amp.stats().names_patched == names + 4  # two more copies of the class
@@ -273,7 +292,7 @@ def test_what_somebody_put_on_top_is_not_patched_again(lists):
     assert ops.roi_align is theirs
 
 
-# ---- sessions come and go ----------------------------------------------------------------------------------------------------------------------
+# ---- sessions come and go --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("library")
@@ -301,7 +320,11 @@ def test_sessions_share_one_hook_for_each_module(lists):
     for _ in range(5):
         open_session(lists)
         amp.reset()
-    assert [len(wrapt.importer._post_import_hooks[name]) for name in ("lib_x", "lib_x.ops", "lib_x.ops.Attention")] == [1, 1, 1]
+    assert [len(wrapt.importer._post_import_hooks[name]) for name in ("lib_x", "lib_x.ops", "lib_x.ops.Attention")] == [
+        1,
+        1,
+        1,
+    ]
     _session = open_session(lists)
     assert import_ops().roi_align(X).dtype is LOW
     assert len(imports._watches) == 1
@@ -353,15 +376,21 @@ def test_a_forked_child_imports_plainly(lists):
     assert import_ops().roi_align(X).dtype is LOW
 
 
-# ---- entries that are wrong ----------------------------------------------------------------------------------------------------------------------
+# ---- entries that are wrong ------------------------------------------------------------------------------------------
 
 WRONG = {
     "no function": ("lib_x.ops.roi_algin", "'lib_x.ops' has no 'roi_algin'. Did you mean 'roi_align'?"),
     "no method": ("lib_x.ops.Attention.forwards", "'lib_x.ops.Attention' has no 'forwards'. Did you mean 'forward'?"),
     "no class": ("lib_x.ops.Atention.forward", "'lib_x.ops' has no 'Atention'. Did you mean 'Attention'?"),
     "no module": ("lib_x.opps.roi_align", "'lib_x' has no 'opps'"),
-    "a class": ("lib_x.ops.Attention", "'lib_x.ops.Attention' is a class, a module, a constant or of the standard library"),
-    "through a foreign module": ("lib_x.ops.torch.sum", "leads through 'torch', which is no module or class of 'lib_x'"),
+    "a class": (
+        "lib_x.ops.Attention",
+        "'lib_x.ops.Attention' is a class, a module, a constant or of the standard library",
+    ),
+    "through a foreign module": (
+        "lib_x.ops.torch.sum",
+        "leads through 'torch', which is no module or class of 'lib_x'",
+    ),
 }
 
 
@@ -423,7 +452,11 @@ def test_a_module_whose_import_fails_is_patched_when_it_succeeds(write, tmp_path
 
 
 def test_a_submodule_that_is_still_being_imported_is_waited_for(write, tmp_path):
-    write(lib_x="", lib_x__ops="import lib_x.helper\ndef f(x):\n    return x", lib_x__helper="import lib_x.ops\ndef g(x):\n    return x")
+    write(
+        lib_x="",
+        lib_x__ops="import lib_x.helper\ndef f(x):\n    return x",
+        lib_x__helper="import lib_x.ops\ndef g(x):\n    return x",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _session = open_session(write_list(tmp_path, "whitelist: [lib_x.ops.f, lib_x.helper.g, lib_x.helper.ops.f]"))
@@ -440,7 +473,7 @@ def test_a_module_made_by_hand_is_no_trouble(tmp_path):
         del sys.modules["lib_x"]
 
 
-# ---- the hooks by themselves ---------------------------------------------------------------------------------------------------------------------
+# ---- the hooks by themselves -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("library")

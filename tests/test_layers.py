@@ -59,18 +59,24 @@ LAYERS = {
 
 
 def name_of(path: Path, root: Path = PACKAGE) -> str:
-    """The dotted name of a module below the package: "errors", "apex.parallel" for the package itself, "__init__" for amp_patch."""
+    """The dotted name of a module below the package: "errors", "apex.parallel" for the package itself, "__init__" for
+    amp_patch.
+    """
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 def imported_modules(path: Path, root: Path = PACKAGE) -> set[str]:
-    """The modules of the package that a module imports anywhere in its source, by the names that `name_of` gives them."""
+    """The modules of the package that a module imports anywhere in its source, by the names that `name_of`
+    gives them.
+    """
     package = path.relative_to(root).parts[:-1]
     found: set[tuple[str, ...]] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.partition(".")[0] == "amp_patch")
+            found.update(
+                tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.partition(".")[0] == "amp_patch"
+            )
         elif isinstance(node, ast.ImportFrom):
             written = tuple(node.module.split(".")) if node.module else ()
             if node.level == 0 and written[0] != "amp_patch":
@@ -98,7 +104,9 @@ INSIDE_PACKAGES = sorted(path for path in PACKAGE.glob("*/**/*.py"))
 @pytest.mark.parametrize("path", INSIDE_PACKAGES, ids=name_of)
 def test_a_module_of_a_package_inside_imports_only_from_lower_rooms_and_its_own(path):
     own = room_of(name_of(path))
-    assert {name for name in imported_modules(path) if room_of(name) != own and LAYERS[room_of(name)] >= LAYERS[own]} == set()
+    assert {
+        name for name in imported_modules(path) if room_of(name) != own and LAYERS[room_of(name)] >= LAYERS[own]
+    } == set()
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
@@ -127,11 +135,16 @@ def test_packages_inside_have_no_cycles():
 def test_the_readers_of_imports_see_what_is_wrong(tmp_path):
     (tmp_path / "apex" / "inner").mkdir(parents=True)
     source = tmp_path / "errors.py"
-    source.write_text("def f():\n    from .sessions import Session\n    import amp_patch\n    from amp_patch.api import reset\n    import torch.nn\n")
+    source.write_text(
+        "def f():\n    from .sessions import Session\n    import amp_patch\n    from amp_patch.api import reset\n   "
+        " import torch.nn\n"
+    )
     assert imported_modules(source, tmp_path) == {"sessions", "__init__", "api"}
     init, first, second = (tmp_path / "apex" / "inner" / name for name in ("__init__.py", "first.py", "second.py"))
     init.write_text("from .first import f\nfrom . import second\n")
-    first.write_text("from ...cli import main\nfrom .. import inner\nfrom ...errors import AmpError\nfrom torch import nn\n")
+    first.write_text(
+        "from ...cli import main\nfrom .. import inner\nfrom ...errors import AmpError\nfrom torch import nn\n"
+    )
     second.write_text("import amp_patch.apex.inner.first\n")
     imports = {name_of(path, tmp_path): imported_modules(path, tmp_path) for path in (init, first, second)}
     assert imports == {
@@ -145,15 +158,13 @@ def test_the_readers_of_imports_see_what_is_wrong(tmp_path):
 
 def test_importing_the_package_changes_no_torch_name():
     script = (
-        "import torch, torch.utils.checkpoint\n"
-        "owners = [torch, torch.nn.functional, torch.Tensor, torch._VF, torch.special, torch.linalg, torch.nn.Module, torch.optim.Optimizer]\n"
-        "before = [dict(vars(owner)) for owner in owners]\n"
-        "import amp_patch, amp_patch.cli, amp_patch.apex.amp_C, amp_patch.apex.contrib.optimizers, amp_patch.apex.normalization\n"
-        "import amp_patch.apex.optimizers, amp_patch.apex.parallel\n"
-        "after = [dict(vars(owner)) for owner in owners]\n"
-        "assert all(a.get(name) is value for b, a in zip(before, after) for name, value in b.items())\n"
-        "assert all(set(a) - set(b) <= {'__annotations__'} for b, a in zip(before, after)), [set(a) - set(b) for b, a in zip(before, after)]\n"
-        "assert 'torch._dynamo' not in __import__('sys').modules\n"
+        "import torch, torch.utils.checkpoint\nowners = [torch, torch.nn.functional, torch.Tensor, torch._VF,"
+        " torch.special, torch.linalg, torch.nn.Module, torch.optim.Optimizer]\nbefore = [dict(vars(owner)) for owner"
+        " in owners]\nimport amp_patch, amp_patch.cli, amp_patch.apex.amp_C, amp_patch.apex.contrib.optimizers,"
+        " amp_patch.apex.normalization\nimport amp_patch.apex.optimizers, amp_patch.apex.parallel\nafter ="
+        " [dict(vars(owner)) for owner in owners]\nassert all(a.get(name) is value for b, a in zip(before, after) for"
+        " name, value in b.items())\nassert all(set(a) - set(b) <= {'__annotations__'} for b, a in zip(before, after)),"
+        " [set(a) - set(b) for b, a in zip(before, after)]\nassert 'torch._dynamo' not in __import__('sys').modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
 

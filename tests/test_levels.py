@@ -55,7 +55,9 @@ def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_han
         loss_scale="dynamic",
     )
     assert amp.stats().loss_scales == (1024.0,)
-    assert losses == train_with_casts(theirs, torch.optim.SGD(theirs.parameters(), lr=0.05), batches, torch.float16, scale=1024.0)
+    assert losses == train_with_casts(
+        theirs, torch.optim.SGD(theirs.parameters(), lr=0.05), batches, torch.float16, scale=1024.0
+    )
     assert_same_weights(ours, theirs)
 
 
@@ -78,9 +80,15 @@ def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_
     batches = make_batches(6, size=2)
     ours, theirs = make_model(width=2), make_model(width=2)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
-    losses = initialize_and_train(ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0)
+    losses = initialize_and_train(
+        ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0
+    )
     expected, masters = train_with_masters(
-        theirs, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), batches, torch.float16, scale=128.0
+        theirs,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        batches,
+        torch.float16,
+        scale=128.0,
     )
     assert losses == expected
     for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
@@ -108,10 +116,14 @@ def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
 def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
     batches = make_batches(10)
     with_scale_loss, without = make_model(), make_model()
-    losses = initialize_and_train(with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level)
+    losses = initialize_and_train(
+        with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level
+    )
     weights = copy.deepcopy(with_scale_loss.state_dict())
     amp.reset()
-    model, optimizer = amp.initialize(without, torch.optim.SGD(without.parameters(), lr=0.05), opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(
+        without, torch.optim.SGD(without.parameters(), lr=0.05), opt_level=level, verbosity=0
+    )
     for (images, targets), expected in zip(batches, losses, strict=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), targets)
@@ -124,7 +136,9 @@ def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_loop_over_levels_needs_nothing_but_new_models(level):
     batches = make_batches(5)
-    alone = initialize_and_train(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level)
+    alone = initialize_and_train(
+        model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level
+    )
     amp.reset()
     for other in ("O1", "O5", level):
         model = make_model()

@@ -1,4 +1,6 @@
-"""The errors that justify `fast.yaml` and `paper.yaml`, measured again on small tensors; and that the measure can tell good kernels from bad."""
+"""The errors that justify `fast.yaml` and `paper.yaml`, measured again on small tensors; and that the measure can tell
+good kernels from bad.
+"""
 
 import json
 import math
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
 
 def taken_off(name: str) -> list[str]:
     """The ops that a list takes off float16's blacklist: to no list, or to the whitelist."""
-    before = {(one.owner_name, one.name): one.entry.op for one in load_oplists("float16").spellings if one.kind == "blacklist"}
+    before = {
+        (one.owner_name, one.name): one.entry.op for one in load_oplists("float16").spellings if one.kind == "blacklist"
+    }
     over = load_oplists(["float16", name] if name == "fast" else name).spellings
     after = {(one.owner_name, one.name) for one in over if one.kind == "blacklist"}
     return sorted({op for spelling, op in before.items() if spelling not in after})
@@ -64,10 +68,14 @@ def test_fast_goes_over_either_default_without_complaint(base: str, caplog: pyte
 def test_under_fast_a_normalization_in_low_keeps_its_dtype_whatever_its_weights() -> None:
     module, value = nn.LayerNorm(8), torch.randn(2, 8).bfloat16()
     amp_patch.initialize(module, opt_level="O4", lists=["bfloat16", "fast"], verbosity=0)
-    assert (module(value).dtype, value.softmax(1).dtype, value.float().softmax(1).dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (module(value).dtype, value.softmax(1).dtype, value.float().softmax(1).dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
-# ---- the measure --------------------------------------------------------------------------------------------------------------------------------
+# ---- the measure -----------------------------------------------------------------------------------------------------
 
 
 def test_every_blacklisted_op_is_measured_or_said_to_be_left_out() -> None:

@@ -53,7 +53,7 @@ def lists(capsys: pytest.CaptureFixture[str]) -> Amp:
     return run
 
 
-# ---- show -----------------------------------------------------------------------------------------------------------------------------------
+# ---- show ------------------------------------------------------------------------------------------------------------
 
 MINE = """\
 extends: base.yml
@@ -72,8 +72,13 @@ def test_show_tells_rule_reason_and_place(write: Write, lists: Amp) -> None:
     assert (code, complaint) == (0, "")
     head, _, body = shown.partition("\n")
     resolved = load_oplists("mine.yaml")
-    assert head == f"mine.yaml: {len(resolved.spellings)} spellings on torch {torch.__version__}, digest {resolved.digest[:12]}"
-    assert body == """
+    assert (
+        head
+        == f"mine.yaml: {len(resolved.spellings)} spellings on torch {torch.__version__}, digest {resolved.digest[:12]}"
+    )
+    assert (
+        body
+        == """
 whitelist: runs in the low dtype
   torch.mm  speed  mine.yaml:4
 
@@ -94,6 +99,7 @@ deferred: takes effect when the package is imported
 kept out: since or until excludes this torch
   tanh  blacklist    mine.yaml:2  since 99.1, until 99.3
 """
+    )
 
 
 def test_show_spellings(write: Write, lists: Amp) -> None:
@@ -116,9 +122,20 @@ def test_show_json_holds_the_resolved_list(name: str, lists: Amp) -> None:
     code, shown, _ = lists("show", name, "--json")
     data, resolved = json.loads(shown), load_oplists(name)
     assert code == 0
-    assert (data["lists"], data["digest"], data["inplace_blacklist"]) == ([name], resolved.digest, resolved.inplace_blacklist)
-    told = {(spelling["name"], spelling["kind"], entry["path"], entry["line"]) for entry in data["entries"] for spelling in entry["spellings"]}
-    expected = {(f"{s.owner_name}.{s.name}", s.kind, s.entry.path, s.entry.line) for s in (*resolved.spellings, *resolved.neutral)}
+    assert (data["lists"], data["digest"], data["inplace_blacklist"]) == (
+        [name],
+        resolved.digest,
+        resolved.inplace_blacklist,
+    )
+    told = {
+        (spelling["name"], spelling["kind"], entry["path"], entry["line"])
+        for entry in data["entries"]
+        for spelling in entry["spellings"]
+    }
+    expected = {
+        (f"{s.owner_name}.{s.name}", s.kind, s.entry.path, s.entry.line)
+        for s in (*resolved.spellings, *resolved.neutral)
+    }
     assert told == expected
     assert [entry["op"] for entry in data["missing"]] == [entry.op for entry in resolved.missing]
 
@@ -128,13 +145,17 @@ def test_show_json_holds_history_and_entries_without_effect(write: Write, lists:
     data = json.loads(lists("show", write(MINE), "--json")[1])
     (mm,) = (entry for entry in data["entries"] if entry["op"] == "torch.mm")
     (spelling,) = mm["spellings"]
-    assert [(entry["op"], entry["rule"], entry["path"], entry["line"]) for entry in spelling["overridden"]] == [("mm", "blacklist", "base.yml", 1)]
+    assert [(entry["op"], entry["rule"], entry["path"], entry["line"]) for entry in spelling["overridden"]] == [
+        ("mm", "blacklist", "base.yml", 1)
+    ]
     assert {key: [entry["op"] for entry in data[key]] for key in ("missing", "deferred", "other_torch")} == {
-        "missing": ["soon"], "deferred": ["lib_not_imported.f"], "other_torch": ["tanh"],
-    }  # fmt: skip
+        "missing": ["soon"],
+        "deferred": ["lib_not_imported.f"],
+        "other_torch": ["tanh"],
+    }
 
 
-# ---- check ----------------------------------------------------------------------------------------------------------------------------------
+# ---- check -----------------------------------------------------------------------------------------------------------
 
 MANY = """\
 extends: [flaot16, nowhere.yaml]
@@ -182,7 +203,11 @@ def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lis
     write("a: [", "broken.yaml")
     code, printed, _ = lists("check", "a.yaml", write("{}"), "b.yaml")
     assert code == 1
-    assert [line.partition(": ")[0] for line in printed.splitlines()] == ["base.yaml:1:13", "a.yaml:2:13", "broken.yaml:2:1"]
+    assert [line.partition(": ")[0] for line in printed.splitlines()] == [
+        "base.yaml:1:13",
+        "a.yaml:2:13",
+        "broken.yaml:2:1",
+    ]
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -192,13 +217,19 @@ def test_check_has_nothing_to_say_of_a_shipped_list(name: str, lists: Amp) -> No
 
 def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog: pytest.LogCaptureFixture) -> None:
     write("blacklist: [exp, torch.tan, cos_]\npromote: [cross]", "base.yaml")
-    text = "neutral: [relu, torch.tan]\nblacklist: [exp, sin_, torch.sin, torch.Tensor.sin, cos, cos_]\npromote: [torch.cross, add]\n"
+    text = (
+        "neutral: [relu, torch.tan]\nblacklist: [exp, sin_, torch.sin, torch.Tensor.sin, cos, cos_]\npromote:"
+        " [torch.cross, add]\n"
+    )
     code, printed, _ = lists("check", write(f"extends: base.yaml\n{text}"))
     assert code == 0
     assert printed.splitlines() == [
         "mine.yaml:2:11: warning: 'relu' is neutral, but it was on no list",
         "mine.yaml:3:13: warning: 'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13",
-        "mine.yaml:3:18: warning: 'sin_' is on blacklist without this entry, as the in-place twin of 'torch.sin' at mine.yaml:3:24",
+        (
+            "mine.yaml:3:18: warning: 'sin_' is on blacklist without this entry, as the in-place twin of 'torch.sin' at"
+            " mine.yaml:3:24"
+        ),
         "mine.yaml:3:58: warning: 'cos_' is on blacklist without this entry, by 'cos_' at base.yaml:1:29",
         "mine.yaml:4:11: warning: 'torch.cross' is on promote without this entry, by 'cross' at base.yaml:2:11",
     ]
@@ -231,7 +262,9 @@ def test_check_keeps_warnings_for_files_without_faults(write: Write, lists: Amp)
     assert (code, positions(printed), "warning" in printed) == (0, ["2:11"], True)
 
 
-LAUGHS = "a: &a [x, x]\n" + "".join(f"{name}: &{name} [*{prior}, *{prior}]\n" for prior, name in zip("abcdefg", "bcdefgh", strict=True))
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{prior}, *{prior}]\n" for prior, name in zip("abcdefg", "bcdefgh", strict=True)
+)
 BAD_FILES = {
     "10 MB": (b"whitelist: [mm]\n#" + b"x" * (10 << 20), "1:1", f"larger than {MAX_BYTES} bytes"),
     "alias bomb": (LAUGHS, "1:4", "anchor &a is not allowed"),
@@ -263,7 +296,9 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("content", "position", "said"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_is_one_line_with_a_position(content: str | bytes, position: str, said: str, write: Write, lists: Amp) -> None:
+def test_a_bad_file_is_one_line_with_a_position(
+    content: str | bytes, position: str, said: str, write: Write, lists: Amp
+) -> None:
     code, printed, complaint = lists("check", write(content))
     assert (code, complaint) == (1, "")
     first = printed.splitlines()[0]
@@ -279,10 +314,16 @@ def test_check_of_what_is_no_file(write: Write, lists: Amp, tmp_path: Path) -> N
     write("{}", "folder/inside.yaml")
     code, printed, _ = lists("check", "folder", "absent.yaml", "float16", "pipe.yaml", "x" * 300, "a\nb")
     assert code == 1
-    assert [line.partition("1:1: ")[2].partition(";")[0].partition(":")[0] for line in printed.splitlines() if "1:1" in line] == [
-        "this is a directory", "there is no such file", "there is no such file", "this is not a regular file", "the file cannot be read",
+    assert [
+        line.partition("1:1: ")[2].partition(";")[0].partition(":")[0] for line in printed.splitlines() if "1:1" in line
+    ] == [
+        "this is a directory",
         "there is no such file",
-    ]  # fmt: skip
+        "there is no such file",
+        "this is not a regular file",
+        "the file cannot be read",
+        "there is no such file",
+    ]
 
 
 def test_names_that_the_terminal_cannot_show_are_escaped(write: Write, lists: Amp) -> None:
@@ -292,7 +333,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(write: Write, lists: Am
     assert positions(printed) == ["1:13"]
 
 
-# ---- diff -----------------------------------------------------------------------------------------------------------------------------------
+# ---- diff ------------------------------------------------------------------------------------------------------------
 
 
 def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
@@ -340,14 +381,18 @@ def test_trouble_is_told_apart_from_a_difference(side: str, write: Write, lists:
         assert complaint.startswith("amp-patch lists: failed: ")
 
 
-# ---- explain --------------------------------------------------------------------------------------------------------------------------------
+# ---- explain ---------------------------------------------------------------------------------------------------------
 
 
 def test_explain_prints_rule_reason_history_and_effects(write: Write, lists: Amp) -> None:
     write("blacklist: [{op: pow, why: range}]", "base.yaml")
-    code, printed, complaint = lists("explain", "pow", "--lists", write("extends: base.yaml\nwhitelist: [torch.pow]"), "--dtype", "bfloat16")
+    code, printed, complaint = lists(
+        "explain", "pow", "--lists", write("extends: base.yaml\nwhitelist: [torch.pow]"), "--dtype", "bfloat16"
+    )
     assert (code, complaint) == (0, "")
-    assert printed == """\
+    assert (
+        printed
+        == """\
 pow, by mine.yaml with bfloat16 as the low dtype
 
 torch.pow
@@ -371,12 +416,17 @@ torch.Tensor.__ipow__, torch.Tensor.pow_
 float64, complex, integer and quantised arguments are left alone.
 A call with out= or dtype= runs as it was written.
 """
+    )
 
 
 def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, lists: Amp) -> None:
     paths = [write(f"{rule}: [cos]", f"{rule}.yaml") for rule in ("blacklist", "banned", "promote", "whitelist")]
     told = re.findall(r"^  overrides +(.*)$", lists("explain", "torch.cos", "--lists", *paths)[1], flags=re.MULTILINE)
-    assert told[:3] == ["cos on promote at promote.yaml:1", "cos on banned at banned.yaml:1", "cos on blacklist at blacklist.yaml:1"]
+    assert told[:3] == [
+        "cos on promote at promote.yaml:1",
+        "cos on banned at banned.yaml:1",
+        "cos on blacklist at blacklist.yaml:1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -390,10 +440,19 @@ def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, 
         (["exp_", "--lists", "apex"], "float16, bfloat16  an error as the first argument, else cast to float32"),
         (["binary_cross_entropy", "--lists", "apex"], "rule               banned: refuses 16-bit arguments"),
         (["lib_not_imported.g"], "lib_not_imported is not imported, so the name cannot be looked up"),
-        (["lib_not_imported.f", "--lists", "mine.yaml"], "lib_not_imported is not imported yet; the entry takes effect when it is"),
-        (["tanh", "--lists", "mine.yaml"], "blacklist by mine.yaml:2, without effect: since 99.1, until 99.3 keeps it out on torch"),
+        (
+            ["lib_not_imported.f", "--lists", "mine.yaml"],
+            "lib_not_imported is not imported yet; the entry takes effect when it is",
+        ),
+        (
+            ["tanh", "--lists", "mine.yaml"],
+            "blacklist by mine.yaml:2, without effect: since 99.1, until 99.3 keeps it out on torch",
+        ),
         (["soon", "--lists", "float16", "mine.yaml"], "blacklist by mine.yaml:2, without effect: torch"),
-        (["torch.concat", "--lists", "float16", "mine.yaml"], "overrides                   cat on sequence_promote at base.yml:2"),
+        (
+            ["torch.concat", "--lists", "float16", "mine.yaml"],
+            "overrides                   cat on sequence_promote at base.yml:2",
+        ),
     ],
 )
 def test_explain_tells(arguments: list[str], said: str, write: Write, lists: Amp) -> None:
@@ -407,7 +466,9 @@ def test_explain_tells(arguments: list[str], said: str, write: Write, lists: Amp
 def test_explain_of_an_unknown_op_suggests_one(lists: Amp) -> None:
     code, printed, complaint = lists("explain", "sofmax")
     assert (code, printed) == (1, "")
-    assert complaint == f"amp-patch lists: failed: torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?\n"
+    assert (
+        complaint == f"amp-patch lists: failed: torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?\n"
+    )
 
 
 def test_explain_json(lists: Amp) -> None:
@@ -417,10 +478,14 @@ def test_explain_json(lists: Amp) -> None:
         (["torch.exp"], "blacklist", "exp"),
         (["torch.exp_"], "match_self", "exp"),
     ]
-    assert data["effects"]["blacklist"] == {"float16": "cast to float32", "bfloat16": "cast to float32", "float32": "as it is"}
+    assert data["effects"]["blacklist"] == {
+        "float16": "cast to float32",
+        "bfloat16": "cast to float32",
+        "float32": "as it is",
+    }
 
 
-# ---- module rules ---------------------------------------------------------------------------------------------------------------------------
+# ---- module rules ----------------------------------------------------------------------------------------------------
 
 
 def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
@@ -440,7 +505,10 @@ def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> 
 def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
     loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
     monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
-    told = "Within encoder.*.norm it runs in float32 (mine.yaml:3).\nWithin torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"
+    told = (
+        "Within encoder.*.norm it runs in float32 (mine.yaml:3).\nWithin torch.nn.GELU it runs in bfloat16"
+        " (mine.yaml:3).\n"
+    )
     for op, is_told in {"linear": True, "softmax": True, "cat": False, "relu": False}.items():
         assert (told in lists("explain", op, "--lists", "bfloat16")[1]) is is_told
     assert [rule["run"] for rule in json.loads(lists("explain", "mm", "--json")[1])["modules"]] == ["float32", "low"]
@@ -450,8 +518,16 @@ def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.Monke
     ("left", "right", "expected"),
     [
         ([("a", "low")], [("a", "low")], []),
-        ([("a", "low")], [("a", "float32"), ("b", "low")], [("modules a", "low", "float32"), ("modules b", "unlisted", "low")]),
-        ([("a", "low"), ("b", "float32")], [("b", "float32"), ("a", "low")], [("modules", "a low, b float32", "b float32, a low")]),
+        (
+            [("a", "low")],
+            [("a", "float32"), ("b", "low")],
+            [("modules a", "low", "float32"), ("modules b", "unlisted", "low")],
+        ),
+        (
+            [("a", "low"), ("b", "float32")],
+            [("b", "float32"), ("a", "low")],
+            [("modules", "a low, b float32", "b float32, a low")],
+        ),
     ],
 )
 def test_module_rules_are_compared(left: Sequence[Any], right: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -460,12 +536,21 @@ def test_module_rules_are_compared(left: Sequence[Any], right: Sequence[Any], ex
     assert [(difference.op, difference.left, difference.right) for difference in differences] == expected
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "shwo float16", "show", "check", "diff float16", "diff torch apex --device tpu", "explain", "explain mm --dtype float32"],
+    [
+        "",
+        "shwo float16",
+        "show",
+        "check",
+        "diff float16",
+        "diff torch apex --device tpu",
+        "explain",
+        "explain mm --dtype float32",
+    ],
 )
 def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
@@ -488,7 +573,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-# ---- the hook -------------------------------------------------------------------------------------------------------------------------------
+# ---- the hook --------------------------------------------------------------------------------------------------------
 
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
@@ -498,14 +583,23 @@ def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write: Write) -
     write("extends: flaot16\nneutral: [sofmax]\n", "bad_lists.yaml")
     command = shlex.split(HOOK["entry"])
     scripts = Path(sys.executable).parent
-    if shutil.which(command[0], path=scripts) is None:  # not installed into this environment: the module is the same command
+    if (
+        shutil.which(command[0], path=scripts) is None
+    ):  # not installed into this environment: the module is the same command
         command = [sys.executable, "-m", "amp_patch", *command[1:]]
     environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     outcomes = {}
     for names in (["good_lists.yaml"], ["good_lists.yaml", "bad_lists.yaml"]):
         done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True)
-        outcomes[names[-1]] = done.returncode, [line.partition(": ")[0] for line in done.stdout.splitlines()], done.stderr
-    assert outcomes == {"good_lists.yaml": (0, [], ""), "bad_lists.yaml": (1, ["bad_lists.yaml:1:10", "bad_lists.yaml:2:11"], "")}
+        outcomes[names[-1]] = (
+            done.returncode,
+            [line.partition(": ")[0] for line in done.stdout.splitlines()],
+            done.stderr,
+        )
+    assert outcomes == {
+        "good_lists.yaml": (0, [], ""),
+        "bad_lists.yaml": (1, ["bad_lists.yaml:1:10", "bad_lists.yaml:2:11"], ""),
+    }
 
 
 def test_the_hook_is_for_files_named_as_lists() -> None:

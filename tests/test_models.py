@@ -43,7 +43,11 @@ def test_parameters_and_buffers_are_cast_in_place_and_batchnorm_is_kept(level):
     amp.initialize(model, opt_level=level, verbosity=0)
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == before
     dtypes = {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
-    kept = {name for name in dtypes if name.startswith(("bn.", "plain_bn.", "sync_bn.")) and not name.endswith("num_batches_tracked")}
+    kept = {
+        name
+        for name in dtypes
+        if name.startswith(("bn.", "plain_bn.", "sync_bn.")) and not name.endswith("num_batches_tracked")
+    }
     assert {"plain_bn.running_mean", "plain_bn.running_var", "sync_bn.weight"} <= kept
     assert {dtypes[name] for name in kept} == {torch.float32}
     untouched = {"wide": torch.float64, "index": torch.int64, "phase": torch.complex64}
@@ -54,7 +58,11 @@ def test_parameters_and_buffers_are_cast_in_place_and_batchnorm_is_kept(level):
 
 
 def test_o3_casts_batchnorm_too_and_keep_batchnorm_fp32_overrides():
-    for options, expected in (({}, LOW), ({"keep_batchnorm_fp32": True}, torch.float32), ({"keep_batchnorm_fp32": "True"}, torch.float32)):
+    for options, expected in (
+        ({}, LOW),
+        ({"keep_batchnorm_fp32": True}, torch.float32),
+        ({"keep_batchnorm_fp32": "True"}, torch.float32),
+    ):
         model = Everything()
         amp.initialize(model, opt_level="O3", verbosity=0, **options)
         assert {model.bn.weight.dtype, model.plain_bn.running_mean.dtype, model.sync_bn.running_var.dtype} == {expected}
@@ -71,7 +79,7 @@ def test_existing_gradients_and_views_of_the_optimizer_survive_the_cast():
     assert model.weight.grad.dtype is torch.float32
 
 
-# ---- inputs and outputs ----------------------------------------------------------------------------------------------------------------------
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -131,7 +139,15 @@ def test_containers_come_through_as_what_they_were(value, get):
 
 
 def test_what_holds_no_float_comes_through_as_the_same_object():
-    for value in (torch.arange(3), torch.ones(2, dtype=torch.float64), "text", nn.Linear(1, 1), {"a": 1}, range(3), object()):
+    for value in (
+        torch.arange(3),
+        torch.ones(2, dtype=torch.float64),
+        "text",
+        nn.Linear(1, 1),
+        {"a": 1},
+        range(3),
+        object(),
+    ):
         inside, outside = echo(value)
         amp.reset()
         assert inside is value and outside is value
@@ -187,7 +203,7 @@ def test_recurrent_networks_train(level):
         amp.reset()
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------------------------------------------
+# ---- state dicts -----------------------------------------------------------------------------------------------------
 
 
 def train(model, optimizer, batches):
@@ -216,7 +232,9 @@ def test_the_state_dict_holds_the_masters(level):
     for (name, parameter), master in zip(model.named_parameters(), amp.master_params(optimizer), strict=True):
         assert torch.equal(saved[name], master)
         assert torch.equal(parameter, master.to(parameter.dtype))
-    assert not torch.equal(saved["fc.weight"], saved["fc.weight"].bfloat16().float())  # the masters know more than the model
+    assert not torch.equal(
+        saved["fc.weight"], saved["fc.weight"].bfloat16().float()
+    )  # the masters know more than the model
 
 
 def test_loading_refreshes_the_masters_without_rounding():
@@ -232,19 +250,26 @@ def test_loading_refreshes_the_masters_without_rounding():
     assert torch.equal(next(amp.master_params(optimizer)), make_model(2).conv1.weight)
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)], ids=["adam", "sgd"]
+)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_resuming_from_three_checkpoints_is_bitwise(level, make_optimizer, tmp_path):
     batches = make_batches(12)
 
     def start():
         model = make_model(5)
-        return amp.initialize(model, make_optimizer(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
+        return amp.initialize(
+            model, make_optimizer(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
+        )
 
     model, optimizer = start()
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 1995}})
     train(model, optimizer, batches[:6])
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, tmp_path / "checkpoint.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()},
+        tmp_path / "checkpoint.pt",
+    )
     train(model, optimizer, batches[6:])
     expected = copy.deepcopy(model.state_dict()), amp.state_dict()
     amp.reset()

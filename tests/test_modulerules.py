@@ -1,4 +1,6 @@
-"""Module rules: which modules a rule covers, and that those run in the dtype it says at every level, forward and backward."""
+"""Module rules: which modules a rule covers, and that those run in the dtype it says at every level, forward and
+backward.
+"""
 
 import copy
 import io
@@ -23,7 +25,10 @@ CASTING = ("O2", "O3", "O5")
 
 
 class Block(nn.Module):
-    """Matrix product, norm, softmax: one op of each list and one that is a module of its own. Notes the dtype after each."""
+    """Matrix product, norm, softmax: one op of each list and one that is a module of its own.
+
+    Notes the dtype after each.
+    """
 
     def __init__(self):
         super().__init__()
@@ -72,7 +77,7 @@ def batch():
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
-# ---- which modules ---------------------------------------------------------------------------------------------------------------------------
+# ---- which modules ---------------------------------------------------------------------------------------------------
 
 CHOICES = [
     ('match: "head"', {"head"}),
@@ -107,7 +112,11 @@ def test_two_stars_alone_choose_the_whole_model(write):
 
 def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
     model = Net()
-    rules = ['{match: "blocks.*", run: float32}', "{type: torch.nn.LayerNorm, run: low}", '{match: "blocks.0", run: low}']
+    rules = [
+        '{match: "blocks.*", run: float32}',
+        "{type: torch.nn.LayerNorm, run: low}",
+        '{match: "blocks.0", run: low}',
+    ]
     rules = load_oplists(write(rules)).modules
     runs, used = decide_runs(model, rules)
     names = {name: runs.get(module) for name, module in model.named_modules()}
@@ -120,8 +129,19 @@ def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
         **dict.fromkeys(["blocks.1.norm", "blocks.2.norm"], "low"),
     }
     assert used == set(rules)
-    borders = {name: run for name, module in model.named_modules() for border, run in find_borders(model, runs).items() if border is module}
-    assert borders == {"blocks.0": "low", "blocks.1": "float32", "blocks.2": "float32", "blocks.1.norm": "low", "blocks.2.norm": "low"}
+    borders = {
+        name: run
+        for name, module in model.named_modules()
+        for border, run in find_borders(model, runs).items()
+        if border is module
+    }
+    assert borders == {
+        "blocks.0": "low",
+        "blocks.1": "float32",
+        "blocks.2": "float32",
+        "blocks.1.norm": "low",
+        "blocks.2.norm": "low",
+    }
 
 
 def test_a_file_that_comes_later_wins_and_another_digest_results(write):
@@ -154,7 +174,7 @@ def test_a_fault_is_said_with_its_position(entry, message, write):
     assert str(raised.value).startswith(f"{path}:3:")
 
 
-# ---- how they run where functions are patched --------------------------------------------------------------------------------------------------
+# ---- how they run where functions are patched ------------------------------------------------------------------------
 
 MIXED = ('{match: "blocks.0", run: float32}', '{match: "blocks.1", run: low}', '{match: "head", run: float32}')
 
@@ -198,7 +218,11 @@ def test_ops_inside_follow_the_rule_bitwise(level, write):
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert [block.dtypes for block in model.blocks] == [(torch.float32,) * 3, (LOW,) * 3, (LOW, torch.float32, torch.float32)]
+    assert [block.dtypes for block in model.blocks] == [
+        (torch.float32,) * 3,
+        (LOW,) * 3,
+        (LOW, torch.float32, torch.float32),
+    ]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
@@ -253,7 +277,13 @@ def test_a_module_that_calls_itself_and_others_nest(write):
 
     model = Recursive()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0, lists=write(['{match: "**", run: float32}', '{match: "inner", run: low}']))
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level="O4",
+        verbosity=0,
+        lists=write(['{match: "**", run: float32}', '{match: "inner", run: low}']),
+    )
     assert model(batch()).dtype is LOW
     assert set(model.seen) == {torch.float32}
     assert regions() == 0
@@ -292,7 +322,7 @@ def test_a_checkpointed_part_is_recomputed_as_it_ran(use_reentrant, write):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-# ---- how they run where the model is cast --------------------------------------------------------------------------------------------------------
+# ---- how they run where the model is cast ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", CASTING)
@@ -303,12 +333,17 @@ def test_weights_have_the_dtype_of_the_rule_and_inputs_are_cast_at_the_border(le
     assert dtypes == [{torch.float32}, {LOW}, {LOW}, {torch.float32}]
     output = model(batch())
     assert [block.dtypes for block in model.blocks] == [(torch.float32,) * 3, (LOW,) * 3, (LOW,) * 3]
-    assert output.dtype is torch.float32 and not torch.equal(output, output.to(LOW).float())  # the head's result was never rounded
+    assert output.dtype is torch.float32 and not torch.equal(
+        output, output.to(LOW).float()
+    )  # the head's result was never rounded
     with amp.scale_loss(output.square().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     before = copy.deepcopy(model.state_dict())
     optimizer.step()
-    assert all(not torch.equal(model.state_dict()[name], before[name]) for name in ("blocks.0.linear.weight", "blocks.1.norm.bias", "head.weight"))
+    assert all(
+        not torch.equal(model.state_dict()[name], before[name])
+        for name in ("blocks.0.linear.weight", "blocks.1.norm.bias", "head.weight")
+    )
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     amp.reset()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -321,7 +356,9 @@ def test_a_rule_wins_over_keep_batchnorm_fp32(level, run, write):
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
     amp.initialize(model, opt_level=level, lists=write([f"{{type: torch.nn.BatchNorm2d, run: {run}}}"]), verbosity=0)
     expected = LOW if run == "low" else torch.float32
-    assert {tensor.dtype for tensor in (*model[1].parameters(), *model[1].buffers()) if tensor.is_floating_point()} == {expected}
+    assert {tensor.dtype for tensor in (*model[1].parameters(), *model[1].buffers()) if tensor.is_floating_point()} == {
+        expected
+    }
     assert model(torch.randn(2, 1, 5, 5)).dtype is torch.float32
 
 
@@ -341,13 +378,17 @@ def test_weights_tied_to_a_float32_module_stay_float32(level, write):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, lists=write(['{match: "head", run: float32}']), verbosity=0)
-    assert model.embedding.weight is model.head.weight and model.head.weight.dtype is torch.float32 and model.body.weight.dtype is LOW
+    assert (
+        model.embedding.weight is model.head.weight
+        and model.head.weight.dtype is torch.float32
+        and model.body.weight.dtype is LOW
+    )
     with amp.scale_loss(model(torch.tensor([1, 2])).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
 
 
-# ---- both --------------------------------------------------------------------------------------------------------------------------------------
+# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [*PATCHING, *CASTING])

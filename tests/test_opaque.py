@@ -1,4 +1,6 @@
-"""Weights that quantisation libraries keep in a form of their own are left alone, at every level, and the model still runs."""
+"""Weights that quantisation libraries keep in a form of their own are left alone, at every level, and the model still
+runs.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ CASTS = []
 
 
 class Quantised(Tensor):
-    """int8 values and a scale, shown as a tensor of `dtype`: what quantisation libraries make of a weight. Notes whenever it is cast."""
+    """int8 values and a scale, shown as a tensor of `dtype`: what quantisation libraries make of a weight.
+
+    Notes whenever it is cast.
+    """
 
     @staticmethod
     def __new__(cls, values, scale, dtype):
@@ -75,6 +80,11 @@ def test_what_counts_as_opaque():
     class OwnParameter(nn.Parameter):
         pass
 
-    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), OwnParameter(torch.ones(2)), torch.ones(2, dtype=torch.int8)):
+    for tensor in (
+        torch.ones(2),
+        nn.Parameter(torch.ones(2)),
+        OwnParameter(torch.ones(2)),
+        torch.ones(2, dtype=torch.int8),
+    ):
         assert not is_opaque(tensor)
     assert is_castable(OwnParameter(torch.ones(2)))

@@ -1,4 +1,6 @@
-"""Op lists: what a name means, which lists conflict, how files lie over each other, and that no file can do more than name functions."""
+"""Op lists: what a name means, which lists conflict, how files lie over each other, and that no file can do more than
+name functions.
+"""
 
 import os
 import sys
@@ -47,7 +49,7 @@ def dotted(owner: str, names: str) -> set[str]:
     return {f"{owner}.{name}" for name in names.split()}
 
 
-# ---- shipped lists ----------------------------------------------------------------------------------------------------------------------------
+# ---- shipped lists ---------------------------------------------------------------------------------------------------
 
 
 def test_shipped_names_are_the_list_files_without_the_presets() -> None:
@@ -67,7 +69,13 @@ def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
     for rule in ("whitelist", "blacklist", "promote", "sequence_promote", "banned"):
         for node in getattr(root.value.get(rule), "value", []):
             assert (path, node.line) in used | reported, node
-            assert isinstance(node.value, dict) and node.value["why"].value in ("range", "kernel", "speed", "dtype-match", "parity")
+            assert isinstance(node.value, dict) and node.value["why"].value in (
+                "range",
+                "kernel",
+                "speed",
+                "dtype-match",
+                "parity",
+            )
     assert not lists.deferred
 
 
@@ -96,14 +104,26 @@ def test_a_list_loads_alike_while_it_is_patched(name: str, monkeypatch: pytest.M
 
 def test_float16_defaults() -> None:
     found = kinds(load_oplists("float16"))
-    low = "torch.nn.functional.linear torch.Tensor.__matmul__ torch.einsum torch.nn.functional.scaled_dot_product_attention torch._VF.lstm"
-    wide = "torch.softmax torch.Tensor.softmax torch.special.log_softmax torch.nn.functional.layer_norm torch.Tensor.__pow__ torch.Tensor.sum"
-    wide += " torch.nn.functional.cross_entropy torch.nn.functional.binary_cross_entropy torch.fft.rfft torch.linalg.svd torch.Tensor.square"
+    low = (
+        "torch.nn.functional.linear torch.Tensor.__matmul__ torch.einsum"
+        " torch.nn.functional.scaled_dot_product_attention torch._VF.lstm"
+    )
+    wide = (
+        "torch.softmax torch.Tensor.softmax torch.special.log_softmax torch.nn.functional.layer_norm"
+        " torch.Tensor.__pow__ torch.Tensor.sum"
+    )
+    wide += (
+        " torch.nn.functional.cross_entropy torch.nn.functional.binary_cross_entropy torch.fft.rfft torch.linalg.svd"
+        " torch.Tensor.square"
+    )
     assert {found[name] for name in low.split()} == {"whitelist"}
     assert {found[name] for name in wide.split()} == {"blacklist"}
     assert found["torch.Tensor.index_put_"] == found["torch.Tensor.exp_"] == "match_self"
     assert found["torch.concat"] == "sequence_promote"
-    untouched = "add sub mul div eq lt __add__ __mul__ __rsub__ __truediv__ __iadd__ __lt__ relu mean gelu sigmoid cpu to add_ mul_"
+    untouched = (
+        "add sub mul div eq lt __add__ __mul__ __rsub__ __truediv__ __iadd__ __lt__ relu mean gelu sigmoid cpu to add_"
+        " mul_"
+    )
     assert not dotted("torch.Tensor", untouched) & found.keys()
     assert not dotted("torch.nn.functional", "gelu relu batch_norm dropout embedding") & found.keys()
 
@@ -111,23 +131,38 @@ def test_float16_defaults() -> None:
 def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None:
     low, brain = kinds(load_oplists("float16")), kinds(load_oplists("bfloat16"))
     gone = {name.rpartition(".")[2] for name in low.keys() - brain.keys()}
-    assert gone == {"square", "square_", "reciprocal", "reciprocal_", "rsqrt", "rsqrt_", "std", "var", "std_mean", "var_mean"}
+    assert gone == {
+        "square",
+        "square_",
+        "reciprocal",
+        "reciprocal_",
+        "rsqrt",
+        "rsqrt_",
+        "std",
+        "var",
+        "std_mean",
+        "var_mean",
+    }
     assert not brain.keys() - low.keys()
     changed = {name: (low[name], brain[name]) for name in brain if low[name] != brain[name]}
     assert changed == dict.fromkeys(["torch.rms_norm", "torch.nn.functional.rms_norm"], ("blacklist", "promote"))
 
 
 FUNCTIONAL_LOW = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear"
-FUNCTIONAL_FLOAT = """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm normalize
-    cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+FUNCTIONAL_FLOAT = """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
+    local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
+    hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
     soft_margin_loss triplet_margin_loss ctc_loss"""
 TORCH_CONV = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
 TORCH_LOW = "prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm"
-TORCH_FLOAT = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm"
+TORCH_FLOAT = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum"
+    " var renorm"
+)
 TORCH_PROMOTE = "addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne"
-DUNDER_PROMOTE = """__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__
-    __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"""
+DUNDER_PROMOTE = """__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__
+    __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"""
 RECURRENT = "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell"
 INPLACE_ERROR = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
 INPLACE_MATCH = "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_"
@@ -135,17 +170,26 @@ INPLACE_MATCH = "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ a
 
 def test_apex_is_apex_and_nothing_else() -> None:
     expected = {
-        "whitelist": dotted("torch.nn.functional", FUNCTIONAL_LOW)
-        | dotted("torch", f"{TORCH_CONV} {TORCH_LOW}")
-        | dotted("torch.Tensor", f"{TORCH_LOW} __matmul__")
-        | dotted("torch._VF", RECURRENT),
-        "blacklist": dotted("torch.nn.functional", FUNCTIONAL_FLOAT)
-        | dotted("torch", TORCH_FLOAT)
-        | dotted("torch.Tensor", f"{TORCH_FLOAT} __ipow__ __pow__ __rpow__ cpu"),
-        "promote": dotted("torch", f"{TORCH_PROMOTE} bilinear") | dotted("torch.Tensor", f"{TORCH_PROMOTE} {DUNDER_PROMOTE}"),
+        "whitelist": (
+            dotted("torch.nn.functional", FUNCTIONAL_LOW)
+            | dotted("torch", f"{TORCH_CONV} {TORCH_LOW}")
+            | dotted("torch.Tensor", f"{TORCH_LOW} __matmul__")
+            | dotted("torch._VF", RECURRENT)
+        ),
+        "blacklist": (
+            dotted("torch.nn.functional", FUNCTIONAL_FLOAT)
+            | dotted("torch", TORCH_FLOAT)
+            | dotted("torch.Tensor", f"{TORCH_FLOAT} __ipow__ __pow__ __rpow__ cpu")
+        ),
+        "promote": (
+            dotted("torch", f"{TORCH_PROMOTE} bilinear") | dotted("torch.Tensor", f"{TORCH_PROMOTE} {DUNDER_PROMOTE}")
+        ),
         "sequence_promote": dotted("torch", "cat stack"),
         "banned": {"torch.nn.functional.binary_cross_entropy"},
-        "inplace_error": dotted("torch", INPLACE_ERROR) | dotted("torch.Tensor", f"{INPLACE_ERROR} erfinv_ pow_ cumprod_ cumsum_ renorm_"),
+        "inplace_error": (
+            dotted("torch", INPLACE_ERROR)
+            | dotted("torch.Tensor", f"{INPLACE_ERROR} erfinv_ pow_ cumprod_ cumsum_ renorm_")
+        ),
         "match_self": dotted("torch.Tensor", INPLACE_MATCH),
     }
     lists = load_oplists("apex")
@@ -153,7 +197,7 @@ def test_apex_is_apex_and_nothing_else() -> None:
     assert {kind: spelled(lists, kind) for kind in set(kinds(lists).values())} == expected
 
 
-# ---- what a name means ------------------------------------------------------------------------------------------------------------------------
+# ---- what a name means -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +206,10 @@ def test_apex_is_apex_and_nothing_else() -> None:
         ("softmax", "torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"),
         ("linear", "torch.nn.functional.linear"),
         ("conv2d", "torch.conv2d torch.nn.functional.conv2d"),
-        ("matmul", "torch.matmul torch.linalg.matmul torch.Tensor.matmul torch.Tensor.__matmul__ torch.Tensor.__rmatmul__"),
+        (
+            "matmul",
+            "torch.matmul torch.linalg.matmul torch.Tensor.matmul torch.Tensor.__matmul__ torch.Tensor.__rmatmul__",
+        ),
         ("norm", "torch.norm torch.Tensor.norm torch.linalg.norm"),
         ("concatenate", "torch.cat torch.concat torch.concatenate"),
         ("inv", "torch.inverse torch.Tensor.inverse torch.linalg.inv"),
@@ -179,18 +226,26 @@ def test_spellings_of_a_name(write: Write, op: str, expected: str) -> None:
     lists = load_oplists(write(f"whitelist: [{op}]"))
     assert kinds(lists).keys() == set(expected.split())
     for spelling in lists.spellings:
-        owner = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}.get(spelling.owner_name, spelling.owner)
+        owner = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}.get(
+            spelling.owner_name, spelling.owner
+        )
         assert spelling.owner is owner and hasattr(owner, spelling.name)
 
 
-# ---- in-place twins ---------------------------------------------------------------------------------------------------------------------------
+# ---- in-place twins --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rule", "setting", "twin"),
-    [("whitelist", "", "match_self"), ("promote", "", "match_self"), ("blacklist", "", "match_self"), ("blacklist", "match", "match_self"),
-     ("blacklist", "error", "inplace_error"), ("whitelist", "error", "match_self")],
-)  # fmt: skip
+    [
+        ("whitelist", "", "match_self"),
+        ("promote", "", "match_self"),
+        ("blacklist", "", "match_self"),
+        ("blacklist", "match", "match_self"),
+        ("blacklist", "error", "inplace_error"),
+        ("whitelist", "error", "match_self"),
+    ],
+)
 def test_in_place_twins(write: Write, rule: str, setting: str, twin: str) -> None:
     lists = load_oplists(write(f"inplace_blacklist: {setting or 'match'}\n{rule}: [exp, addcmul, softmax]"))
     assert spelled(lists, twin) == {"torch.exp_", "torch.Tensor.exp_", "torch.Tensor.addcmul_"}
@@ -198,8 +253,13 @@ def test_in_place_twins(write: Write, rule: str, setting: str, twin: str) -> Non
 
 
 def test_twins_of_a_dotted_name_stay_with_its_owner(write: Write) -> None:
-    assert kinds(load_oplists(write("blacklist: [torch.Tensor.exp]"))).keys() == {"torch.Tensor.exp", "torch.Tensor.exp_"}
-    assert kinds(load_oplists(write("blacklist: [torch.nn.functional.softmax]"))).keys() == {"torch.nn.functional.softmax"}
+    assert kinds(load_oplists(write("blacklist: [torch.Tensor.exp]"))).keys() == {
+        "torch.Tensor.exp",
+        "torch.Tensor.exp_",
+    }
+    assert kinds(load_oplists(write("blacklist: [torch.nn.functional.softmax]"))).keys() == {
+        "torch.nn.functional.softmax"
+    }
 
 
 def test_augmented_operators_write_in_place_unless_the_list_has_apex_s_ways(write: Write) -> None:
@@ -239,7 +299,7 @@ def test_the_in_place_setting_of_an_overlay_covers_inherited_ops(write: Write) -
     assert found["torch.Tensor.addmm_"] == "match_self"
 
 
-# ---- files over files -------------------------------------------------------------------------------------------------------------------------
+# ---- files over files ------------------------------------------------------------------------------------------------
 
 
 def test_later_wins(write: Write) -> None:
@@ -271,14 +331,22 @@ def test_a_file_reached_twice_counts_where_it_came_first(write: Write) -> None:
 def test_neutral_takes_an_op_and_its_twins_off(write: Write) -> None:
     lists = load_oplists(write("extends: float16\nneutral: [exp, {op: torch.softmax}]"))
     before = load_oplists("float16")
-    assert kinds(before).keys() - kinds(lists).keys() == {"torch.exp", "torch.Tensor.exp", "torch.exp_", "torch.Tensor.exp_", "torch.softmax"}
+    assert kinds(before).keys() - kinds(lists).keys() == {
+        "torch.exp",
+        "torch.Tensor.exp",
+        "torch.exp_",
+        "torch.Tensor.exp_",
+        "torch.softmax",
+    }
     assert not kinds(lists).keys() - kinds(before).keys()
 
 
 def test_neutral_without_effect_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     path = write("extends: float16\nneutral: [relu, exp, exp_]")
     load_oplists(path)
-    assert [record.getMessage() for record in caplog.records] == [f"{path}:2:11: 'relu' is neutral, but it was on no list"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}:2:11: 'relu' is neutral, but it was on no list"
+    ]
 
 
 def test_a_later_list_may_put_a_neutral_op_back(write: Write) -> None:
@@ -298,7 +366,10 @@ def test_names_and_digest(write: Write, tmp_path: Path) -> None:
 
 def test_entry_positions(write: Write) -> None:
     path = write("blacklist:\n  - exp\n  - {why: range, op: tan}\n")
-    assert {(s.entry.op, s.entry.rule, s.entry.why, s.entry.path, s.entry.line, s.entry.column) for s in load_oplists(path).spellings} == {
+    assert {
+        (s.entry.op, s.entry.rule, s.entry.why, s.entry.path, s.entry.line, s.entry.column)
+        for s in load_oplists(path).spellings
+    } == {
         ("exp", "blacklist", "", str(path), 2, 5),
         ("tan", "blacklist", "range", str(path), 3, 22),
     }
@@ -308,7 +379,7 @@ def test_an_empty_list_is_allowed(write: Write) -> None:
     assert load_oplists(write("description: nothing yet\nwhitelist:\nblacklist: []\n")).spellings == ()
 
 
-# ---- versions and missing ops -----------------------------------------------------------------------------------------------------------------
+# ---- versions and missing ops ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -324,18 +395,28 @@ def test_an_empty_list_is_allowed(write: Write) -> None:
         ("since: 2.10, until: 2.12", "2.12.0", False),
     ],
 )
-def test_since_and_until(write: Write, monkeypatch: pytest.MonkeyPatch, bounds: str, running: str, applies: bool) -> None:
+def test_since_and_until(
+    write: Write, monkeypatch: pytest.MonkeyPatch, bounds: str, running: str, applies: bool
+) -> None:
     monkeypatch.setattr(torch, "__version__", running)
     assert bool(load_oplists(write(f"blacklist: [{{op: exp, {bounds}}}]")).spellings) is applies
 
 
 def test_entries_for_other_versions_do_not_conflict(write: Write) -> None:
-    found = kinds(load_oplists(write("blacklist: [{op: exp, until: 2.1}, {op: no_such_op, until: 2.1}]\nwhitelist: [{op: exp, since: 2.1}]")))
+    found = kinds(
+        load_oplists(
+            write(
+                "blacklist: [{op: exp, until: 2.1}, {op: no_such_op, until: 2.1}]\nwhitelist: [{op: exp, since: 2.1}]"
+            )
+        )
+    )
     assert found["torch.exp"] == "whitelist"
 
 
 def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lists = load_oplists(write("blacklist: [{op: soon_to_come, optional: true}, {op: torch.fft.soon, optional: 'true'}, exp]"))
+    lists = load_oplists(
+        write("blacklist: [{op: soon_to_come, optional: true}, {op: torch.fft.soon, optional: 'true'}, exp]")
+    )
     assert [entry.op for entry in lists.missing] == ["soon_to_come", "torch.fft.soon"]
     assert spelled(lists, "blacklist") == {"torch.exp", "torch.Tensor.exp"}
     monkeypatch.setattr(oplists, "lists_dir", lambda: tmp_path)
@@ -343,7 +424,7 @@ def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert [entry.op for entry in shipped.missing] == ["soon_to_come"]
 
 
-# ---- names outside torch ----------------------------------------------------------------------------------------------------------------------
+# ---- names outside torch ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -370,7 +451,9 @@ def test_a_name_of_an_imported_package_resolves(write: Write, package: types.Mod
     assert entry["linear"].kind == "whitelist"
 
 
-def test_a_name_of_a_package_not_imported_is_deferred(write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType) -> None:
+def test_a_name_of_a_package_not_imported_is_deferred(
+    write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType
+) -> None:
     path = write("blacklist: [somelib.ops.roi_align]")
     resolved = load_oplists(path)
     monkeypatch.delitem(sys.modules, "somelib")
@@ -382,7 +465,9 @@ def test_a_name_of_a_package_not_imported_is_deferred(write: Write, monkeypatch:
 
 
 @pytest.mark.usefixtures("package")
-def test_a_submodule_not_imported_and_a_lazy_module_are_deferred_not_run(write: Write, package: types.ModuleType) -> None:
+def test_a_submodule_not_imported_and_a_lazy_module_are_deferred_not_run(
+    write: Write, package: types.ModuleType
+) -> None:
     def fail(name: str) -> object:
         raise AssertionError(f"ran code for {name}")
 
@@ -419,7 +504,7 @@ def test_bad_names_of_a_package(write: Write, op: str, problem: str, package: ty
     refused(write(f"blacklist: [{op}]"), "1:13", problem)
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_check_finds_nothing_in_shipped_lists() -> None:
@@ -430,8 +515,17 @@ def test_a_check_finds_nothing_in_shipped_lists() -> None:
 
 def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
     """Each of these files has one fault per line, beside entries that are read as if it were not there."""
-    path = write("whitelist: [mm, sofmax]\nblacklist: [exp, {op: tan, wy: x}]\npromote: [{op: sin, optional: maybe}, exp]\nneutral: relu\n")
-    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:17:", "2:28:", "3:31:", "3:39:", "4:10:"]
+    path = write(
+        "whitelist: [mm, sofmax]\nblacklist: [exp, {op: tan, wy: x}]\npromote: [{op: sin, optional: maybe},"
+        " exp]\nneutral: relu\n"
+    )
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == [
+        "1:17:",
+        "2:28:",
+        "3:31:",
+        "3:39:",
+        "4:10:",
+    ]
 
 
 def test_an_entry_with_faulty_bounds_takes_no_place(write: Write) -> None:
@@ -452,11 +546,18 @@ def test_cycles_are_one_fault_each(write: Write) -> None:
     write("extends: [mine.yaml, b.yaml]\nblacklist: [sofmax]", "b.yaml")
     found = check_oplists(write("extends: [b.yaml, mine.yaml]")).found
     assert [(Path(fault.partition(":")[0]).name, "extend each other" in fault) for fault in found] == [
-        ("b.yaml", True), ("b.yaml", True), ("b.yaml", False), ("mine.yaml", True),
-    ]  # fmt: skip
+        ("b.yaml", True),
+        ("b.yaml", True),
+        ("b.yaml", False),
+        ("mine.yaml", True),
+    ]
 
 
-RULED = [(rule, op) for rule in ("whitelist", "blacklist", "banned", "neutral") for op in ("exp", "exp_", "torch.exp", "torch.exp_")]
+RULED = [
+    (rule, op)
+    for rule in ("whitelist", "blacklist", "banned", "neutral")
+    for op in ("exp", "exp_", "torch.exp", "torch.exp_")
+]
 
 
 @pytest.mark.parametrize("base", RULED, ids=" ".join)
@@ -470,27 +571,45 @@ def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: 
         assert is_warned_of or (rule, op) != base, (rule, op)
 
 
-# ---- history ----------------------------------------------------------------------------------------------------------------------------------
+# ---- history ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_spelling_knows_what_its_entry_overrides(write: Write) -> None:
-    first, second, third = write("blacklist: [exp]", "a.yaml"), write("whitelist: [torch.exp]", "b.yaml"), write("neutral: [exp]", "c.yaml")
+    first, second, third = (
+        write("blacklist: [exp]", "a.yaml"),
+        write("whitelist: [torch.exp]", "b.yaml"),
+        write("neutral: [exp]", "c.yaml"),
+    )
     lists = load_oplists([first, second, third])
     history = {f"{s.owner_name}.{s.name}": [entry.path for entry in s.overridden] for s in lists.neutral}
     longer, shorter = [str(first), str(second)], [str(first)]
-    assert history == {"torch.exp": longer, "torch.exp_": longer, "torch.Tensor.exp": shorter, "torch.Tensor.exp_": shorter}
+    assert history == {
+        "torch.exp": longer,
+        "torch.exp_": longer,
+        "torch.Tensor.exp": shorter,
+        "torch.Tensor.exp_": shorter,
+    }
     assert {entry.path for s in lists.neutral for entry in [s.entry]} == {str(third)}
     assert not any(spelling.overridden for spelling in load_oplists("float16").spellings)
 
 
 def test_entries_for_other_versions_of_torch_are_kept_apart(write: Write) -> None:
-    lists = load_oplists(write("blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\nneutral: [{op: cos, since: 98.5, until: 99, why: x}]"))
+    lists = load_oplists(
+        write(
+            "blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\nneutral: [{op: cos, since: 98.5, until: 99,"
+            " why: x}]"
+        )
+    )
     kept = [(entry.op, entry.rule, entry.since, entry.until, entry.line) for entry in lists.other_torch]
-    assert kept == [("exp", "blacklist", "", "1.2", 1), ("tan", "blacklist", "99", "", 1), ("cos", "neutral", "98.5", "99", 2)]
+    assert kept == [
+        ("exp", "blacklist", "", "1.2", 1),
+        ("tan", "blacklist", "99", "", 1),
+        ("cos", "neutral", "98.5", "99", 2),
+    ]
     assert {spelling.entry.op for spelling in (*lists.spellings, *lists.neutral)} == {"sin"}
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def refused(path: Path, position: str, *problems: str) -> None:
@@ -551,9 +670,9 @@ def refused(path: Path, position: str, *problems: str) -> None:
         ("''", "not an op name"),
         ("'2'", "not an op name"),
         ("søftmax", "not an op name"),
-        ("\"mm\\n\"", "not an op name"),
+        ('"mm\\n"', "not an op name"),
     ],
-)  # fmt: skip
+)
 def test_names_that_no_list_may_hold(write: Write, op: str, problem: str) -> None:
     refused(write(f"blacklist: [{op}]"), "1:13", problem)
     refused(write(f"blacklist:\n  - {{why: range, op: {op}}}"), "2:22", problem)
@@ -621,7 +740,9 @@ def test_extends_cycles(write: Write) -> None:
     write("description: x\nextends: [float16, sub/../c.yaml]", "b.yaml")
     path = write("extends: a.yaml", "c.yaml")
     (path.parent / "sub").mkdir()
-    with pytest.raises(OpListError, match=r"b\.yaml:2:20: the files extend each other: c\.yaml -> a\.yaml -> b\.yaml -> c\.yaml"):
+    with pytest.raises(
+        OpListError, match=r"b\.yaml:2:20: the files extend each other: c\.yaml -> a\.yaml -> b\.yaml -> c\.yaml"
+    ):
         load_oplists(path)
     refused(write("extends: mine.yaml"), "1:10", "extend each other")
 
@@ -666,7 +787,9 @@ def test_bad_specs(spec: object, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-def test_lists_are_looked_for_inside_the_package_then_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_looked_for_inside_the_package_then_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(oplists, "__file__", str(tmp_path / "pkg" / "oplists.py"))
     with pytest.raises(OpListError, match="reinstall"):
         lists_dir()
@@ -676,14 +799,15 @@ def test_lists_are_looked_for_inside_the_package_then_beside_it(tmp_path: Path, 
         assert lists_dir() == folder
 
 
-# ---- anything at all --------------------------------------------------------------------------------------------------------------------------
+# ---- anything at all -------------------------------------------------------------------------------------------------
 
 
 EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "600"))
 
 
 def load_text(text: str | bytes) -> OpLists | None:
-    """The lists, or None where the file was refused. Fails unless a check finds the refusal, and finds nothing where there was none.
+    """The lists, or None where the file was refused. Fails unless a check finds the refusal, and finds nothing where
+    there was none.
 
     All faults have a position and one line.
     """
@@ -710,9 +834,38 @@ def test_any_bytes_give_lists_or_the_error(data: bytes) -> None:
     assert lists is None or isinstance(lists, OpLists)
 
 
-NAMES = st.sampled_from(["exp", "pow", "torch.mm", "torch.Tensor.exp_", "__pow__", "os.system", "nope", "lib.f", "cat", "torch.nn", "exp_", "~"])
-FIELDS = ["why: x", "since: 2.1", "until: 2.1", "until: 99", "optional: true", "optional: maybe", "since: soon", "why: [x]", "wy: x"]
-ENTRIES = NAMES | st.builds("{{op: {}, {}}}".format, NAMES, st.sampled_from(FIELDS)) | st.sampled_from(["{a: b}", "[exp]", "{}", "{op: [exp]}"])
+NAMES = st.sampled_from(
+    [
+        "exp",
+        "pow",
+        "torch.mm",
+        "torch.Tensor.exp_",
+        "__pow__",
+        "os.system",
+        "nope",
+        "lib.f",
+        "cat",
+        "torch.nn",
+        "exp_",
+        "~",
+    ]
+)
+FIELDS = [
+    "why: x",
+    "since: 2.1",
+    "until: 2.1",
+    "until: 99",
+    "optional: true",
+    "optional: maybe",
+    "since: soon",
+    "why: [x]",
+    "wy: x",
+]
+ENTRIES = (
+    NAMES
+    | st.builds("{{op: {}, {}}}".format, NAMES, st.sampled_from(FIELDS))
+    | st.sampled_from(["{a: b}", "[exp]", "{}", "{op: [exp]}"])
+)
 KEYS = st.sampled_from([*oplists.RULES, "extends", "description", "inplace_blacklist", "typo"])
 
 
@@ -732,7 +885,9 @@ def test_near_valid_files_give_consistent_lists_or_the_error(content: Sequence[t
 OPS = ["exp", "mm", "tan", "sum", "cat", "softmax", "matmul", "acos", "bmm", "log", "linear", "add"]
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(OPS), st.sampled_from(oplists.RULES), min_size=1), min_size=1, max_size=3))
+@given(
+    st.lists(st.dictionaries(st.sampled_from(OPS), st.sampled_from(oplists.RULES), min_size=1), min_size=1, max_size=3)
+)
 @settings(max_examples=EXAMPLES // 3, deadline=None)
 def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict[str, str]]) -> None:
     def text(rules: dict[str, str]) -> str:
@@ -740,7 +895,9 @@ def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{index}.yaml") for index in range(len(layers) + 1)]
-        for path, rules in zip(paths, [*layers, {op: rule for layer in layers for op, rule in layer.items()}], strict=True):
+        for path, rules in zip(
+            paths, [*layers, {op: rule for layer in layers for op, rule in layer.items()}], strict=True
+        ):
             path.write_text(text(rules))
         layered, flat = load_oplists(paths[:-1]), load_oplists(paths[-1])
     assert kinds(layered) == kinds(flat)

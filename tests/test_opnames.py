@@ -8,13 +8,18 @@ from amp_patch.errors import OpListError
 from amp_patch.opnames import find_spellings, get_op, inplace_twin, is_inplace
 from amp_patch.patching import Patch, Patcher
 
-# ---- names ------------------------------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_spellings_come_with_the_objects_that_own_them() -> None:
     functional = torch.nn.functional
-    assert find_spellings("conv2d", may_be_missing=False) == {("torch", "conv2d"): torch, ("torch.nn.functional", "conv2d"): functional}
-    assert find_spellings("torch.nn.functional.conv2d", may_be_missing=False) == {("torch.nn.functional", "conv2d"): functional}
+    assert find_spellings("conv2d", may_be_missing=False) == {
+        ("torch", "conv2d"): torch,
+        ("torch.nn.functional", "conv2d"): functional,
+    }
+    assert find_spellings("torch.nn.functional.conv2d", may_be_missing=False) == {
+        ("torch.nn.functional", "conv2d"): functional
+    }
     assert find_spellings("lib_not_imported.ops.f", may_be_missing=False) == {("lib_not_imported.ops", "f"): None}
 
 
@@ -40,18 +45,23 @@ def test_a_refusal_has_no_position(op: str, problem: str) -> None:
     assert str(caught.value) == problem
 
 
-@pytest.mark.parametrize("name", ["conv2d", "softmax", "norm", "max_pool3d", "torch.nn.functional.linear", "torch.Tensor.__pow__", "stft"])
+@pytest.mark.parametrize(
+    "name", ["conv2d", "softmax", "norm", "max_pool3d", "torch.nn.functional.linear", "torch.Tensor.__pow__", "stft"]
+)
 def test_a_name_means_the_same_while_it_is_patched(name: str) -> None:
     before = find_spellings(name, may_be_missing=False)
     patcher = Patcher()
-    patcher.install(Patch(owner, attribute, lambda original: lambda *args: original(*args)) for (_, attribute), owner in before.items())
+    patcher.install(
+        Patch(owner, attribute, lambda original: lambda *args: original(*args))
+        for (_, attribute), owner in before.items()
+    )
     try:
         assert find_spellings(name, may_be_missing=False) == before
     finally:
         patcher.undo()
 
 
-# ---- aliases ----------------------------------------------------------------------------------------------------------------------------------
+# ---- aliases ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", opnames._ALIASES)
@@ -64,7 +74,25 @@ def test_any_name_of_an_alias_group_means_the_whole_group(group: str) -> None:
 X, Y = (torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1 for seed in (1, 2))
 OPERANDS = {"clamp": (X, 0.3, 0.5), "acosh": (X + 1,), "mvlgamma": (X + 2, 2), "orgqr": (X, X[0])}
 OPERANDS |= {"outer": (X[0], Y[0]), "cat": ([X, Y],), "vstack": ([X, Y],)}
-BINARY = {"add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "matmul", "eq", "ne", "gt", "ge", "lt", "le", "atan2", "igamma", "igammac"}
+BINARY = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "floor_divide",
+    "remainder",
+    "pow",
+    "matmul",
+    "eq",
+    "ne",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "atan2",
+    "igamma",
+    "igammac",
+}
 SWAPPED = {"rsub", "__rsub__", "__rdiv__", "__rtruediv__", "__rfloordiv__", "__rmod__", "__rpow__", "__rmatmul__"}
 
 
@@ -105,7 +133,12 @@ def test_the_op_of_a_spelling(spelling: str, op: str) -> None:
 
 
 def test_the_op_of_a_spelling_means_it() -> None:
-    keys = [(owner_name, name) for owner_name in opnames._OWNERS for name in dir(opnames._OWNERS[owner_name]) if not name.startswith("_")]
+    keys = [
+        (owner_name, name)
+        for owner_name in opnames._OWNERS
+        for name in dir(opnames._OWNERS[owner_name])
+        if not name.startswith("_")
+    ]
     for key in keys:
         op = get_op(key)
         if "." not in op:
@@ -113,7 +146,7 @@ def test_the_op_of_a_spelling_means_it() -> None:
             assert key in spellings or key in {inplace_twin(spelling) for spelling in spellings}
 
 
-# ---- in-place twins ---------------------------------------------------------------------------------------------------------------------------
+# ---- in-place twins --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,6 +164,8 @@ def test_in_place_twin(key: opnames.Key, twin: opnames.Key | None) -> None:
     assert inplace_twin(key) == twin
 
 
-@pytest.mark.parametrize(("name", "expected"), [("exp_", True), ("exp", False), ("__iadd__", False), ("__add__", False)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("exp_", True), ("exp", False), ("__iadd__", False), ("__add__", False)]
+)
 def test_is_inplace(name: str, expected: bool) -> None:
     assert is_inplace(name) is expected

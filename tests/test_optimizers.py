@@ -106,12 +106,16 @@ def test_add_param_group(level, after_steps):
     results = []
     for grow in (False, True):
         model = make_model()
-        with torch.no_grad():  # weights that 16 bits hold exactly: a late master starts from the model's rounded weights
+        with (
+            torch.no_grad()
+        ):  # weights that 16 bits hold exactly: a late master starts from the model's rounded weights
             for p in model.parameters():
                 p.copy_(p.bfloat16())
         first = [p for name, p in model.named_parameters() if not name.startswith("fc")]
         last = list(model.fc.parameters())
-        optimizer = torch.optim.SGD([{"params": first}] if grow else [{"params": first}, {"params": last, "lr": 0.0}], lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [{"params": first}] if grow else [{"params": first}, {"params": last, "lr": 0.0}], lr=0.05, momentum=0.9
+        )
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         train(model, optimizer, batches[:after_steps])
         if grow:
@@ -148,7 +152,9 @@ def test_a_scheduler_may_be_built_before_or_after(level, when):
         amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
         if when == "after":
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        with amp.scale_loss(F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer) as scaled_loss:
+        with amp.scale_loss(
+            F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer
+        ) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         if not optimizer.step_was_skipped:
@@ -339,7 +345,8 @@ def test_optimizers_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert not hasattr(twin, "_amp_stash") and "step" not in vars(twin)
         assert all(
-            torch.equal(a, b) for a, b in zip(twin.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
+            torch.equal(a, b)
+            for a, b in zip(twin.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
         )
     assert hasattr(optimizer, "_amp_stash")
 

@@ -1,6 +1,8 @@
-"""Steps whose flag is still on its way to the host: fused optimizers skip on the device, and counters, messages and errors come later.
+"""Steps whose flag is still on its way to the host: fused optimizers skip on the device, and counters, messages and
+errors come later.
 
-On a CPU every flag is there at once. `late` makes the host see flags late, as with a GPU, and counts how often it waits for one.
+On a CPU every flag is there at once. `late` makes the host see flags late, as with a GPU, and counts how often it waits
+for one.
 """
 
 import copy
@@ -58,7 +60,9 @@ def make(build, level="O1", **options):
 
 def step(model, optimizer, seed, factor=1.0):
     generator = torch.Generator().manual_seed(seed)
-    loss = F.cross_entropy(model(torch.randn(6, 4, generator=generator)), torch.randint(0, 3, (6,), generator=generator))
+    loss = F.cross_entropy(
+        model(torch.randn(6, 4, generator=generator)), torch.randint(0, 3, (6,), generator=generator)
+    )
     optimizer.zero_grad()
     with amp.scale_loss(loss * factor, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -73,9 +77,15 @@ def train(build, level, overflows=OVERFLOWS, steps=8):
 
 
 def values(model, optimizer):
-    """Every number that training goes on from. A state that was never made counts as zeros, which is what it starts from."""
+    """Every number that training goes on from.
+
+    A state that was never made counts as zeros, which is what it starts from.
+    """
     states = optimizer.state_dict()["state"].values()
-    return [*model.state_dict().values(), *(value for state in states for value in state.values() if torch.is_tensor(value))]
+    return [
+        *model.state_dict().values(),
+        *(value for state in states for value in state.values() if torch.is_tensor(value)),
+    ]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -134,9 +144,9 @@ def test_messages_come_at_the_latest_when_the_session_is_closed(late, caplog):
     model, optimizer = make(OPTIMIZERS["SGD"])
     step(model, optimizer, 0, float("inf"))
     amp.reset()
-    assert [
-        record.message for record in caplog.records if "overflow" in record.message
-    ] == ["Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
+    assert [record.message for record in caplog.records if "overflow" in record.message] == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    ]
 
 
 def test_a_hundred_skips_end_in_an_error_once_they_are_known(late):
@@ -144,7 +154,10 @@ def test_a_hundred_skips_end_in_an_error_once_they_are_known(late):
     for number in range(100):
         step(model, optimizer, number, float("nan"))
     late.is_done = True
-    with pytest.warns(UserWarning, match="fallen to"), pytest.raises(amp.GradientOverflowError, match=r"101 steps in a row.*0\.weight"):
+    with (
+        pytest.warns(UserWarning, match="fallen to"),
+        pytest.raises(amp.GradientOverflowError, match=r"101 steps in a row.*0\.weight"),
+    ):
         step(model, optimizer, 100, float("nan"))
 
 
@@ -179,7 +192,9 @@ def hooked(parameters):
 
 def with_two_kinds_of_group(parameters):
     first, *rest = parameters
-    return torch.optim.AdamW([{"params": [first], "fused": False, "foreach": False}, {"params": rest}], lr=0.01, fused=True)
+    return torch.optim.AdamW(
+        [{"params": [first], "fused": False, "foreach": False}, {"params": rest}], lr=0.01, fused=True
+    )
 
 
 def with_own_step(parameters):

@@ -29,7 +29,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             shutil.copytree(ROOT / name, source / name, ignore=NOT_SOURCE)
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", built, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        built,
+        source,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return zipfile.ZipFile(next(built.glob("amp_patch-*.whl")))
@@ -54,7 +65,9 @@ def sources(folder: str, prefix: str, patterns: tuple[str, ...]) -> set[str]:
 
 def test_wheel_holds_exactly_the_sources(wheel: zipfile.ZipFile) -> None:
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = sources("amp_patch", "amp_patch", ("*.py", "py.typed")) | sources("lists", "amp_patch/lists", ("*.py", "*.yaml", "*.json"))
+    expected = sources("amp_patch", "amp_patch", ("*.py", "py.typed")) | sources(
+        "lists", "amp_patch/lists", ("*.py", "*.yaml", "*.json")
+    )
     assert shipped == expected
     assert any(name.startswith("amp_patch/lists/") and name.endswith(".yaml") for name in shipped)
 
@@ -62,11 +75,9 @@ def test_wheel_holds_exactly_the_sources(wheel: zipfile.ZipFile) -> None:
 def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     code = (
-        "import torch, amp_patch as amp\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level='O4', verbosity=0)\n"
-        "assert amp.stats().names_patched > 0\n"
-        "print(amp.__file__)\n"
+        "import torch, amp_patch as amp\nmodel = torch.nn.Linear(2, 2)\nmodel, optimizer = amp.initialize(model,"
+        " torch.optim.SGD(model.parameters(), lr=0.1), opt_level='O4', verbosity=0)\nassert amp.stats().names_patched >"
+        " 0\nprint(amp.__file__)\n"
     )
     # The extracted wheel comes before an editable install, and a safe path keeps the current folder out.
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
@@ -76,9 +87,17 @@ def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp
 
 
 def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
-    assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == ("amp_patch", "0.1.0", ">=3.10")
+    assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == (
+        "amp_patch",
+        "0.1.0",
+        ">=3.10",
+    )
     requirements = metadata.get_all("Requires-Dist", [])
-    assert {re.split(r"[<>=; ]", line)[0] for line in requirements if "extra ==" not in line} == {"torch", "wrapt", "PyYAML"}
+    assert {re.split(r"[<>=; ]", line)[0] for line in requirements if "extra ==" not in line} == {
+        "torch",
+        "wrapt",
+        "PyYAML",
+    }
     demo = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .demo.", line)}
     assert demo == {"scikit-learn", "matplotlib", "tqdm"}
 
@@ -90,7 +109,9 @@ def test_wheel_declares_the_command(wheel: zipfile.ZipFile) -> None:
 
 def pinned() -> dict[str, str]:
     """Name and exact version of every development requirement."""
-    lines = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and not line.startswith("#")
+    ]
     return dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines)  # type: ignore[union-attr]
 
 

@@ -1,4 +1,6 @@
-"""`Patcher`: all or nothing on the way in, and no trace on the way out, whatever others do to the same names in between."""
+"""`Patcher`: all or nothing on the way in, and no trace on the way out, whatever others do to the same names in
+between.
+"""
 
 import functools
 import logging
@@ -97,7 +99,7 @@ def target(request: pytest.FixtureRequest) -> tuple[Any, str]:
     return targets()[request.param]
 
 
-# ---- one patch --------------------------------------------------------------------------------------------------------------------------------
+# ---- one patch -------------------------------------------------------------------------------------------------------
 
 
 def test_a_patch_acts_and_undo_leaves_no_trace(target: tuple[Any, str]) -> None:
@@ -165,7 +167,11 @@ def test_the_patcher_knows_what_it_patched(target: tuple[Any, str]) -> None:
     assert patcher.get_original(owner, name) is original
     assert list(patcher.functions()) == [(original, held(owner, name))]
     patcher.undo()
-    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name), list(patcher.functions())) == (False, None, [])
+    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name), list(patcher.functions())) == (
+        False,
+        None,
+        [],
+    )
 
 
 def test_a_patch_of_a_child_leaves_its_parent_and_a_patch_of_a_parent_reaches_its_child() -> None:
@@ -208,7 +214,7 @@ def test_factories_see_every_name_as_it_was_before_the_first_patch_of_the_call()
     assert child().double(1) == 102
 
 
-# ---- others patch the same name -----------------------------------------------------------------------------------------------------------------
+# ---- others patch the same name --------------------------------------------------------------------------------------
 
 
 def plain_closure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,7 +275,9 @@ def test_a_foreign_patch_does_not_keep_the_other_names_in(caplog: pytest.LogCapt
     module, (base, child) = make_module(), make_classes()
     double = held(base, "double")
     patcher = Patcher()
-    patcher.install([Patch(base, "double", plus_100), Patch(module, "triple", plus_100), Patch(child, "double", plus_100)])
+    patcher.install(
+        [Patch(base, "double", plus_100), Patch(module, "triple", plus_100), Patch(child, "double", plus_100)]
+    )
     module.triple = plain_closure(module.triple)  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, logger="amp_patch"):
         patcher.undo()
@@ -360,7 +368,7 @@ def test_get_original_of_a_name_patched_twice_is_what_it_was_before_both() -> No
     assert original is triple
 
 
-# ---- failures half-way ------------------------------------------------------------------------------------------------------------------------
+# ---- failures half-way -----------------------------------------------------------------------------------------------
 
 
 class Interrupting(type):
@@ -389,7 +397,9 @@ def test_a_factory_that_fails_leaves_every_name_as_it_was() -> None:
     double = held(base, "double")
     patcher = Patcher()
     with pytest.raises(ZeroDivisionError):
-        patcher.install([Patch(module, "triple", plus_100), Patch(child, "double", plus_100), Patch(base, "double", failing)])
+        patcher.install(
+            [Patch(module, "triple", plus_100), Patch(child, "double", plus_100), Patch(base, "double", failing)]
+        )
     assert (held(module, "triple"), held(base, "double"), held(child, "double")) == (triple, double, ABSENT)
     assert len(patcher) == 0
 
@@ -446,12 +456,14 @@ def test_a_rolled_back_second_patch_of_a_name_leaves_the_first_known() -> None:
     assert held(module, "triple") is triple
 
 
-# ---- any sequence -----------------------------------------------------------------------------------------------------------------------------
+# ---- any sequence ----------------------------------------------------------------------------------------------------
 
 
 class PatcherMachine(RuleBasedStateMachine):
-    """Two patchers and a stranger work on the same names in any order. A name that the stranger never covered while ours was below must end up
-    the identical object (or absent), and at every moment a call through any name gives the original answer plus what is on it."""
+    """Two patchers and a stranger work on the same names in any order. A name that the stranger never covered while
+    ours was below must end up the identical object (or absent), and at every moment a call through any name gives the
+    original answer plus what is on it.
+    """
 
     @initialize()
     def start(self) -> None:
@@ -486,7 +498,11 @@ class PatcherMachine(RuleBasedStateMachine):
         with pytest.raises(ZeroDivisionError):
             self.patcher.install([*patches, Patch(*self.names[0], failing)])
 
-    @rule(indexes=st.lists(st.integers(0, 4), max_size=4), interrupted=st.integers(2, 4), when=st.sampled_from(["raise_before", "raise_after"]))
+    @rule(
+        indexes=st.lists(st.integers(0, 4), max_size=4),
+        interrupted=st.integers(2, 4),
+        when=st.sampled_from(["raise_before", "raise_after"]),
+    )
     def install_with_an_interrupt(self, indexes: list[int], interrupted: int, when: str) -> None:
         if interrupted in self.foreign:
             return
@@ -535,7 +551,9 @@ class PatcherMachine(RuleBasedStateMachine):
             if index == 4:
                 assert call(owner, name, 7) >= self.plain[index] + 100
             else:
-                assert call(owner, name, 7) == self.plain[index] + 100 * self.installed.count(index) + 1000 * (index in self.foreign)
+                assert call(owner, name, 7) == self.plain[index] + 100 * self.installed.count(index) + 1000 * (
+                    index in self.foreign
+                )
             assert self.patcher.is_patched(owner, name) is (index in self.installed)
 
     def teardown(self) -> None:

@@ -42,7 +42,9 @@ def test_on_the_cpu_float16_gives_way_to_bfloat16_and_needs_no_scale(level):
 
 
 def test_overrides_replace_one_property_each():
-    policy = make_policy("O2", {"loss_scale": "64", "keep_batchnorm_fp32": "False", "cast_model_type": None}, device_type="cuda")
+    policy = make_policy(
+        "O2", {"loss_scale": "64", "keep_batchnorm_fp32": "False", "cast_model_type": None}, device_type="cuda"
+    )
     assert (policy.loss_scale, policy.keep_batchnorm_fp32, policy.cast_model_type) == (64.0, False, F16)
     assert make_policy("O2", {"cast_model_type": False}, device_type="cuda").cast_model_type is None
 
@@ -57,9 +59,17 @@ def test_lists_follow_the_low_dtype_unless_they_are_named():
 def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "Mine: {extends: O5, loss_scale: 16}\nO2: {extends: O2, keep_batchnorm_fp32: false}\nSmall: {extends: Mine, master_weights: false}\n"
+        "Mine: {extends: O5, loss_scale: 16}\nO2: {extends: O2, keep_batchnorm_fp32: false}\nSmall: {extends: Mine,"
+        " master_weights: false}\n"
     )
-    assert properties(make_policy("Mine", {}, device_type="cuda", presets=path)) == (BF16, False, None, True, True, 16.0)
+    assert properties(make_policy("Mine", {}, device_type="cuda", presets=path)) == (
+        BF16,
+        False,
+        None,
+        True,
+        True,
+        16.0,
+    )
     assert make_policy("O2", {}, device_type="cuda", presets=path).keep_batchnorm_fp32 is False
     assert make_policy("O2", {}, device_type="cpu", presets=path).cast_model_type is BF16
     assert make_policy("Small", {}, device_type="cuda", presets=path).master_weights is False

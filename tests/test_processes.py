@@ -23,7 +23,7 @@ def initialize(level="O4", model=None, **options):
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), opt_level=level, verbosity=0, **options)
 
 
-# ---- workers ---------------------------------------------------------------------------------------------------------------------------------
+# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 class Products(Dataset):
@@ -33,7 +33,9 @@ class Products(Dataset):
         return 4
 
     def __getitem__(self, index):
-        return torch.matmul(torch.full((2, 2), index + 0.1), torch.eye(2)), str(torch.matmul(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+        return torch.matmul(torch.full((2, 2), index + 0.1), torch.eye(2)), str(
+            torch.matmul(torch.ones(1, 1), torch.ones(1, 1)).dtype
+        )
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -79,7 +81,9 @@ def test_initialize_works_in_a_worker_process(method):
             scaled_loss.backward()
         optimizer.step()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(torch.from_numpy(result[name]), value, rtol=1e-2, atol=1e-3)  # one thread adds in another order than two
+        torch.testing.assert_close(
+            torch.from_numpy(result[name]), value, rtol=1e-2, atol=1e-3
+        )  # one thread adds in another order than two
 
 
 def test_two_threads_in_forward_give_what_one_after_the_other_gives():
@@ -103,7 +107,7 @@ def test_two_threads_in_forward_give_what_one_after_the_other_gives():
         assert len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-# ---- checkpointed activations ----------------------------------------------------------------------------------------------------------------
+# ---- checkpointed activations ----------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):
@@ -146,7 +150,7 @@ def test_checkpointing_gives_the_gradients_of_the_plain_run(level, use_reentrant
             assert torch.equal(checkpointed, plain)
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------------------------------
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -208,7 +212,7 @@ def test_methods_and_operators_compiled_before_are_not_stale():
         assert dtypes() == {torch.float32}
 
 
-# ---- TorchScript -----------------------------------------------------------------------------------------------------------------------------
+# ---- TorchScript -----------------------------------------------------------------------------------------------------
 
 
 def double_product(x, w):

@@ -1,5 +1,7 @@
-"""Layers whose arithmetic lies below Python, or in fused kernels, run in the dtype that the lists say, whether they were built before `initialize`
-or after it: results, and in training gradients, are those of the casts written out by hand."""
+"""Layers whose arithmetic lies below Python, or in fused kernels, run in the dtype that the lists say, whether they
+were built before `initialize` or after it: results, and in training gradients, are those of the casts written out by
+hand.
+"""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +32,7 @@ def first_of(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-# ---- layers by hand -----------------------------------------------------------------------------------------------------------------------------
+# ---- layers by hand --------------------------------------------------------------------------------------------------
 
 
 def in_dtype(module: nn.Module, inputs: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
@@ -48,7 +50,9 @@ def all_float32(module: nn.Module, inputs: tuple[Tensor, ...], low: torch.dtype)
 
 
 def attend(module: nn.MultiheadAttention, value: Tensor, low: torch.dtype, has_weights: bool) -> Tensor:
-    """Self-attention with every product in low; the softmax is inside the fused kernel, or, where its weights are asked for, in float32."""
+    """Self-attention with every product in low; the softmax is inside the fused kernel, or, where its weights are asked
+    for, in float32.
+    """
     batch, length, width = value.shape
     projected = F.linear(value.to(low).transpose(0, 1), module.in_proj_weight.to(low), module.in_proj_bias.to(low))
     heads = [part.reshape(length, batch * module.num_heads, -1).transpose(0, 1) for part in projected.chunk(3, -1)]
@@ -67,7 +71,9 @@ def attend(module: nn.MultiheadAttention, value: Tensor, low: torch.dtype, has_w
 def attention(module: nn.Module, inputs: tuple[Tensor, ...], low: torch.dtype, has_weights: bool) -> Tensor:
     if torch.is_grad_enabled() or inputs[0].dtype is not torch.float32:
         return attend(module, inputs[0], low, has_weights)
-    return in_dtype(module, inputs, low)  # the fused path, which the layer takes if input and weights agree: it is low throughout
+    return in_dtype(
+        module, inputs, low
+    )  # the fused path, which the layer takes if input and weights agree: it is low throughout
 
 
 def encoder_layer(module: nn.Module, inputs: tuple[Tensor, ...], low: torch.dtype) -> Tensor:
@@ -123,8 +129,12 @@ LAYERS = {
     "RNNCell": Layer(lambda: nn.RNNCell(8, 4), (SEQUENCE[0],), all_low),
     "PReLU": Layer(lambda: nn.PReLU(3), (SEQUENCE,), all_low),
     "Bilinear": Layer(lambda: nn.Bilinear(8, 8, 4), (SEQUENCE, rand(2, 3, 8, seed=1)), all_float32),
-    "MultiheadAttention": Layer(lambda: WithoutWeights(8, 2, batch_first=True), (SEQUENCE,), functools.partial(attention, has_weights=False)),
-    "MultiheadAttention-weights": Layer(lambda: WithWeights(8, 2, batch_first=True), (SEQUENCE,), functools.partial(attention, has_weights=True)),
+    "MultiheadAttention": Layer(
+        lambda: WithoutWeights(8, 2, batch_first=True), (SEQUENCE,), functools.partial(attention, has_weights=False)
+    ),
+    "MultiheadAttention-weights": Layer(
+        lambda: WithWeights(8, 2, batch_first=True), (SEQUENCE,), functools.partial(attention, has_weights=True)
+    ),
     "TransformerEncoderLayer-relu": Layer(lambda: encoder(activation="relu"), (SEQUENCE,), encoder_layer),
     "TransformerEncoderLayer-gelu": Layer(lambda: encoder(activation=F.gelu), (SEQUENCE,), encoder_layer),
     "TransformerEncoderLayer-norm-first": Layer(lambda: encoder(norm_first=True), (SEQUENCE,), encoder_layer),
@@ -149,12 +159,20 @@ def run(module: nn.Module, call: Callable[[], Any], mode: str) -> tuple[Tensor, 
 def test_a_layer_runs_as_if_cast_by_hand(layer: Layer, low: torch.dtype, is_built_first: bool) -> None:
     torch.manual_seed(0)
     make, reference = layer.make, layer.make()
-    cases = {f"{given}, {mode}": (tuple(value.to(dtype) for value in layer.inputs), mode)
-             for given, dtype in (("float32", torch.float32), ("low", low)) for mode in MODES}  # fmt: skip
-    expected = {case: run(reference, lambda inputs=inputs: layer.by_hand(reference, inputs, low), mode) for case, (inputs, mode) in cases.items()}
+    cases = {
+        f"{given}, {mode}": (tuple(value.to(dtype) for value in layer.inputs), mode)
+        for given, dtype in (("float32", torch.float32), ("low", low))
+        for mode in MODES
+    }
+    expected = {
+        case: run(reference, lambda inputs=inputs: layer.by_hand(reference, inputs, low), mode)
+        for case, (inputs, mode) in cases.items()
+    }
     # Within a larger model: a layer with hooks of its own takes no fused path.
     model = nn.Sequential(nn.Linear(2, 2), make() if is_built_first else nn.Identity())
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", patch_torch_functions_type=low, verbosity=0)
+    amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", patch_torch_functions_type=low, verbosity=0
+    )
     module = model[1] if is_built_first else make()
     module.load_state_dict(reference.state_dict())
     results = {case: run(module, lambda inputs=inputs: module(*inputs), mode) for case, (inputs, mode) in cases.items()}
@@ -169,7 +187,11 @@ def test_the_fused_paths_are_taken_where_the_layer_tests_expect_them(monkeypatch
     called: list[str] = []
     for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
         original = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, name=name, original=original, **kwargs: called.append(name) or original(*args, **kwargs))
+        monkeypatch.setattr(
+            torch,
+            name,
+            lambda *args, name=name, original=original, **kwargs: called.append(name) or original(*args, **kwargs),
+        )
     model = nn.Sequential(encoder(), WithoutWeights(8, 2, batch_first=True))
     amp.initialize(model, opt_level="O4", verbosity=0)
     run(model[0], lambda: model[0](SEQUENCE), "no_grad")
@@ -180,7 +202,7 @@ def test_the_fused_paths_are_taken_where_the_layer_tests_expect_them(monkeypatch
     assert called == ["_transformer_encoder_layer_fwd", "_native_multi_head_attention"]
 
 
-# ---- functions ----------------------------------------------------------------------------------------------------------------------------------
+# ---- functions -------------------------------------------------------------------------------------------------------
 
 LEFT, RIGHT = rand(4, 4, seed=1), rand(4, 4, seed=2)
 HEADS = rand(1, 2, 3, 4, seed=3)
@@ -190,7 +212,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], torch.dtype |
     "einsum-sublists": (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [0, 2]), (LEFT, RIGHT), None),
     "multi_dot": (lambda *x: torch.linalg.multi_dot(x), (LEFT, RIGHT, LEFT), None),
     "vecdot": (lambda *x: torch.linalg.vecdot(*x), (LEFT, RIGHT), None),
-    "scaled_dot_product_attention": (lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), (HEADS, HEADS, HEADS), None),
+    "scaled_dot_product_attention": (
+        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
+        (HEADS, HEADS, HEADS),
+        None,
+    ),
     "prelu": (lambda *x: F.prelu(*x), (LEFT, RIGHT[0]), None),
     "rnn_tanh_cell": (lambda *x: torch.rnn_tanh_cell(*x), (LEFT, RIGHT, LEFT, RIGHT), None),
     "cdist": (lambda *x: torch.cdist(*x), (LEFT, RIGHT), torch.float32),
@@ -203,7 +229,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], torch.dtype |
 @lows
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_made_of_products_runs_in_one_dtype(name: str, low: torch.dtype) -> None:
-    """Mixed inputs, as they are once some come out of low ops: low for what is whitelisted, float32 for what is promoted or blacklisted."""
+    """Mixed inputs, as they are once some come out of low ops: low for what is whitelisted, float32 for what is
+    promoted or blacklisted.
+    """
     function, inputs, dtype = FUNCTIONS[name]
     mixed = [value.to(low) if index == 0 else value for index, value in enumerate(inputs)]
     expected = function(*(value.to(dtype or low) for value in mixed))
@@ -219,16 +247,20 @@ def test_a_mask_of_huge_negatives_masks_in_float16_and_zeroes_rows_that_are_mask
     amp.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
     result = F.scaled_dot_product_attention(HEADS, HEADS, HEADS, attn_mask=mask)
     amp.reset()
-    assert torch.equal(result[..., :2, :], F.scaled_dot_product_attention(*[HEADS.half()] * 3, attn_mask=mask == 0)[..., :2, :])
+    assert torch.equal(
+        result[..., :2, :], F.scaled_dot_product_attention(*[HEADS.half()] * 3, attn_mask=mask == 0)[..., :2, :]
+    )
     assert torch.equal(result[..., 2, :], torch.zeros(1, 2, 4, dtype=torch.float16))
 
 
-# ---- functions that layers keep -----------------------------------------------------------------------------------------------------------------
+# ---- functions that layers keep --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_built_first", [True, False], ids=["built-before", "built-after"])
 @pytest.mark.parametrize("get_activation", [lambda: "gelu", lambda: F.gelu], ids=["by-name", "by-function"])
-def test_a_listed_activation_that_a_layer_keeps_is_reached(tmp_path: Any, get_activation: Callable[[], Any], is_built_first: bool) -> None:
+def test_a_listed_activation_that_a_layer_keeps_is_reached(
+    tmp_path: Any, get_activation: Callable[[], Any], is_built_first: bool
+) -> None:
     lists = tmp_path / "wide_gelu.yaml"
     lists.write_text("extends: bfloat16\nblacklist: [gelu]\n")
     layer = encoder(activation=get_activation()) if is_built_first else None
@@ -238,7 +270,9 @@ def test_a_listed_activation_that_a_layer_keeps_is_reached(tmp_path: Any, get_ac
 
 
 @lows
-def test_what_is_blacklisted_is_float32_throughout_though_torch_wrote_it_in_python(tmp_path: Any, low: torch.dtype) -> None:
+def test_what_is_blacklisted_is_float32_throughout_though_torch_wrote_it_in_python(
+    tmp_path: Any, low: torch.dtype
+) -> None:
     """Else the products inside would be cast to low again."""
     lists = tmp_path / "wide_attention.yaml"
     lists.write_text("extends: float16\nblacklist: [multi_head_attention_forward]\n")

@@ -41,16 +41,24 @@ def test_the_commands_are_targets_of_the_makefile():
 
 
 def test_the_table_of_levels_is_that_of_the_presets():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line.startswith("| ")
+    ]
     header = next(row for row in rows if row[1:2] == ["O0"])
-    written = {row[0].strip("`"): dict(zip(header[1:], row[1:], strict=True)) for row in rows if len(row) == 7 and row[0].startswith("`")}
+    written = {
+        row[0].strip("`"): dict(zip(header[1:], row[1:], strict=True))
+        for row in rows
+        if len(row) == 7 and row[0].startswith("`")
+    }
     presets = yaml.safe_load(shipped_presets().read_text())
     for level in header[1:]:
         own = presets[level]
         properties = {**presets.get(own.get("extends"), {}), **own}
         for name, shown in written.items():
             values = shown[level]
-            assert values == {True: "yes", False: "no", None: "-"}.get(properties[name], str(properties[name])) or values == str(properties[name]), (
+            assert values == {True: "yes", False: "no", None: "-"}.get(
+                properties[name], str(properties[name])
+            ) or values == str(properties[name]), (
                 level,
                 name,
             )

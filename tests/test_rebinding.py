@@ -1,4 +1,6 @@
-"""References to patched functions outside torch: found wherever a program keeps them, given back exactly, and never by running its code."""
+"""References to patched functions outside torch: found wherever a program keeps them, given back exactly, and never by
+running its code.
+"""
 
 import copy
 import functools
@@ -39,7 +41,10 @@ def lists(tmp_path):
 
 @pytest.fixture
 def make_package(tmp_path, monkeypatch):
-    """Returns a function that writes modules, by dotted name, where they can be imported from. They are forgotten after the test."""
+    """Returns a function that writes modules, by dotted name, where they can be imported from.
+
+    They are forgotten after the test.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     tops = set()
 
@@ -48,7 +53,11 @@ def make_package(tmp_path, monkeypatch):
             top, *rest = name.split(".")
             tops.add(top)
             is_package = any(other.startswith(f"{name}.") for other in sources)
-            path = tmp_path.joinpath(top, *rest, "__init__.py") if is_package else tmp_path.joinpath(top, *rest).with_suffix(".py")
+            path = (
+                tmp_path.joinpath(top, *rest, "__init__.py")
+                if is_package
+                else tmp_path.joinpath(top, *rest).with_suffix(".py")
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
@@ -66,25 +75,52 @@ def open_session(lists="bfloat16", model=None, **options):
     return model, optimizer
 
 
-# ---- one kind of place at a time --------------------------------------------------------------------------------------------------------------
+# ---- one kind of place at a time -------------------------------------------------------------------------------------
 
 PLACES = {
     "global": ("from torch.nn.functional import gelu", lambda m, x: m.gelu(x)),
     "global of another name": ("import torch\nact = torch.nn.functional.silu", lambda m, x: m.act(x)),
-    "class attribute, builtin": ("import torch.nn.functional as F\nclass C:\n    act = F.gelu", lambda m, x: m.C().act(x)),
-    "class attribute, called on the class": ("import torch.nn.functional as F\nclass C:\n    act = F.gelu", lambda m, x: m.C.act(x)),
-    "class attribute, function": ("import torch.nn.functional as F\nclass C:\n    act = F.silu", lambda m, x: m.C.act(x)),
-    "staticmethod": ("import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.silu)", lambda m, x: m.C().act(x)),
-    "static builtin": ("import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.gelu)", lambda m, x: m.C().act(x)),
-    "nested class": ("import torch.nn.functional as F\nclass C:\n    class D:\n        act = F.gelu", lambda m, x: m.C.D().act(x)),
-    "default": ("import torch.nn.functional as F\ndef f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)", lambda m, x: m.f(x)),
-    "keyword default": ("import torch.nn.functional as F\ndef f(x, *, act=F.gelu):\n    return act(x)", lambda m, x: m.f(x)),
+    "class attribute, builtin": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.gelu",
+        lambda m, x: m.C().act(x),
+    ),
+    "class attribute, called on the class": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.gelu",
+        lambda m, x: m.C.act(x),
+    ),
+    "class attribute, function": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.silu",
+        lambda m, x: m.C.act(x),
+    ),
+    "staticmethod": (
+        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.silu)",
+        lambda m, x: m.C().act(x),
+    ),
+    "static builtin": (
+        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.gelu)",
+        lambda m, x: m.C().act(x),
+    ),
+    "nested class": (
+        "import torch.nn.functional as F\nclass C:\n    class D:\n        act = F.gelu",
+        lambda m, x: m.C.D().act(x),
+    ),
+    "default": (
+        "import torch.nn.functional as F\ndef f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "keyword default": (
+        "import torch.nn.functional as F\ndef f(x, *, act=F.gelu):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
     "default of a method": (
         "from torch.nn import functional\nclass C:\n    def f(self, x, act=functional.gelu):\n        return act(x)",
         lambda m, x: m.C().f(x),
     ),
     "default of a class method": (
-        "import torch\nclass C:\n    @classmethod\n    def f(cls, x, act=torch.nn.functional.gelu):\n        return act(x)",
+        (
+            "import torch\nclass C:\n    @classmethod\n    def f(cls, x, act=torch.nn.functional.gelu):\n        return"
+            " act(x)"
+        ),
         lambda m, x: m.C.f(x),
     ),
     "default of a decorated function": (
@@ -92,23 +128,47 @@ PLACES = {
         lambda m, x: m.f(x),
     ),
     "closure": (
-        "import torch.nn.functional as F\ndef make(act):\n    def f(x):\n        return act(x)\n    return f\nf = make(F.gelu)",
+        (
+            "import torch.nn.functional as F\ndef make(act):\n    def f(x):\n        return act(x)\n    return f\nf ="
+            " make(F.gelu)"
+        ),
         lambda m, x: m.f(x),
     ),
     "closure in a closure": (
-        "import torch.nn.functional as F\ndef same(f):\n    return lambda *a: f(*a)\ndef make(g):\n    return same(lambda x: g(x))\nf = make(F.gelu)",
+        (
+            "import torch.nn.functional as F\ndef same(f):\n    return lambda *a: f(*a)\ndef make(g):\n    return"
+            " same(lambda x: g(x))\nf = make(F.gelu)"
+        ),
         lambda m, x: m.f(x),
     ),
-    "table": ("import torch.nn.functional as F\nACT = {'gelu': F.gelu, 'own': lambda x: x}", lambda m, x: m.ACT["gelu"](x)),
+    "table": (
+        "import torch.nn.functional as F\nACT = {'gelu': F.gelu, 'own': lambda x: x}",
+        lambda m, x: m.ACT["gelu"](x),
+    ),
     "list": ("import torch.nn.functional as F\nACTS = [None, F.gelu]", lambda m, x: m.ACTS[1](x)),
-    "table of tables": ("import torch.nn.functional as F\nACT = {'a': {'gelu': F.gelu}}", lambda m, x: m.ACT["a"]["gelu"](x)),
-    "ordered table": ("import collections, torch\nACT = collections.OrderedDict(g=torch.nn.functional.gelu)", lambda m, x: m.ACT["g"](x)),
-    "table of a class": ("import torch.nn.functional as F\nclass C:\n    ACT = {'gelu': [F.gelu]}", lambda m, x: m.C().ACT["gelu"][0](x)),
+    "table of tables": (
+        "import torch.nn.functional as F\nACT = {'a': {'gelu': F.gelu}}",
+        lambda m, x: m.ACT["a"]["gelu"](x),
+    ),
+    "ordered table": (
+        "import collections, torch\nACT = collections.OrderedDict(g=torch.nn.functional.gelu)",
+        lambda m, x: m.ACT["g"](x),
+    ),
+    "table of a class": (
+        "import torch.nn.functional as F\nclass C:\n    ACT = {'gelu': [F.gelu]}",
+        lambda m, x: m.C().ACT["gelu"][0](x),
+    ),
     "data class": (
-        "import dataclasses, typing, torch\n@dataclasses.dataclass\nclass C:\n    act: typing.Any = torch.nn.functional.gelu",
+        (
+            "import dataclasses, typing, torch\n@dataclasses.dataclass\nclass C:\n    act: typing.Any ="
+            " torch.nn.functional.gelu"
+        ),
         lambda m, x: m.C().act(x),
     ),
-    "a table filled from another module": ("from library_x.ops import table\nACT = {'gelu': table['gelu']}", lambda m, x: m.ACT["gelu"](x)),
+    "a table filled from another module": (
+        "from library_x.ops import table\nACT = {'gelu': table['gelu']}",
+        lambda m, x: m.ACT["gelu"](x),
+    ),
 }
 
 
@@ -119,15 +179,23 @@ def describe(module):
         path, value = pending.pop()
         held[path] = (type(value), id(value))
         if isinstance(value, dict) and not path.endswith("__builtins__"):
-            pending += [(f"{path}.{key}", item) for key, item in value.items() if key not in ("__builtins__", "__spec__", "__loader__")]
+            pending += [
+                (f"{path}.{key}", item)
+                for key, item in value.items()
+                if key not in ("__builtins__", "__spec__", "__loader__")
+            ]
         elif isinstance(value, (list, tuple)):
             pending += [(f"{path}.{index}", item) for index, item in enumerate(value)]
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            pending += [(f"{path}.{key}", item) for key, item in vars(value).items() if key not in ("__dict__", "__weakref__")]
+            pending += [
+                (f"{path}.{key}", item) for key, item in vars(value).items() if key not in ("__dict__", "__weakref__")
+            ]
         elif isinstance(value, (staticmethod, classmethod)):
             pending.append((f"{path}.__func__", value.__func__))
         elif isinstance(value, types.FunctionType):
-            pending += [(f"{path}.{name}", getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__closure__")]
+            pending += [
+                (f"{path}.{name}", getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__closure__")
+            ]
         elif isinstance(value, types.CellType):
             pending.append((f"{path}.cell", value.cell_contents))
     return held
@@ -136,7 +204,13 @@ def describe(module):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_is_rebound_and_given_back_exactly(place, make_package, lists):
     source, call = PLACES[place]
-    make_package({"program_x": source, "library_x": "", "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}"})
+    make_package(
+        {
+            "program_x": source,
+            "library_x": "",
+            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
+        }
+    )
     module = importlib.import_module("program_x")
     before, plain = describe(module), call(module, X)
     for _ in range(2):
@@ -153,7 +227,13 @@ def test_a_place_is_rebound_and_given_back_exactly(place, make_package, lists):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_that_was_made_during_a_session_gets_the_original(place, make_package, lists):
     source, call = PLACES[place]
-    make_package({"program_x": source, "library_x": "", "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}"})
+    make_package(
+        {
+            "program_x": source,
+            "library_x": "",
+            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
+        }
+    )
     _session = open_session(lists)
     module = importlib.import_module("program_x")
     amp.reset()
@@ -180,11 +260,20 @@ def test_a_program_run_as_a_script_is_rebound(tmp_path):
 
 
 def test_methods_of_tensors_are_rebound_too(make_package, lists):
-    make_package({"program_x": "import torch\nOPS = {'sinc': torch.Tensor.sinc}\nclass Mine(torch.Tensor):\n    my_sinc = torch.Tensor.sinc"})
+    make_package(
+        {
+            "program_x": (
+                "import torch\nOPS = {'sinc': torch.Tensor.sinc}\nclass Mine(torch.Tensor):\n    my_sinc ="
+                " torch.Tensor.sinc"
+            )
+        }
+    )
     module = importlib.import_module("program_x")
     original = module.OPS["sinc"]
     _session = open_session(lists)
-    assert module.OPS["sinc"](X.bfloat16()).dtype is X.bfloat16().as_subclass(module.Mine).my_sinc().dtype is torch.float32
+    assert (
+        module.OPS["sinc"](X.bfloat16()).dtype is X.bfloat16().as_subclass(module.Mine).my_sinc().dtype is torch.float32
+    )
     amp.reset()
     assert module.OPS["sinc"] is vars(module.Mine)["my_sinc"] is original
 
@@ -212,7 +301,9 @@ def test_what_the_user_changed_during_the_session_stays(make_package, lists):
 
 
 def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nclass C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass"})
+    make_package(
+        {"program_x": "import torch.nn.functional as F\nclass C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass"}
+    )
     module = importlib.import_module("program_x")
     _session = open_session(lists)
     gone = weakref.ref(module.C), weakref.ref(module.f)
@@ -222,7 +313,7 @@ def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
     amp.reset()
 
 
-# ---- what must not happen ---------------------------------------------------------------------------------------------------------------------
+# ---- what must not happen --------------------------------------------------------------------------------------------
 
 TRAPS = """
     import torch.nn.functional as F
@@ -279,7 +370,10 @@ def test_no_code_of_the_program_is_run(make_package, lists):
         assert all(value is F.gelu and value(X).dtype is LOW for value in held)
         amp.reset()
         held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
-        assert all(value is F.gelu for value in (*held, attributes_of(module.Plain)["act"], attributes_of(module.Guarded)["act"]))
+        assert all(
+            value is F.gelu
+            for value in (*held, attributes_of(module.Plain)["act"], attributes_of(module.Guarded)["act"])
+        )
     finally:
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
@@ -296,7 +390,11 @@ def test_nothing_is_imported(make_package, lists):
 
 
 def test_modules_of_torch_are_left_alone(lists):
-    defaults = {(c, f): vars(c)[f].__defaults__ for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) for f in ("__init__", "forward")}
+    defaults = {
+        (c, f): vars(c)[f].__defaults__
+        for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        for f in ("__init__", "forward")
+    }
     _session = open_session(lists)
     assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
 
@@ -330,15 +428,31 @@ def test_a_replacement_keeps_its_own_original(make_package, lists):
 
 
 def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monkeypatch):
-    make_package({"plain_x": "", "plain_x.a": "def f(x=1):\n    pass", "user_x": "", "user_x.a": "import torch", "user_x.b": "def f(x=1):\n    pass"})
+    make_package(
+        {
+            "plain_x": "",
+            "plain_x.a": "def f(x=1):\n    pass",
+            "user_x": "",
+            "user_x.a": "import torch",
+            "user_x.b": "def f(x=1):\n    pass",
+        }
+    )
     for name in ("plain_x.a", "user_x.a", "user_x.b"):
         importlib.import_module(name)
     visited = []
     search_module = rebinding.Search._search_module
-    monkeypatch.setattr(rebinding.Search, "_search_module", lambda self, name, module: (visited.append(name), search_module(self, name, module)))
+    monkeypatch.setattr(
+        rebinding.Search,
+        "_search_module",
+        lambda self, name, module: (visited.append(name), search_module(self, name, module)),
+    )
     _session = open_session(lists)
     assert {"user_x", "user_x.a", "user_x.b"} <= set(visited)
-    assert not {name for name in visited if name.partition(".")[0] in ("plain_x", "numpy", "sympy", "torch", "os", "collections")}
+    assert not {
+        name
+        for name in visited
+        if name.partition(".")[0] in ("plain_x", "numpy", "sympy", "torch", "os", "collections")
+    }
 
 
 def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_closes(monkeypatch):
@@ -356,7 +470,7 @@ def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_close
     assert walks == []
 
 
-# ---- what cannot be rebound -------------------------------------------------------------------------------------------------------------------
+# ---- what cannot be rebound ------------------------------------------------------------------------------------------
 
 STUCK = """
     import functools, types
@@ -394,7 +508,9 @@ def test_what_cannot_be_rebound_is_named_in_one_warning(make_package, lists):
     (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
     named = {name for name in vars(module) if f"program_x.{name} (" in str(warning.message)}
     assert named == {"partial", "pair", "frozen", "members", "slots", "instance", "DEEP", "HALF"}
-    assert "program_x.C.act (partialmethod)" in str(warning.message) and "program_x.partial (partial)" in str(warning.message)
+    assert "program_x.C.act (partialmethod)" in str(warning.message) and "program_x.partial (partial)" in str(
+        warning.message
+    )
     assert "more" not in str(warning.message)
     assert warning.filename == __file__
     assert module.HALF["fine"] is module.fine is F.gelu
@@ -403,20 +519,25 @@ def test_what_cannot_be_rebound_is_named_in_one_warning(make_package, lists):
 
 
 def test_a_long_list_of_what_cannot_be_rebound_is_cut(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\n" + "\n".join(f"pair_{i} = (F.gelu, {i})" for i in range(14))})
+    make_package(
+        {"program_x": "import torch.nn.functional as F\n" + "\n".join(f"pair_{i} = (F.gelu, {i})" for i in range(14))}
+    )
     importlib.import_module("program_x")
     (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
     assert str(warning.message).count("program_x.pair_") == 10 and "and 4 more" in str(warning.message)
 
 
 def test_nothing_is_warned_of_where_everything_could_be_rebound(make_package, lists):
-    source = "import torch.nn.functional as F\nTABLE = {'gelu': F.gelu}\nclass R:\n    pass\nr = R()\nr.table = TABLE\nr.space = globals()"
+    source = (
+        "import torch.nn.functional as F\nTABLE = {'gelu': F.gelu}\nclass R:\n    pass\nr = R()\nr.table ="
+        " TABLE\nr.space = globals()"
+    )
     make_package({"program_x": source})
     importlib.import_module("program_x")
     assert warnings_of(lambda: open_session(lists)) == []
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -433,10 +554,17 @@ def make_encoder():
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, activation=F.gelu, batch_first=True)
 
 
-@pytest.mark.parametrize("make", [make_encoder, lambda: nn.Sequential(Block(F.gelu), Block(F.silu))], ids=["encoder layer", "own"])
+@pytest.mark.parametrize(
+    "make", [make_encoder, lambda: nn.Sequential(Block(F.gelu), Block(F.silu))], ids=["encoder layer", "own"]
+)
 def test_functions_that_a_model_holds_are_rebound_and_given_back(make, lists):
     model = make()
-    holders = {(module, name): vars(module)[name] for module in model.modules() for name in ("act", "activation") if name in vars(module)}
+    holders = {
+        (module, name): vars(module)[name]
+        for module in model.modules()
+        for name in ("act", "activation")
+        if name in vars(module)
+    }
     assert holders
     open_session(lists, model)
     for (module, name), original in holders.items():
@@ -516,7 +644,12 @@ def test_a_model_can_be_copied_and_saved(act, moment, lists):
     plain = model(X)
     open_session(lists, model)
     cast = model(X)
-    copies = [copy.deepcopy(model), load(save(model)), pickle.loads(pickle.dumps(model)), load(save(copy.deepcopy(model)))]
+    copies = [
+        copy.deepcopy(model),
+        load(save(model)),
+        pickle.loads(pickle.dumps(model)),
+        load(save(copy.deepcopy(model))),
+    ]
     if moment == "after":
         amp.reset()
         copies += [copy.deepcopy(model), load(save(model)), *[load(save(other)) for other in copies]]
@@ -574,11 +707,14 @@ def test_a_partial_that_a_model_holds_is_named(lists):
     assert "Sequential.0.act (partial)" in str(warning.message)
 
 
-# ---- asking, and originals for a while --------------------------------------------------------------------------------------------------------
+# ---- asking, and originals for a while -------------------------------------------------------------------------------
 
 
 def test_is_patched_and_get_original_know_globals_and_class_attributes(make_package, lists):
-    source = "import torch.nn.functional as F\nact = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n    n = 1"
+    source = (
+        "import torch.nn.functional as F\nact = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n"
+        "    n = 1"
+    )
     make_package({"program_x": source})
     module = importlib.import_module("program_x")
     expected = {(module, "act"): F.gelu, (module.C, "raw"): F.gelu, (module.C, "static"): F.silu}
@@ -592,8 +728,14 @@ def test_is_patched_and_get_original_know_globals_and_class_attributes(make_pack
 
 
 def test_suspended_puts_every_original_back_and_every_replacement_in_again(make_package, lists):
-    make_package({f"program_x{index}": source for index, (source, _) in enumerate(PLACES.values()) if "library_x" not in source})
-    modules = [importlib.import_module(f"program_x{index}") for index, (source, _) in enumerate(PLACES.values()) if "library_x" not in source]
+    make_package(
+        {f"program_x{index}": source for index, (source, _) in enumerate(PLACES.values()) if "library_x" not in source}
+    )
+    modules = [
+        importlib.import_module(f"program_x{index}")
+        for index, (source, _) in enumerate(PLACES.values())
+        if "library_x" not in source
+    ]
     model = Block(F.gelu)
     before = [describe(module) for module in modules], model.act
     open_session(lists, model)
@@ -606,7 +748,10 @@ def test_suspended_puts_every_original_back_and_every_replacement_in_again(make_
 
 
 def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lists):
-    source = "import torch\nfrom torch.nn.functional import silu\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return silu(x)"
+    source = (
+        "import torch\nfrom torch.nn.functional import silu\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return"
+        " silu(x)"
+    )
     make_package({"program_x": source})
     module = importlib.import_module("program_x")
     _session = open_session(lists)
@@ -614,7 +759,7 @@ def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lis
     assert module.f(X).dtype is LOW
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["Item", "ClassAttribute", "Defaults", "Cell"])
@@ -653,7 +798,9 @@ def test_an_interrupt_while_places_are_written_undoes_all(place, when, make_pack
 
 def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
     """An enumeration refuses to have its members replaced, and holds them twice."""
-    make_package({"program_x": "import enum\nimport torch.nn.functional as F\nclass Act(enum.Enum):\n    GELU = F.gelu"})
+    make_package(
+        {"program_x": "import enum\nimport torch.nn.functional as F\nclass Act(enum.Enum):\n    GELU = F.gelu"}
+    )
     module = importlib.import_module("program_x")
     before = describe(module)
     (warning,) = warnings_of(lambda: open_session(lists))

@@ -41,13 +41,15 @@ def gradient_by_hand(level):
     return expected
 
 
-# ---- windows that end without a step ---------------------------------------------------------------------------------------------------------
+# ---- windows that end without a step ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "one by one"])
 @pytest.mark.parametrize("level", FLOAT16)
 def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
-    """`if torch.isfinite(norm): optimizer.step()`: the scale must fall although no step is ever skipped by the optimizer."""
+    """`if torch.isfinite(norm): optimizer.step()`: the scale must fall although no step is ever skipped by the
+    optimizer.
+    """
     model, optimizer = make(level, **FLOAT16[level])
     for _ in range(14):
         if zero == "one by one":
@@ -63,7 +65,9 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
     assert len(optimizer._amp_stash._checks) <= 1
 
 
-@pytest.mark.parametrize("zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"])
+@pytest.mark.parametrize(
+    "zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"]
+)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero):
     model, optimizer = make(level, loss_scale="dynamic")
@@ -75,7 +79,7 @@ def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero)
     assert amp.stats().loss_scales == (32768.0,)
 
 
-# ---- things done inside the block ------------------------------------------------------------------------------------------------------------
+# ---- things done inside the block ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -136,7 +140,9 @@ def test_an_optimizer_for_each_parameter_that_steps_within_backward():
 
 def test_the_outer_loss_does_not_go_backward_inside_a_block_of_another_scale():
     model, optimizer = make("O1", loss_scale="dynamic", num_losses=2)
-    amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate((1024.0, 64.0))})
+    amp.load_state_dict(
+        {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate((1024.0, 64.0))}
+    )
     with (
         pytest.raises(amp.SessionError, match="outer scale_loss inside an inner one"),
         amp.scale_loss(loss_of(model), optimizer, loss_id=0) as outer,
@@ -153,7 +159,7 @@ def gradient_by_hand_after_reset(level):
     return gradient_by_hand(level)
 
 
-# ---- masters and parameters changed by others ------------------------------------------------------------------------------------------------
+# ---- masters and parameters changed by others ------------------------------------------------------------------------
 
 
 class Sam(torch.optim.Optimizer):
@@ -181,7 +187,11 @@ class Sam(torch.optim.Optimizer):
         self.zero_grad()
 
 
-@pytest.mark.parametrize("base", [lambda g: torch.optim.SGD(g, lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1, fused=True)], ids=["sgd", "fused"])
+@pytest.mark.parametrize(
+    "base",
+    [lambda g: torch.optim.SGD(g, lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1, fused=True)],
+    ids=["sgd", "fused"],
+)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_sam_learns(level, base):
     losses = []
@@ -195,7 +205,12 @@ def test_sam_learns(level, base):
     backward(model, optimizer)
     optimizer.first_step()
     backward(model, optimizer, factor=float("inf"))
-    before = [value.clone() for value in optimizer.state.values() for value in value.values() if isinstance(value, torch.Tensor)]
+    before = [
+        value.clone()
+        for value in optimizer.state.values()
+        for value in value.values()
+        if isinstance(value, torch.Tensor)
+    ]
     optimizer.second_step()
     assert all(torch.isfinite(p).all() for p in model.parameters()) and before
     amp.reset()
@@ -269,7 +284,9 @@ def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
     assert torch.count_nonzero(average(X)) == 0
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adam", "sgd"]
+)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     model = nn.Linear(4, 4)
@@ -283,7 +300,12 @@ def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     amp.reset()
     loss_of(model).backward()
     optimizer.step()
-    assert all(value.dtype is torch.float32 for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    assert all(
+        value.dtype is torch.float32
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
@@ -301,7 +323,7 @@ def test_a_static_scale_is_not_replaced_by_that_of_another_run():
     assert amp.stats().loss_scales == (1.0,)
 
 
-# ---- ops -------------------------------------------------------------------------------------------------------------------------------------
+# ---- ops -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -346,7 +368,9 @@ def test_a_listed_op_that_is_called_in_place_changes_its_argument(tmp_path):
 
 
 def test_a_module_imported_during_a_session_gets_the_originals_back(tmp_path, monkeypatch):
-    (tmp_path / "late_layers.py").write_text("from torch.nn.functional import linear\nfrom torch import matmul as product\n")
+    (tmp_path / "late_layers.py").write_text(
+        "from torch.nn.functional import linear\nfrom torch import matmul as product\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     model, _optimizer = make("O4")
     late: types.ModuleType = __import__("late_layers")
@@ -392,7 +416,7 @@ def test_registered_static_and_class_methods():
     assert [vars(Owner)[name] for name in ("static", "of_class")] == originals
 
 
-# ---- found by random sequences of calls ------------------------------------------------------------------------------------------------------
+# ---- found by random sequences of calls ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [("O1", "O4"), ("O1", "O1"), ("O4", "O1")])

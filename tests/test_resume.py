@@ -87,14 +87,18 @@ def test_the_choices_of_an_optimizer_are_kept(level, make_optimizer):
     before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     defaults = copy.deepcopy(optimizer.defaults)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups] == before
+    assert [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ] == before
     assert optimizer.defaults == defaults
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("first_pass_zeroes", [True, False])
 def test_no_gradient_is_lost_at_scale_one_with_masters(level, first_pass_zeroes):
-    """In the first window, in BatchNorm, with and without a zero_grad before it, delayed or not: the sum of two equal passes is twice one."""
+    """In the first window, in BatchNorm, with and without a zero_grad before it, delayed or not: the sum of two equal
+    passes is twice one.
+    """
     images, targets = make_batches(1)[0]
     sums = []
     for passes, delay in ((1, False), (2, False), (2, True)):
@@ -104,7 +108,9 @@ def test_no_gradient_is_lost_at_scale_one_with_masters(level, first_pass_zeroes)
         if first_pass_zeroes:
             optimizer.zero_grad()
         for index in range(passes):
-            with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer, delay_unscale=delay and index == 0) as scaled_loss:
+            with amp.scale_loss(
+                F.cross_entropy(model(images), targets), optimizer, delay_unscale=delay and index == 0
+            ) as scaled_loss:
                 scaled_loss.backward()
         sums.append([p.grad.clone() for p in amp.master_params(optimizer)])
         amp.reset()

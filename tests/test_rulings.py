@@ -1,4 +1,6 @@
-"""What lists come to: the rules of one op with their reasons and history, what they do to arguments, and where two lists differ."""
+"""What lists come to: the rules of one op with their reasons and history, what they do to arguments, and where two
+lists differ.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -43,7 +45,7 @@ def by_spelling(rulings: tuple[Ruling, ...]) -> dict[str, Ruling]:
     return {spelling: ruling for ruling in rulings for spelling in ruling.spellings}
 
 
-# ---- explain ----------------------------------------------------------------------------------------------------------------------------------
+# ---- explain ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -59,7 +61,10 @@ def test_every_spelling_is_explained_by_its_kind_and_entry(name: str) -> None:
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
-        ("softmax", {"blacklist": "torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"}),
+        (
+            "softmax",
+            {"blacklist": "torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"},
+        ),
         ("exp", {"blacklist": "torch.exp torch.Tensor.exp", "match_self": "torch.exp_ torch.Tensor.exp_"}),
         ("torch.exp", {"blacklist": "torch.exp", "match_self": "torch.exp_"}),
         ("exp_", {"match_self": "torch.exp_ torch.Tensor.exp_"}),
@@ -69,10 +74,12 @@ def test_every_spelling_is_explained_by_its_kind_and_entry(name: str) -> None:
         ("torch.mul", {"unlisted": "torch.mul"}),
         ("batch_norm", {"unlisted": "torch.batch_norm torch.nn.functional.batch_norm"}),
     ],
-)  # fmt: skip
+)
 def test_spellings_with_the_same_fate_are_told_together(op: str, expected: dict[str, str]) -> None:
     rulings = explain(op, load_oplists("float16")).rulings
-    assert {ruling.kind: set(ruling.spellings) for ruling in rulings} == {kind: set(names.split()) for kind, names in expected.items()}
+    assert {ruling.kind: set(ruling.spellings) for ruling in rulings} == {
+        kind: set(names.split()) for kind, names in expected.items()
+    }
     assert len(rulings) == len(expected)
 
 
@@ -80,17 +87,28 @@ def test_a_ruling_tells_what_it_overrides(write: Write) -> None:
     write("blacklist: [exp]", "base.yaml")
     write("extends: base.yaml\npromote:\n  - {op: torch.exp, why: better}", "middle.yaml")
     rulings = by_spelling(explain("exp", load_oplists(write("extends: middle.yaml\nwhitelist: [exp]"))).rulings)
-    told = {name: [(entry.rule, Path(entry.path).name, entry.line, entry.why) for entry in ruling.overridden] for name, ruling in rulings.items()}
+    told = {
+        name: [(entry.rule, Path(entry.path).name, entry.line, entry.why) for entry in ruling.overridden]
+        for name, ruling in rulings.items()
+    }
     first, second = ("blacklist", "base.yaml", 1, ""), ("promote", "middle.yaml", 3, "better")
-    assert told == {"torch.exp": [first, second], "torch.exp_": [first, second], "torch.Tensor.exp": [first], "torch.Tensor.exp_": [first]}
+    assert told == {
+        "torch.exp": [first, second],
+        "torch.exp_": [first, second],
+        "torch.Tensor.exp": [first],
+        "torch.Tensor.exp_": [first],
+    }
     assert {(ruling.entry.rule, ruling.entry.line) for ruling in rulings.values() if ruling.entry} == {("whitelist", 2)}
 
 
 def test_a_neutral_entry_is_told_with_what_it_took_off(write: Write) -> None:
     rulings = by_spelling(explain("exp", load_oplists(write("extends: float16\nneutral: [torch.exp]"))).rulings)
     assert {name: ruling.kind for name, ruling in rulings.items()} == {
-        "torch.exp": "neutral", "torch.exp_": "neutral", "torch.Tensor.exp": "blacklist", "torch.Tensor.exp_": "match_self",
-    }  # fmt: skip
+        "torch.exp": "neutral",
+        "torch.exp_": "neutral",
+        "torch.Tensor.exp": "blacklist",
+        "torch.Tensor.exp_": "match_self",
+    }
     assert [entry.op for entry in rulings["torch.exp_"].overridden] == ["exp"]
 
 
@@ -103,7 +121,10 @@ def test_a_package_that_is_not_imported_is_told(write: Write) -> None:
 
 
 def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
-    text = "blacklist: [{op: soon, optional: true}, {op: tanh, since: 99.1}, {op: torch.erf, until: 1.2}, {op: mean, until: 1.2}]"
+    text = (
+        "blacklist: [{op: soon, optional: true}, {op: tanh, since: 99.1}, {op: torch.erf, until: 1.2}, {op: mean,"
+        " until: 1.2}]"
+    )
     lists = load_oplists(write(text))
     assert [entry.op for entry in explain("soon", lists).missing] == ["soon"]
     assert explain("soon", lists).rulings == ()
@@ -121,7 +142,12 @@ def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("op", "problem"),
-    [("sofmax", "Did you mean 'softmax'?"), ("torch.load", "cannot be on a list"), ("__init__", "not an operator"), ("Tensor", "a class")],
+    [
+        ("sofmax", "Did you mean 'softmax'?"),
+        ("torch.load", "cannot be on a list"),
+        ("__init__", "not an operator"),
+        ("Tensor", "a class"),
+    ],
 )
 def test_a_name_that_is_no_op_is_refused(op: str, problem: str) -> None:
     with pytest.raises(OpListError) as caught:
@@ -129,7 +155,7 @@ def test_a_name_that_is_no_op_is_refused(op: str, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-# ---- what becomes of arguments ----------------------------------------------------------------------------------------------------------------
+# ---- what becomes of arguments ---------------------------------------------------------------------------------------
 
 FLOATS = ("float16", "bfloat16", "float32")
 
@@ -162,7 +188,9 @@ def test_effects_are_what_the_casts_do(kind: str, low: str) -> None:
     assert set(told) == set(FLOATS)
     for dtype, other in product(FLOATS, FLOATS):
         alone = fate(dtype, observe(kind, low, (dtype,))[0])
-        first, second = (fate(dtype, got) for got in (observe(kind, low, (dtype, other))[0], observe(kind, low, (other, dtype))[1]))
+        first, second = (
+            fate(dtype, got) for got in (observe(kind, low, (dtype, other))[0], observe(kind, low, (other, dtype))[1])
+        )
         if kind in ("promote", "sequence_promote"):
             is_cast = " beside " in told[dtype] and other in told[dtype].partition(" beside ")[2].split(" or ")
             expected = told[dtype].partition(" beside ")[0] if is_cast else "as it is"
@@ -183,13 +211,17 @@ def test_effects_are_what_the_casts_do(kind: str, low: str) -> None:
 
 @pytest.mark.parametrize("kind", SUMMARIES)
 def test_other_dtypes_are_left_alone(kind: str) -> None:
-    assert set(describe_effects("unlisted", "float16").values()) == set(describe_effects("neutral", "float16").values()) == {"as it is"}
+    assert (
+        set(describe_effects("unlisted", "float16").values())
+        == set(describe_effects("neutral", "float16").values())
+        == {"as it is"}
+    )
     if kind not in ("neutral", "unlisted"):
         for dtype in ("float64", "complex64", "int64", "bool"):
             assert observe(kind, "float16", (dtype,)) == (dtype,)
 
 
-# ---- compare ----------------------------------------------------------------------------------------------------------------------------------
+# ---- compare ---------------------------------------------------------------------------------------------------------
 
 
 def shown(differences: tuple[Difference, ...]) -> list[tuple[str, str, str]]:
@@ -209,15 +241,26 @@ def shown(differences: tuple[Difference, ...]) -> list[tuple[str, str, str]]:
         ("blacklist: [exp]", "whitelist: [torch.exp, torch.Tensor.exp]", [("exp", "blacklist", "whitelist")]),
         ("promote: [mul]", "", [("mul", "promote", "unlisted")]),
         ("promote: [mul]", "promote: [mul]\ninplace_blacklist: error", [("__imul__", "match_self", "promote")]),
-        ("blacklist: [softmax]", "blacklist: [torch.softmax, torch.Tensor.softmax, torch.special.softmax]",
-         [("torch.nn.functional.softmax", "blacklist", "unlisted")]),
+        (
+            "blacklist: [softmax]",
+            "blacklist: [torch.softmax, torch.Tensor.softmax, torch.special.softmax]",
+            [("torch.nn.functional.softmax", "blacklist", "unlisted")],
+        ),
         ("blacklist: [torch.fft.fft]", "", [("torch.fft.fft", "blacklist", "unlisted")]),
         ("whitelist: [lib.f]", "promote: [lib.f]", [("lib.f", "whitelist", "promote")]),
-        ("whitelist: [lib.f_]", "promote: [lib.f]", [("lib.f_", "match_self", "unlisted"), ("lib.f", "unlisted", "promote")]),
+        (
+            "whitelist: [lib.f_]",
+            "promote: [lib.f]",
+            [("lib.f_", "match_self", "unlisted"), ("lib.f", "unlisted", "promote")],
+        ),
         ("whitelist: [zero_]", "", [("zero_", "match_self", "unlisted")]),
-        ("blacklist: [exp, mm]", "whitelist: [mm]\nblacklist: [exp]\nneutral: [tan]", [("mm", "blacklist", "whitelist")]),
+        (
+            "blacklist: [exp, mm]",
+            "whitelist: [mm]\nblacklist: [exp]\nneutral: [tan]",
+            [("mm", "blacklist", "whitelist")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_differences_are_told_by_op_and_by_spelling_where_those_differ(
     write: Write, left: str, right: str, expected: list[tuple[str, str, str]]
 ) -> None:
@@ -229,11 +272,15 @@ def test_differences_are_told_by_op_and_by_spelling_where_those_differ(
 def test_float16_and_bfloat16_differ_as_the_latter_says() -> None:
     gone = "square reciprocal rsqrt std var std_mean var_mean"
     expected = dict.fromkeys(gone.split(), ("blacklist", "unlisted")) | {"rms_norm": ("blacklist", "promote")}
-    assert {op: (left, right) for op, left, right in shown(compare(load_oplists("float16"), load_oplists("bfloat16")))} == expected
+    assert {
+        op: (left, right) for op, left, right in shown(compare(load_oplists("float16"), load_oplists("bfloat16")))
+    } == expected
 
 
 def check_comparison(left: OpLists, right: OpLists) -> None:
-    """Every spelling is told with its two kinds, or has the same kind on both sides, or is in-place and follows an op that is told."""
+    """Every spelling is told with its two kinds, or has the same kind on both sides, or is in-place and follows an op
+    that is told.
+    """
     before, after = kinds(left), kinds(right)
     differences = compare(left, right)
     told = {spelling: difference for difference in differences for spelling in difference.spellings}
@@ -247,7 +294,9 @@ def check_comparison(left: OpLists, right: OpLists) -> None:
             assert is_inplace(short) or is_augmented(short)
             assert get_op((owner_name, short)) in {get_op(tuple(spelling.rsplit(".", 1))) for spelling in told}  # type: ignore[arg-type]
     assert (differences == ()) is (left.digest == right.digest)
-    assert {(d.spellings, d.right, d.left) for d in compare(right, left)} == {(d.spellings, d.left, d.right) for d in differences}
+    assert {(d.spellings, d.right, d.left) for d in compare(right, left)} == {
+        (d.spellings, d.left, d.right) for d in differences
+    }
 
 
 @pytest.mark.parametrize("right", shipped_names())
@@ -256,8 +305,24 @@ def test_shipped_lists_compare(left: str, right: str) -> None:
     check_comparison(load_oplists(left), load_oplists(right))
 
 
-OPS = ["exp", "torch.exp", "exp_", "torch.Tensor.exp_", "acos", "torch.arccos", "pow", "__ipow__", "torch.Tensor.__pow__", "mul", "lib.f", "lib.f_"]
-LISTS = st.tuples(st.dictionaries(st.sampled_from(OPS), st.sampled_from(oplists.RULES), max_size=4), st.sampled_from(["match", "error"]))
+OPS = [
+    "exp",
+    "torch.exp",
+    "exp_",
+    "torch.Tensor.exp_",
+    "acos",
+    "torch.arccos",
+    "pow",
+    "__ipow__",
+    "torch.Tensor.__pow__",
+    "mul",
+    "lib.f",
+    "lib.f_",
+]
+LISTS = st.tuples(
+    st.dictionaries(st.sampled_from(OPS), st.sampled_from(oplists.RULES), max_size=4),
+    st.sampled_from(["match", "error"]),
+)
 
 
 @given(st.lists(LISTS, min_size=2, max_size=2))
@@ -277,5 +342,7 @@ def test_any_lists_compare(sides: list[tuple[dict[str, str], str]]) -> None:
 
 def test_lists_without_a_file_compare_like_those_of_one(write: Write) -> None:
     rules = {"whitelist": ("mm", "torch.bmm"), "blacklist": ("exp",)}
-    assert compare(make_oplists(rules, "made"), load_oplists(write("whitelist: [mm, torch.bmm]\nblacklist: [exp]"))) == ()
+    assert (
+        compare(make_oplists(rules, "made"), load_oplists(write("whitelist: [mm, torch.bmm]\nblacklist: [exp]"))) == ()
+    )
     assert make_oplists(rules, "made").names == ("made",)

@@ -15,20 +15,23 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = """
 import sys
 
-print(__name__, __package__, sys.argv, sys.path[0], __file__, sys.modules["__main__"].__dict__ is globals(), getattr(__spec__, "name", None))
+is_main = sys.modules["__main__"].__dict__ is globals()
+print(__name__, __package__, sys.argv, sys.path[0], __file__, is_main, getattr(__spec__, "name", None))
 """
 
 
 def run(*command, cwd, env=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def amp_patch_run(*arguments, cwd, env=None):
     return run("-m", "amp_patch", "run", *arguments, cwd=cwd, env=env)
 
 
-# ---- as under python -------------------------------------------------------------------------------------------------------------------------
+# ---- as under python -------------------------------------------------------------------------------------------------
 
 PROGRAMS = {
     "arguments": (["sub/script.py", "--opt-level", "O9", "-m", "--", "x"], REPORT + "sys.exit(3)\n"),
@@ -42,7 +45,10 @@ PROGRAMS = {
     "syntax": (["sub/script.py"], "print('on'\n"),
     "at-exit": (
         ["sub/script.py"],
-        "import atexit, pickle\n\n\nclass Box:\n    pass\n\n\natexit.register(lambda: print(pickle.loads(pickle.dumps(Box())).__class__.__name__))\n",
+        (
+            "import atexit, pickle\n\n\nclass Box:\n    pass\n\n\natexit.register(lambda:"
+            " print(pickle.loads(pickle.dumps(Box())).__class__.__name__))\n"
+        ),
     ),
 }
 
@@ -57,11 +63,15 @@ def test_a_program_runs_as_under_python(name, tmp_path):
     plain, ours = run(*arguments, cwd=tmp_path), amp_patch_run(*arguments, cwd=tmp_path)
     assert ours.returncode == plain.returncode
     assert ours.stdout == plain.stdout
-    own = [line for line in plain.stderr.splitlines() if line != "Traceback (most recent call last):" and "<frozen runpy>" not in line]
+    own = [
+        line
+        for line in plain.stderr.splitlines()
+        if line != "Traceback (most recent call last):" and "<frozen runpy>" not in line
+    ]
     assert ours.stderr.splitlines()[-len(own) :] == own if own else ours.stderr == ""
 
 
-# ---- apex in it ------------------------------------------------------------------------------------------------------------------------------
+# ---- apex in it ------------------------------------------------------------------------------------------------------
 
 TRAIN = """
 import sys
@@ -72,7 +82,8 @@ from apex import amp
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = amp.initialize(model, optimizer, opt_level=sys.argv[1], verbosity=0)
-print(amp._amp_state.opt_properties.opt_level, model.weight.dtype, torch.sigmoid(torch.ones(2).half()).dtype, "theirs" in vars(amp))
+level, dtype = amp._amp_state.opt_properties.opt_level, torch.sigmoid(torch.ones(2).half()).dtype
+print(level, model.weight.dtype, dtype, "theirs" in vars(amp))
 """
 
 
@@ -92,19 +103,22 @@ def test_an_error_of_amp_is_the_scripts_own(tmp_path):
     (tmp_path / "script.py").write_text(TRAIN)
     done = amp_patch_run("script.py", "o2", cwd=tmp_path)
     assert done.returncode == 1
-    assert 'script.py", line 9, in <module>' in done.stderr and "PolicyError: opt_level 'o2'" in done.stderr.splitlines()[-1]
+    assert (
+        'script.py", line 9, in <module>' in done.stderr
+        and "PolicyError: opt_level 'o2'" in done.stderr.splitlines()[-1]
+    )
 
 
 def test_spawned_processes_have_it_too(tmp_path):
     (tmp_path / "script.py").write_text(
-        "import torch.multiprocessing as mp\nfrom apex import amp\n\n\ndef work(rank, text):\n    print(rank, text, amp.__name__)\n\n\n"
-        "if __name__ == '__main__':\n    mp.spawn(work, args=('hello',), nprocs=1)\n"
+        "import torch.multiprocessing as mp\nfrom apex import amp\n\n\ndef work(rank, text):\n    print(rank, text,"
+        " amp.__name__)\n\n\nif __name__ == '__main__':\n    mp.spawn(work, args=('hello',), nprocs=1)\n"
     )
     done = amp_patch_run("script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "0 hello amp_patch.apex.amp\n"), done.stderr
 
 
-# ---- bad usage -------------------------------------------------------------------------------------------------------------------------------
+# ---- bad usage -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

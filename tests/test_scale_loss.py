@@ -9,7 +9,12 @@ from torch import nn
 
 import amp_patch as amp
 
-DYNAMIC = {"O1": {"loss_scale": "dynamic"}, "O2": {"loss_scale": "dynamic"}, "O3": {"loss_scale": "dynamic"}, "O5": {"loss_scale": "dynamic"}}
+DYNAMIC = {
+    "O1": {"loss_scale": "dynamic"},
+    "O2": {"loss_scale": "dynamic"},
+    "O3": {"loss_scale": "dynamic"},
+    "O5": {"loss_scale": "dynamic"},
+}
 
 
 def make(seed=0, **options):
@@ -124,7 +129,9 @@ def test_losses_with_scalers_of_their_own_add_up():
         for delay in (False, True):
             model, optimizer = make()
             amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
-            amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0 ** (4 + 3 * i), "unskipped": 0} for i in range(2)})
+            amp.load_state_dict(
+                {f"loss_scaler{i}": {"loss_scale": 2.0 ** (4 + 3 * i), "unskipped": 0} for i in range(2)}
+            )
             for seed, loss_id in enumerate(ids):
                 backward(model, optimizer, seed, loss_id=loss_id, delay_unscale=delay)
             optimizer.step()
@@ -134,7 +141,7 @@ def test_losses_with_scalers_of_their_own_add_up():
         assert_equal(results[0], other)
 
 
-# ---- overflow --------------------------------------------------------------------------------------------------------------------------------
+# ---- overflow --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")], ids=str)
@@ -150,7 +157,9 @@ def test_an_overflow_skips_one_step_and_halves_the_scale(level, factor, capsys):
     assert optimizer.step_was_skipped is True
     assert_equal(weights(model), before)
     assert not optimizer.state
-    assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0")
+    assert capsys.readouterr().out.startswith(
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    )
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
     optimizer.zero_grad()
     backward(model, optimizer)
@@ -188,7 +197,13 @@ def test_an_overflow_in_any_micro_batch_skips_the_step_once(level, bad_pass, del
     model.eval()
     before = weights(model)
     for seed in range(3):
-        backward(model, optimizer, seed, factor=float("inf") if seed == bad_pass else 1.0, delay_unscale=delay_unscale and seed < 2)
+        backward(
+            model,
+            optimizer,
+            seed,
+            factor=float("inf") if seed == bad_pass else 1.0,
+            delay_unscale=delay_unscale and seed < 2,
+        )
     optimizer.step()
     assert optimizer.step_was_skipped
     assert_equal(weights(model), before)
@@ -214,19 +229,26 @@ def test_all_optimizers_of_the_loss_are_skipped_and_no_other():
     third, third_optimizer = make(2)
     everything = [first_optimizer, second_optimizer, third_optimizer]
     amp.initialize([first, second, third], everything, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
-    with amp.scale_loss(compute_loss(first) + compute_loss(second, factor=float("inf")), (first_optimizer, second_optimizer)) as scaled_loss:
+    with amp.scale_loss(
+        compute_loss(first) + compute_loss(second, factor=float("inf")), (first_optimizer, second_optimizer)
+    ) as scaled_loss:
         scaled_loss.backward()
     backward(third, third_optimizer, loss_id=1)
     for optimizer in everything:
         optimizer.step()
     assert [optimizer.step_was_skipped for optimizer in everything] == [True, True, False]
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}, "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 1}}
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 1},
+    }
 
 
 def test_with_one_scaler_an_overflow_does_not_skip_the_optimizer_of_another_loss():
     first, first_optimizer = make(0)
     second, second_optimizer = make(1)
-    amp.initialize([first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    amp.initialize(
+        [first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0
+    )
     backward(first, first_optimizer, factor=float("inf"))
     backward(second, second_optimizer)
     first_optimizer.step()
@@ -237,7 +259,9 @@ def test_with_one_scaler_an_overflow_does_not_skip_the_optimizer_of_another_loss
 def test_a_delayed_overflow_is_seen_by_every_optimizer_of_the_loss():
     first, first_optimizer = make(0)
     second, second_optimizer = make(1)
-    amp.initialize([first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0)
+    amp.initialize(
+        [first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0
+    )
     loss = compute_loss(first) + compute_loss(second, factor=float("inf"))
     with amp.scale_loss(loss, [first_optimizer, second_optimizer], delay_unscale=True) as scaled_loss:
         scaled_loss.backward()
@@ -252,7 +276,9 @@ def test_gradients_of_optimizers_and_parameters_that_were_not_passed_are_unscale
     free = nn.Linear(1, 1)
     discriminator_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
     models = [generator, discriminator, free]
-    amp.initialize(models, [generator_optimizer, discriminator_optimizer], opt_level="O0", loss_scale="dynamic", verbosity=0)
+    amp.initialize(
+        models, [generator_optimizer, discriminator_optimizer], opt_level="O0", loss_scale="dynamic", verbosity=0
+    )
     inputs, _ = make_data()
     with amp.scale_loss(free(discriminator(generator(inputs))).sum(), generator_optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -295,7 +321,10 @@ def test_a_hundred_skips_in_a_row_are_an_error_that_names_the_parameters(level):
         model[2].bias[0] = float("nan")
     if level in ("O2", "O5"):
         list(amp.master_params(optimizer))[-1].data[0] = float("nan")
-    with contextlib.suppress(UserWarning), pytest.raises(amp.GradientOverflowError, match=r"100 steps in a row.*0\.weight.*2\.bias"):
+    with (
+        contextlib.suppress(UserWarning),
+        pytest.raises(amp.GradientOverflowError, match=r"100 steps in a row.*0\.weight.*2\.bias"),
+    ):
         for _ in range(101):
             optimizer.zero_grad()
             backward(model, optimizer)
@@ -316,7 +345,7 @@ def test_a_static_scale_warns_once_and_never_skips():
     assert amp.stats().loss_scales == (128.0,)
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -385,7 +414,10 @@ def test_no_gradients_at_all_is_a_step_that_does_nothing(level):
 
 def test_bad_calls_say_what_is_wrong():
     model, optimizer = make()
-    with pytest.raises(amp.SessionError, match="initialize has not been called"), amp.scale_loss(torch.ones(()), optimizer):
+    with (
+        pytest.raises(amp.SessionError, match="initialize has not been called"),
+        amp.scale_loss(torch.ones(()), optimizer),
+    ):
         pass
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     with pytest.raises(amp.OptimizerError, match="not passed to initialize"), amp.scale_loss(torch.ones(()), make()[1]):
@@ -394,20 +426,29 @@ def test_bad_calls_say_what_is_wrong():
         pass
     with pytest.raises(amp.ArgumentTypeError, match="needs the optimizers"), amp.scale_loss(torch.ones(()), None):
         pass
-    with pytest.raises(IndexError, match="loss_id 1 is out of range for 1 loss scalers"), amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
+    with (
+        pytest.raises(IndexError, match="loss_id 1 is out of range for 1 loss scalers"),
+        amp.scale_loss(torch.ones(()), optimizer, loss_id=1),
+    ):
         pass
-    with pytest.raises(amp.SessionError, match="the loss is on meta"), amp.scale_loss(torch.ones((), device="meta"), optimizer):
+    with (
+        pytest.raises(amp.SessionError, match="the loss is on meta"),
+        amp.scale_loss(torch.ones((), device="meta"), optimizer),
+    ):
         pass
     assert list(model.parameters())[0].grad is None
 
 
-# ---- state -----------------------------------------------------------------------------------------------------------------------------------
+# ---- state -----------------------------------------------------------------------------------------------------------
 
 
 def test_state_survives_a_round_trip_through_a_file(tmp_path):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
-    saved = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 77}, "loss_scaler1": {"loss_scale": 0.5, "unskipped": 1999}}
+    saved = {
+        "loss_scaler0": {"loss_scale": 4096.0, "unskipped": 77},
+        "loss_scaler1": {"loss_scale": 0.5, "unskipped": 1999},
+    }
     amp.load_state_dict(saved)
     torch.save(amp.state_dict(), tmp_path / "amp.pt")
     amp.reset()
@@ -423,7 +464,10 @@ def test_state_survives_a_round_trip_through_a_file(tmp_path):
         {},
         {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}},
         {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler2": {"loss_scale": 2.0, "unskipped": 0}},
-        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": {"loss_scale": float("nan"), "unskipped": 0}},
+        {
+            "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0},
+            "loss_scaler1": {"loss_scale": float("nan"), "unskipped": 0},
+        },
         {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": {"unskipped": 0}},
         {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": None},
     ],

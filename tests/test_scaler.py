@@ -1,5 +1,6 @@
-"""`LossScaler` follows a pure-Python model over any sequence of finite and non-finite steps; unscaling is division, and finds inf and NaN
-element by element."""
+"""`LossScaler` follows a pure-Python model over any sequence of finite and non-finite steps; unscaling is division, and
+finds inf and NaN element by element.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_patch.scaler import BACKOFF_FACTOR, GROWTH_FACTOR, GROWTH_INTERVAL, INIT_SCALE, LossScaler, OverflowCheck, rescale_, unscale_
+from amp_patch.scaler import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    LossScaler,
+    OverflowCheck,
+    rescale_,
+    unscale_,
+)
 
 CPU = torch.device("cpu")
 REAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,7 +73,7 @@ class Model:
         self.scale = min(max(self.scale, self.minimum or TINY), self.maximum)
 
 
-# ---- the dynamic law --------------------------------------------------------------------------------------------------------------------------
+# ---- the dynamic law -------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -72,7 +82,9 @@ class Model:
     minimum=st.sampled_from([None, 1.0, 128.0, 1000.0]),
     maximum=st.sampled_from([1024.0, 2.0**15 + 1, 2.0**24, 2.0**30]),
 )
-def test_a_dynamic_scale_follows_the_model(overflows: list[bool], interval: int, minimum: float | None, maximum: float) -> None:
+def test_a_dynamic_scale_follows_the_model(
+    overflows: list[bool], interval: int, minimum: float | None, maximum: float
+) -> None:
     model = Model(minimum, maximum, interval)
     scaler = LossScaler("dynamic", min_loss_scale=minimum, max_loss_scale=maximum, growth_interval=interval)
     for overflow in overflows:
@@ -85,7 +97,9 @@ def test_a_dynamic_scale_follows_the_model(overflows: list[bool], interval: int,
 
 
 @given(passes=st.lists(st.lists(st.booleans(), max_size=4), max_size=20), interval=st.integers(1, 3))
-def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(passes: list[list[bool]], interval: int) -> None:
+def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
+    passes: list[list[bool]], interval: int
+) -> None:
     model = Model(interval=interval)
     scaler = LossScaler("dynamic", growth_interval=interval)
     for overflows in passes:
@@ -156,7 +170,7 @@ def test_a_dynamic_scale_starts_within_its_bounds() -> None:
     assert LossScaler("dynamic", min_loss_scale=2.0**20).loss_scale() == 2.0**20
 
 
-# ---- the static law ---------------------------------------------------------------------------------------------------------------------------
+# ---- the static law --------------------------------------------------------------------------------------------------
 
 
 @given(overflows=st.lists(st.booleans(), max_size=20), scale=st.sampled_from([1.0, 0.5, 128.0, 1000.0]))
@@ -189,7 +203,7 @@ def test_a_dynamic_scale_of_one_is_not_the_identity_because_it_may_grow() -> Non
     assert not scaler.is_identity
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_check_settles_what_it_waits_for_once_and_before_the_flag_is_read() -> None:
@@ -220,7 +234,11 @@ def test_found_inf_is_exactly_zero_or_one() -> None:
     check = new_check()
     assert check.found_inf.item() == 0.0
     unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), check)
-    assert (check.found_inf.item(), check.found_inf.dtype, check.found_inf.shape) == (1.0, torch.float32, torch.Size([]))
+    assert (check.found_inf.item(), check.found_inf.dtype, check.found_inf.shape) == (
+        1.0,
+        torch.float32,
+        torch.Size([]),
+    )
 
 
 def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
@@ -230,10 +248,14 @@ def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
     assert check.is_overflow()
 
 
-# ---- state ------------------------------------------------------------------------------------------------------------------------------------
+# ---- state -----------------------------------------------------------------------------------------------------------
 
 
-@given(overflows=st.lists(st.booleans(), max_size=10), scale=st.floats(2.0**-20, 2.0**24, width=32), unskipped=st.integers(0, 4))
+@given(
+    overflows=st.lists(st.booleans(), max_size=10),
+    scale=st.floats(2.0**-20, 2.0**24, width=32),
+    unskipped=st.integers(0, 4),
+)
 def test_a_loaded_scaler_goes_on_as_the_saved_one(overflows: list[bool], scale: float, unskipped: int) -> None:
     saved = LossScaler("dynamic", growth_interval=5)
     saved.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
@@ -297,7 +319,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(state: dict[str, Any], error
     assert scaler.state_dict() == {"loss_scale": 48.0, "unskipped": 3}
 
 
-# ---- unscale_ is division ---------------------------------------------------------------------------------------------------------------------
+# ---- unscale_ is division --------------------------------------------------------------------------------------------
 
 
 def values(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -325,7 +347,9 @@ def test_unscaling_by_any_scale_is_division_to_the_last_place(dtype: torch.dtype
     unscale_([gradient], scale_of(scale), new_check())
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # the scale and its inverse are float32
     # below the smallest normal number of float16 the spacing, not the relative error, is the bound
-    torch.testing.assert_close(gradient.to(expected.dtype), expected, rtol=1.01 * eps, atol=torch.finfo(dtype).tiny * eps)
+    torch.testing.assert_close(
+        gradient.to(expected.dtype), expected, rtol=1.01 * eps, atol=torch.finfo(dtype).tiny * eps
+    )
 
 
 @pytest.mark.parametrize("dtype", [*REAL_DTYPES, torch.complex64], ids=dtype_id)
@@ -361,7 +385,7 @@ def test_without_a_check_gradients_are_divided_all_the_same() -> None:
     assert gradient.tolist() == [4.0, math.inf]
 
 
-# ---- overflow is seen element by element --------------------------------------------------------------------------------------------------------
+# ---- overflow is seen element by element -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", [0, 17, 36], ids=["first", "middle", "last"])
@@ -375,7 +399,9 @@ def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float,
     assert check.is_overflow()
 
 
-@pytest.mark.parametrize("bad", [complex(math.inf, 0), complex(0, -math.inf), complex(math.nan, 1), complex(1, math.nan)], ids=str)
+@pytest.mark.parametrize(
+    "bad", [complex(math.inf, 0), complex(0, -math.inf), complex(math.nan, 1), complex(1, math.nan)], ids=str
+)
 @pytest.mark.parametrize("dtype", COMPLEX_DTYPES, ids=dtype_id)
 def test_a_bad_real_or_imaginary_part_is_found(dtype: torch.dtype, bad: complex) -> None:
     check = new_check()
@@ -416,12 +442,14 @@ def test_huge_values_of_both_signs_are_no_overflow_though_their_norm_is() -> Non
     assert not check.is_overflow()
 
 
-# ---- rescale_ and unscale_ are inverse ------------------------------------------------------------------------------------------------------------
+# ---- rescale_ and unscale_ are inverse -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*REAL_DTYPES, *COMPLEX_DTYPES], ids=dtype_id)
 @given(exponent=st.integers(-3, 8), elements=st.lists(st.floats(-200, 200, width=16), min_size=2, max_size=8))
-def test_rescaling_and_unscaling_by_a_power_of_two_is_the_identity(dtype: torch.dtype, exponent: int, elements: list[float]) -> None:
+def test_rescaling_and_unscaling_by_a_power_of_two_is_the_identity(
+    dtype: torch.dtype, exponent: int, elements: list[float]
+) -> None:
     gradient = torch.tensor(elements, dtype=dtype)
     if exponent < 0:
         gradient[gradient.abs() < 2.0**-8] = 0  # a smaller scale may push tiny values below what the dtype can hold
@@ -448,7 +476,7 @@ def test_gradients_of_two_scales_add_up_to_the_true_sum() -> None:
     assert torch.equal(gradient, first + second)
 
 
-# ---- a scale set by hand ---------------------------------------------------------------------------------------------------------------------
+# ---- a scale set by hand ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])

@@ -48,8 +48,12 @@ def test_reset_gives_plain_objects_and_a_plain_torch_back(level):
     assert all(p.dtype is torch.float32 for p in model.parameters())
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    assert not any(name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group", "_amp_stash", "step_was_skipped"))
-    assert not any(hooks for module in model.modules() for name, hooks in vars(module).items() if name.endswith("_hooks"))
+    assert not any(
+        name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group", "_amp_stash", "step_was_skipped")
+    )
+    assert not any(
+        hooks for module in model.modules() for name, hooks in vars(module).items() if name.endswith("_hooks")
+    )
     loss = F.cross_entropy(model(batches[0][0]), batches[0][1])  # and it goes on training as plain torch
     loss.backward()
     optimizer.step()
@@ -118,7 +122,9 @@ def test_an_optimizer_is_not_initialized_twice():
     model, optimizer = initialize("O1")
     with pytest.raises(amp.OptimizerError, match="initialized before"):
         amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert amp.initialize(model, opt_level="O1", verbosity=0) is model  # a model may be passed again: nothing is hooked twice
+    assert (
+        amp.initialize(model, opt_level="O1", verbosity=0) is model
+    )  # a model may be passed again: nothing is hooked twice
     assert len(model._forward_hooks) == 1
 
 
@@ -129,7 +135,9 @@ def test_ten_rounds_leave_memory_flat_and_nothing_wrapped_twice():
         model, optimizer = initialize(LEVELS[1 + round_number % 5])
         step(model, optimizer, *make_batches(1)[0])
         gc.collect()
-        counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)))
+        counts.append(
+            sum(isinstance(o, torch.Tensor) for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
+        )
         if amp.is_patched(torch, "matmul"):
             assert not hasattr(amp.get_original(torch, "matmul"), "__wrapped__")
     assert counts[5:] == counts[:5]
@@ -185,7 +193,7 @@ def test_is_patched_and_get_original():
     assert not amp.is_patched(torch, "no_such_name")
 
 
-# ---- casts off and on ------------------------------------------------------------------------------------------------------------------------
+# ---- casts off and on ------------------------------------------------------------------------------------------------
 
 
 def product_dtype():
@@ -283,7 +291,7 @@ def test_tensors_of_other_kinds_are_never_touched():
     assert F.softmax(torch.ones(2, dtype=torch.float64), 0).dtype is torch.float64
 
 
-# ---- code without a model --------------------------------------------------------------------------------------------------------------------
+# ---- code without a model --------------------------------------------------------------------------------------------
 
 
 def test_a_session_block_casts_code_without_a_model():
@@ -308,7 +316,7 @@ def test_a_session_block_is_not_entered_inside_another():
         assert product_dtype() is torch.bfloat16
 
 
-# ---- the user's own functions ----------------------------------------------------------------------------------------------------------------
+# ---- the user's own functions ----------------------------------------------------------------------------------------
 
 
 def dtypes_of(*tensors):

@@ -1,8 +1,8 @@
 """Random sequences of everything a training script may do, against the same training written out by hand.
 
-`Reference` is plain torch: weights cast with `.to(bfloat16)` in each forward (O1, O4), explicit float32 masters (O2, O5), or neither (O0, O3).
-It never scales a loss, so its gradients are the true sums; its scalers are a few lines of Python. Every scale is a power of two, so that the
-package must agree with it bit by bit.
+`Reference` is plain torch: weights cast with `.to(bfloat16)` in each forward (O1, O4), explicit float32 masters (O2,
+O5), or neither (O0, O3). It never scales a loss, so its gradients are the true sums; its scalers are a few lines of
+Python. Every scale is a power of two, so that the package must agree with it bit by bit.
 """
 
 import contextlib
@@ -76,7 +76,11 @@ def loss_of(output, targets):
 def equal(left, right):
     if left is None or right is None:
         return left is right
-    return left.dtype is right.dtype and left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
+    return (
+        left.dtype is right.dtype
+        and left.shape == right.shape
+        and bool(((left == right) | ((left != left) & (right != right))).all())
+    )
 
 
 def assert_same_tree(left, right, where=""):
@@ -94,7 +98,7 @@ def assert_same_tree(left, right, where=""):
         assert left == right, f"{where}: {left} is not {right}"
 
 
-# ---- the reference -----------------------------------------------------------------------------------------------------------------------------
+# ---- the reference ---------------------------------------------------------------------------------------------------
 
 
 class Pass:
@@ -111,7 +115,9 @@ class Scaler:
         self.scale = min(maximum, 2.0**16) if self.is_dynamic else loss_scale
         self.unskipped = 0
         self.undecided = []
-        self.window = object()  # changes whenever the scale may have: gradients of one window may be summed while scaled
+        self.window = (
+            object()
+        )  # changes whenever the scale may have: gradients of one window may be summed while scaled
 
     def is_identity(self):
         return not self.is_dynamic and self.scale == 1.0
@@ -170,7 +176,9 @@ class Owner:
         self.steps = self.skips = 0
 
     def settle(self):
-        """What the end of a pass does: low gradients go to the masters, and every pass that is owed an answer gets it."""
+        """What the end of a pass does: low gradients go to the masters, and every pass that is owed an answer
+        gets it.
+        """
         plain = [parameter.grad for name, parameter in self.net.named_parameters() if name not in self.masters]
         found = [gradient for gradient in plain if gradient is not None]
         for name, low in self.low.items():
@@ -185,7 +193,10 @@ class Owner:
         self.owed, self.window, self.carried = [one for one in self.owed if one.is_open], None, 1.0
 
     def enter(self, window, carried):
-        """What the start of a pass does. Gradients of one window stay as they are, but at scale 1 nothing is lost by settling."""
+        """What the start of a pass does.
+
+        Gradients of one window stay as they are, but at scale 1 nothing is lost by settling.
+        """
         if window is None or self.window is not window:
             self.settle()
         self.window, self.carried = window, carried
@@ -339,7 +350,9 @@ class Reference:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """`initialize` collects garbage while a session is in force, which takes long only for what torch itself has made; tensors are tiny."""
+    """`initialize` collects garbage while a session is in force, which takes long only for what torch itself has made;
+    tensors are tiny.
+    """
     threads = torch.get_num_threads()
     gc.collect()
     gc.freeze()
@@ -349,7 +362,7 @@ def quick():
     gc.unfreeze()
 
 
-# ---- the machine -------------------------------------------------------------------------------------------------------------------------------
+# ---- the machine -----------------------------------------------------------------------------------------------------
 
 NORMS = st.sampled_from(["none", "layer", "batch"])
 LEVELS = st.sampled_from(["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -361,7 +374,6 @@ BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12
 
 EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "500"))
 THEN = st.sampled_from(["nothing", "step", "step and zero"])
-
 
 
 class Boom(Exception):
@@ -384,7 +396,8 @@ class TrainingMachine(RuleBasedStateMachine):
     )
     def start(self, norms, is_pair, kind, level, scale, num_losses, bounds, adopt, is_like_a_gpu):
         amp.reset()
-        # as where launches are dear and the host runs ahead: links are kept, flags arrive late, fused optimizers skip by themselves
+        # as where launches are dear and the host runs ahead: links are kept, flags arrive late, fused optimizers skip
+        # by themselves
         self.patches, self.is_like_a_gpu, self.turns = pytest.MonkeyPatch(), is_like_a_gpu, itertools.count()
         if is_like_a_gpu:
             self.patches.setattr(sessions, "are_kept_on", lambda device_type: True)
@@ -397,17 +410,22 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @property
     def asks(self):
-        """Whether to ask what became of steps now: as on a GPU, that is only known for sure to who waits, and so nobody asks all the time."""
+        """Whether to ask what became of steps now: as on a GPU, that is only known for sure to who waits, and so nobody
+        asks all the time.
+        """
         return not self.is_like_a_gpu or next(self.turns) % 5 == 0
 
-    # ---- helpers -------------------------------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def make_fresh(self):
         seeds = [next(self.seeds) for _ in self.norms]
         self.models = [make_net(norm, seed) for norm, seed in zip(self.norms, seeds, strict=True)]
         self.optimizers = [OPTIMIZERS[self.kind](model.parameters()) for model in self.models]
         self.reference = Reference(
-            None, [make_net(norm, seed) for norm, seed in zip(self.norms, seeds, strict=True)], OPTIMIZERS[self.kind], scalers=[]
+            None,
+            [make_net(norm, seed) for norm, seed in zip(self.norms, seeds, strict=True)],
+            OPTIMIZERS[self.kind],
+            scalers=[],
         )
 
     def make_scalers(self, scale, num_losses, bounds):
@@ -415,13 +433,21 @@ class TrainingMachine(RuleBasedStateMachine):
         return [Scaler(scale, minimum or torch.finfo(torch.float32).tiny, maximum) for _ in range(num_losses)]
 
     def open_session(self, level, scale, num_losses, bounds, *, replace=False, adopt=False, keep_state=True):
-        options = {"opt_level": level, "loss_scale": scale, "min_loss_scale": bounds[0], "max_loss_scale": bounds[1], "verbosity": 0}
+        options = {
+            "opt_level": level,
+            "loss_scale": scale,
+            "min_loss_scale": bounds[0],
+            "max_loss_scale": bounds[1],
+            "verbosity": 0,
+        }
         groups = [[index] for index in range(len(self.models))] if adopt and not replace else [range(len(self.models))]
         for group in groups:
             models, optimizers = [self.models[index] for index in group], [self.optimizers[index] for index in group]
             amp.initialize(models, optimizers, num_losses=num_losses, replace=replace, **options)
         self.level = level
-        self.reference = self.reference.switch(level, OPTIMIZERS[self.kind], self.make_scalers(scale, num_losses, bounds), keep_state)
+        self.reference = self.reference.switch(
+            level, OPTIMIZERS[self.kind], self.make_scalers(scale, num_losses, bounds), keep_state
+        )
         event(f"initialize {level}")
         event(f"scale {scale}")
 
@@ -440,15 +466,24 @@ class TrainingMachine(RuleBasedStateMachine):
         for output, other in zip(outputs, expected, strict=True):
             assert equal(output, other)
         pairs = (outputs, expected)
-        return [sum(loss_of(output, targets) * factor for output, factor in zip(side, factors, strict=True)) for side in pairs]
+        return [
+            sum(loss_of(output, targets) * factor for output, factor in zip(side, factors, strict=True))
+            for side in pairs
+        ]
 
     def run_pass(self, loss, other, passed, loss_id=0, delay=False, inside=None, error=None, error_first=False):
         """One scale_loss block. `inside` is called before the backward pass, and `error` raised before or after it."""
         optimizers = [self.optimizers[index] for index in passed]
-        scale = amp.state_dict()[f"loss_scaler{loss_id}"]["loss_scale"] if not self.reference.scalers[loss_id].undecided else None
+        scale = (
+            amp.state_dict()[f"loss_scaler{loss_id}"]["loss_scale"]
+            if not self.reference.scalers[loss_id].undecided
+            else None
+        )
         self.reference.enter(loss_id, passed)
         with contextlib.suppress(Boom) if error else contextlib.nullcontext():
-            with amp.scale_loss(loss, optimizers if len(optimizers) > 1 else optimizers[0], loss_id=loss_id, delay_unscale=delay) as scaled:
+            with amp.scale_loss(
+                loss, optimizers if len(optimizers) > 1 else optimizers[0], loss_id=loss_id, delay_unscale=delay
+            ) as scaled:
                 assert scale is None or equal(scaled, loss.float() * scale)
                 if inside is not None:
                     inside()
@@ -470,11 +505,23 @@ class TrainingMachine(RuleBasedStateMachine):
                 owner.settle()
 
     def is_finite(self):
-        return all(bool(torch.isfinite(value).all()) for owner in self.reference.owners for value in owner.state_dict().values())
+        return all(
+            bool(torch.isfinite(value).all())
+            for owner in self.reference.owners
+            for value in owner.state_dict().values()
+        )
 
-    # ---- passes --------------------------------------------------------------------------------------------------------------------------------
+    # ---- passes ------------------------------------------------------------------------------------------------------
 
-    @rule(reached=SUBSETS, passed=SUBSETS, batch=BATCH, number=NUM_LOSSES, delay=st.booleans(), casts=st.booleans(), then=THEN)
+    @rule(
+        reached=SUBSETS,
+        passed=SUBSETS,
+        batch=BATCH,
+        number=NUM_LOSSES,
+        delay=st.booleans(),
+        casts=st.booleans(),
+        then=THEN,
+    )
     def forward_and_backward(self, reached, passed, batch, number, delay, casts, then):
         reached, passed, loss_id = self.choose(reached), self.choose(passed), self.loss_id(number)
         loss, other = self.compute(reached, batch, [1.0] * len(reached), casts)
@@ -517,7 +564,9 @@ class TrainingMachine(RuleBasedStateMachine):
         reached, loss_id = self.choose(reached), self.loss_id(number)
         if not self.reference.scalers[loss_id].is_dynamic and (self.saved is None or batch % 2):
             return  # nothing is skipped, so the weights are lost: only where they can be loaded again
-        loss, other = self.compute(reached, batch, [factor if index == bad % len(reached) else 1.0 for index in range(len(reached))])
+        loss, other = self.compute(
+            reached, batch, [factor if index == bad % len(reached) else 1.0 for index in range(len(reached))]
+        )
         self.run_pass(loss, other, reached, loss_id, delay)
         event(f"overflow, {'delayed' if delay else 'plain'}")
         self.go_on(reached, then)
@@ -552,7 +601,13 @@ class TrainingMachine(RuleBasedStateMachine):
         loss, other = self.compute(passed, batch, [1.0] * len(passed))
         if is_nested:
             outer, outer_other = self.compute(passed, (batch + 1) % len(DATA), [1.0] * len(passed))
-            self.run_pass(outer, outer_other, passed, 0, inside=lambda: self.run_pass(loss, other, passed, loss_id, error=True, error_first=before))
+            self.run_pass(
+                outer,
+                outer_other,
+                passed,
+                0,
+                inside=lambda: self.run_pass(loss, other, passed, loss_id, error=True, error_first=before),
+            )
         else:
             self.run_pass(loss, other, passed, loss_id, error=True, error_first=before)
         event(f"exception {'before' if before else 'after'} backward{', nested' if is_nested else ''}")
@@ -571,7 +626,10 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @rule(batch=BATCH, number=NUM_LOSSES, delay=st.booleans(), between=st.sampled_from(["nothing", "step", "pass"]))
     def backward_later(self, batch, number, delay, between):
-        """A graph of old weights: made before a step, gone backward through after it. Plain torch allows it only where casts saved copies."""
+        """A graph of old weights: made before a step, gone backward through after it.
+
+        Plain torch allows it only where casts saved copies.
+        """
         if between == "step" and (self.level not in PATCHING or self.norms[0] != "none"):
             between = "pass"
         held = self.compute((0,), batch, [1.0])
@@ -584,7 +642,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.run_pass(*held, (0,), loss_id, delay)
         event(f"backward later, {between} between")
 
-    # ---- steps and zeroing ---------------------------------------------------------------------------------------------------------------------
+    # ---- steps and zeroing -------------------------------------------------------------------------------------------
 
     def step_one(self, index):
         self.optimizers[index].step()
@@ -614,9 +672,14 @@ class TrainingMachine(RuleBasedStateMachine):
             self.reference.owners[index].zero_grad_of_model(set_to_none)
         event(f"model.zero_grad({set_to_none})")
 
-    # ---- weights -------------------------------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
-    @rule(how=st.sampled_from(["mul_", "copy_", "data =", "data.mul_"]), which=st.integers(0, 5), chosen=SUBSETS, is_master=st.booleans())
+    @rule(
+        how=st.sampled_from(["mul_", "copy_", "data =", "data.mul_"]),
+        which=st.integers(0, 5),
+        chosen=SUBSETS,
+        is_master=st.booleans(),
+    )
     def edit_weights(self, how, which, chosen, is_master):
         for index in self.choose(chosen):
             owner = self.reference.owners[index]
@@ -632,7 +695,9 @@ class TrainingMachine(RuleBasedStateMachine):
                         parameter.data = parameter.data * 0.75
                     else:
                         parameter.data.mul_(0.75)
-            if how == "data.mul_":  # leaves no trace, so it must be said; of a parameter that has a master only the master counts
+            if (
+                how == "data.mul_"
+            ):  # leaves no trace, so it must be said; of a parameter that has a master only the master counts
                 amp.refresh()
             if is_master or how == "data.mul_":
                 owner.copy_masters()
@@ -668,10 +733,14 @@ class TrainingMachine(RuleBasedStateMachine):
                 model(DATA[batch][0])  # BatchNorm counts this one too, as the reference did above
         event("deepcopy")
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self):
-        ours = [model.state_dict() for model in self.models], [optimizer.state_dict() for optimizer in self.optimizers], amp.state_dict()
+        ours = (
+            [model.state_dict() for model in self.models],
+            [optimizer.state_dict() for optimizer in self.optimizers],
+            amp.state_dict(),
+        )
         theirs = (
             [owner.state_dict() for owner in self.reference.owners],
             [owner.optimizer.state_dict() for owner in self.reference.owners],
@@ -706,12 +775,15 @@ class TrainingMachine(RuleBasedStateMachine):
     @rule(power=st.integers(9, 17), unskipped=st.sampled_from([0, INTERVAL - 2, INTERVAL - 1, INTERVAL + 5]))
     def load_scalers(self, power, unskipped):
         """Near the end of the growth interval, so that growth is seen."""
-        states = [{"loss_scale": 2.0 ** (power + index), "unskipped": unskipped} for index in range(len(self.reference.scalers))]
+        states = [
+            {"loss_scale": 2.0 ** (power + index), "unskipped": unskipped}
+            for index in range(len(self.reference.scalers))
+        ]
         amp.load_state_dict({f"loss_scaler{index}": state for index, state in enumerate(states)})
         self.reference.load_scalers(states)
         event("load scalers")
 
-    # ---- sessions ------------------------------------------------------------------------------------------------------------------------------
+    # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def make_reset(self):
         if self.level is not None:
@@ -766,7 +838,7 @@ class TrainingMachine(RuleBasedStateMachine):
             for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
                 optimizer.state.clear(), owner.optimizer.state.clear()
 
-    # ---- what must hold ------------------------------------------------------------------------------------------------------------------------
+    # ---- what must hold ----------------------------------------------------------------------------------------------
 
     @invariant()
     def weights_are_those_of_the_reference(self):
@@ -784,7 +856,11 @@ class TrainingMachine(RuleBasedStateMachine):
         for optimizer, owner in zip(self.optimizers, self.reference.owners, strict=True):
             ours, theirs = optimizer.state_dict()["state"], owner.optimizer.state_dict()["state"]
             if self.is_like_a_gpu:  # a first step that skips by itself has made its zeros before
-                ours = {key: state for key, state in ours.items() if key in theirs or any(value.any() for value in state.values())}
+                ours = {
+                    key: state
+                    for key, state in ours.items()
+                    if key in theirs or any(value.any() for value in state.values())
+                }
             assert_same_tree(ours, theirs, "state")
             assert self.level is None or not self.asks or optimizer.step_was_skipped is owner.was_skipped
 
@@ -819,7 +895,11 @@ class TrainingMachine(RuleBasedStateMachine):
         if not self.asks:
             return
         stats, owners = amp.stats(), self.reference.owners
-        assert (stats.opt_level, stats.steps, stats.steps_skipped) == (self.level, sum(o.steps for o in owners), sum(o.skips for o in owners))
+        assert (stats.opt_level, stats.steps, stats.steps_skipped) == (
+            self.level,
+            sum(o.steps for o in owners),
+            sum(o.skips for o in owners),
+        )
         assert stats.loss_scales == tuple(entry["loss_scale"] for entry in expected.values())
 
     def check_everything(self):
@@ -839,7 +919,8 @@ TrainingMachine.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=12,
     deadline=None,
-    derandomize="AMP_PATCH_EXAMPLES" not in os.environ,  # the same 500 in every run of the suite; others by asking for a number
+    derandomize="AMP_PATCH_EXAMPLES"
+    not in os.environ,  # the same 500 in every run of the suite; others by asking for a number
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestTrainingMachine = pytest.mark.filterwarnings("ignore")(TrainingMachine.TestCase)

@@ -43,7 +43,7 @@ def ask_in_foreign_thread(switch: Switch) -> bool:
     return answers[0]
 
 
-# ---- on and off -------------------------------------------------------------------------------------------------------------------------------
+# ---- on and off ------------------------------------------------------------------------------------------------------
 
 
 def test_a_switch_is_off_until_it_is_turned_on_and_after_it_is_turned_off() -> None:
@@ -70,7 +70,7 @@ def test_two_switches_know_nothing_of_each_other(switch: Switch) -> None:
         assert other.regions == 0
 
 
-# ---- regions ----------------------------------------------------------------------------------------------------------------------------------
+# ---- regions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
@@ -138,7 +138,7 @@ def test_turning_off_inside_a_region_holds_after_it(switch: Switch) -> None:
     assert not switch.is_on_here()
 
 
-# ---- threads ----------------------------------------------------------------------------------------------------------------------------------
+# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_region_belongs_to_the_thread_that_opened_it(switch: Switch) -> None:
@@ -190,7 +190,7 @@ def test_a_foreign_thread_follows_the_region_that_keeps_casts_on(switch: Switch,
             assert ask_in_foreign_thread(switch)
 
 
-# ---- fork -------------------------------------------------------------------------------------------------------------------------------------
+# ---- fork ------------------------------------------------------------------------------------------------------------
 
 
 def exit_code_of_child(is_right: Callable[[], bool]) -> int:
@@ -246,7 +246,7 @@ def test_regions_may_be_left_in_any_order(switch: Switch) -> None:
     assert switch.mode_here() is Mode.BY_LISTS
 
 
-# ---- what torch.compile sees -------------------------------------------------------------------------------------------------------------------
+# ---- what torch.compile sees -----------------------------------------------------------------------------------------
 
 
 def get_sign() -> tuple[bool, torch.dtype]:

@@ -1,4 +1,6 @@
-"""What torch.autocast does, as observed: held against torch's own C++ header and test tables, and against the lists that were generated from it."""
+"""What torch.autocast does, as observed: held against torch's own C++ header and test tables, and against the lists
+that were generated from it.
+"""
 
 import importlib.util
 import logging
@@ -48,7 +50,9 @@ def rules_in_header() -> dict[str, str]:
         if rule == "blacklist" and "ADD_NS" in body[1]:
             found |= dict.fromkeys(re.findall(r'"([\w.]+)"', body[1]), rule)
         else:
-            found |= {".".join(filter(None, groups)): rule for groups in re.findall(r"_\((\w+)(?:, *(\w+))?\)", body[1])}
+            found |= {
+                ".".join(filter(None, groups)): rule for groups in re.findall(r"_\((\w+)(?:, *(\w+))?\)", body[1])
+            }
     return found
 
 
@@ -63,7 +67,11 @@ CUDA_TABLES = {
     "torch_need_autocast_promote": "promote",
     "banned": "banned",
 }
-CPU_TABLES = {"torch_16 nn_16": "whitelist", "torch_fp32 nn_fp32": "blacklist", "torch_need_autocast_promote": "sequence_promote"}
+CPU_TABLES = {
+    "torch_16 nn_16": "whitelist",
+    "torch_fp32 nn_fp32": "blacklist",
+    "torch_need_autocast_promote": "sequence_promote",
+}
 TABLES = {"cuda": (AutocastTestLists, CUDA_TABLES), "cpu": (AutocastCPUTestLists, CPU_TABLES)}
 
 
@@ -71,7 +79,9 @@ TABLES = {"cuda": (AutocastTestLists, CUDA_TABLES), "cpu": (AutocastCPUTestLists
 def test_the_rules_are_those_that_torch_tests(device_type: str) -> None:
     make, attributes = TABLES[device_type]
     lists = make(torch.device("cpu"))
-    tested = {entry[0]: rule for names, rule in attributes.items() for name in names.split() for entry in getattr(lists, name)}
+    tested = {
+        entry[0]: rule for names, rule in attributes.items() for name in names.split() for entry in getattr(lists, name)
+    }
     observed = {overload.partition(".")[0]: rule for overload, rule in get_overload_rules(device_type).items()}
     assert len(tested) > 25
     assert {name: observed.get(name) for name in tested} == tested
@@ -82,7 +92,9 @@ def test_every_kernel_is_understood(device_type: str, caplog: pytest.LogCaptureF
     rules = get_overload_rules(device_type)
     assert caplog.records == []
     assert len(rules) > 100
-    assert {overload for overload in rules if overload.startswith("softmax")} == ({"softmax.int"} if device_type == "cuda" else set())
+    assert {overload for overload in rules if overload.startswith("softmax")} == (
+        {"softmax.int"} if device_type == "cuda" else set()
+    )
 
 
 @devices
@@ -120,7 +132,7 @@ def test_another_device_type_is_refused(given: str) -> None:
     assert isinstance(raised.value, (AmpError, ValueError))
 
 
-# ---- what asking leaves behind ----------------------------------------------------------------------------------------------------------------
+# ---- what asking leaves behind ---------------------------------------------------------------------------------------
 
 
 @devices
@@ -130,7 +142,11 @@ def test_asking_leaves_autocast_as_it_was(device_type: str, is_on: bool) -> None
     with torch.autocast("cpu", dtype=torch.float16, enabled=is_on, cache_enabled=False):
         before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
         assert get_rules(device_type) == expected
-        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()) == before
+        assert (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ) == before
     assert not torch.is_autocast_enabled("cuda")
 
 
@@ -147,14 +163,23 @@ def test_the_answer_does_not_depend_on_patches_thread_or_grad_mode(device_type: 
 
 
 def test_asking_says_nothing_and_imports_no_compiler() -> None:
-    code = "import sys, amp_patch.torch_autocast as t; t.get_rules('cpu'); t.get_rules('cuda'); assert 'torch._dynamo' not in sys.modules"
+    code = (
+        "import sys, amp_patch.torch_autocast as t; t.get_rules('cpu'); t.get_rules('cuda'); assert 'torch._dynamo' not"
+        " in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-W", "always", "-c", code], check=True, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_kernel_that_is_not_understood_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_is_not_understood_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     observe = torch_autocast._observe
-    monkeypatch.setattr(torch_autocast, "_observe", lambda overload, device_type: None if overload == "exp" else observe(overload, device_type))
+    monkeypatch.setattr(
+        torch_autocast,
+        "_observe",
+        lambda overload, device_type: None if overload == "exp" else observe(overload, device_type),
+    )
     with caplog.at_level(logging.WARNING):
         rules = get_overload_rules("cuda")
     assert "exp" not in rules and "expm1" in rules
@@ -168,7 +193,7 @@ def test_an_argument_of_an_unknown_kind_is_not_understood() -> None:
     assert torch_autocast._observe("relu", "cuda") is None  # no kernel, so no difference
 
 
-# ---- the committed files ----------------------------------------------------------------------------------------------------------------------
+# ---- the committed files ---------------------------------------------------------------------------------------------
 
 
 def generator() -> ModuleType:

@@ -1,5 +1,6 @@
-"""Links change nothing but the number of casts: whatever happens to the weights, outputs and gradients are, to the bit, those of a model that
-casts its weights afresh in each forward pass."""
+"""Links change nothing but the number of casts: whatever happens to the weights, outputs and gradients are, to the bit,
+those of a model that casts its weights afresh in each forward pass.
+"""
 
 import copy
 import gc
@@ -27,12 +28,14 @@ from amp_patch.weights import WeightLinks
 
 LOW = torch.bfloat16
 
-with warnings.catch_warnings():  # torch scripts functions, with a warning for each, when this is first imported; that fails under patches
+with (
+    warnings.catch_warnings()
+):  # torch scripts functions, with a warning for each, when this is first imported; that fails under patches
     warnings.simplefilter("ignore")
     importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
-# ---- models, written twice: as a user writes them, and with the casts by hand -----------------------------------------------------------------
+# ---- models, written twice: as a user writes them, and with the casts by hand ----------------------------------------
 
 
 class Net(nn.Module):
@@ -74,7 +77,11 @@ def gradients_of(net: nn.Module) -> list[Tensor | None]:
 
 def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None]) -> None:
     assert [value is None for value in values] == [value is None for value in expected]
-    assert all(torch.equal(value, wanted) for value, wanted in zip(values, expected, strict=True) if value is not None and wanted is not None)
+    assert all(
+        torch.equal(value, wanted)
+        for value, wanted in zip(values, expected, strict=True)
+        if value is not None and wanted is not None
+    )
 
 
 @pytest.fixture(params=[True, False], ids=["kept", "dropped"], autouse=True)
@@ -108,7 +115,7 @@ def assert_casts_are_fresh(net: Net, seed: int = 0) -> None:
     assert_equal_all(gradients, gradients_of(net))
 
 
-# ---- the frozen-weight test ---------------------------------------------------------------------------------------------------------------------
+# ---- the frozen-weight test ------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda parameters, **how: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **how),
@@ -122,7 +129,9 @@ HOW = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fuse
 @pytest.mark.parametrize("uses_scale_loss", [True, False], ids=["scale_loss", "plain-backward"])
 @pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_ten_steps_are_bitwise_those_of_fresh_casts(make_optimizer: Callable[..., Optimizer], how: dict[str, bool], uses_scale_loss: bool) -> None:
+def test_ten_steps_are_bitwise_those_of_fresh_casts(
+    make_optimizer: Callable[..., Optimizer], how: dict[str, bool], uses_scale_loss: bool
+) -> None:
     net, reference = Net(), Net()
     start = copy.deepcopy(list(net.parameters()))
     optimizer, expected = make_optimizer(net.parameters(), **how), make_optimizer(reference.parameters(), **how)
@@ -156,7 +165,7 @@ def test_a_step_of_an_optimizer_that_amp_has_not_seen_is_seen(net: Net) -> None:
     assert_casts_are_fresh(net)
 
 
-# ---- how many casts ---------------------------------------------------------------------------------------------------------------------------
+# ---- how many casts --------------------------------------------------------------------------------------------------
 
 
 class CastCounter(TorchDispatchMode):
@@ -192,7 +201,9 @@ def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passe
                 scaled_loss.backward()
             optimizer.step()
             counts.append((counter.single, counter.together, counter.kernels))
-    assert counts == ([(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)])
+    assert counts == (
+        [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)]
+    )
 
 
 def test_accumulating_without_scale_loss_exits_casts_once(net: Net) -> None:
@@ -209,7 +220,7 @@ def test_the_counter_sees_fresh_casts(net: Net) -> None:
     assert counter.single == 12
 
 
-# ---- edits of the weights -----------------------------------------------------------------------------------------------------------------------
+# ---- edits of the weights --------------------------------------------------------------------------------------------
 
 
 def edit_in_place(net: Net) -> None:
@@ -303,7 +314,9 @@ def run_twice_with_a_live_graph(net: Net) -> None:
 
 @pytest.mark.parametrize("run", [run_with_gradients, run_without_gradients, run_twice_with_a_live_graph])
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
-def test_after_an_edit_the_next_forward_runs_the_edited_weights(net: Net, edit: Callable[[Net], None], run: Callable[[Net], None]) -> None:
+def test_after_an_edit_the_next_forward_runs_the_edited_weights(
+    net: Net, edit: Callable[[Net], None], run: Callable[[Net], None]
+) -> None:
     run(net)
     before = net(batch()).detach()
     edit(net)
@@ -320,7 +333,7 @@ def test_the_check_sees_an_edit_that_nobody_was_told_of(net: Net) -> None:
         assert_casts_are_fresh(net)
 
 
-# ---- requires_grad and grad modes ---------------------------------------------------------------------------------------------------------------
+# ---- requires_grad and grad modes ------------------------------------------------------------------------------------
 
 
 def test_freezing_and_unfreezing_a_weight(net: Net) -> None:
@@ -370,7 +383,7 @@ def test_training_and_evaluation_in_turns_is_bitwise_training_alone() -> None:
     assert_equal_all(trained[0], trained[1])
 
 
-# ---- graphs that outlive things -----------------------------------------------------------------------------------------------------------------
+# ---- graphs that outlive things --------------------------------------------------------------------------------------
 
 
 def test_double_backward_is_that_of_fresh_casts(net: Net) -> None:
@@ -409,8 +422,12 @@ def test_a_graph_that_is_alive_while_the_weights_are_replaced_gives_the_old_weig
     assert_equal_all(gradients_of(net), expected)
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, None], ids=["foreach-step", "fused-step", "in-place"])
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+@pytest.mark.parametrize(
+    "how", [{"foreach": True}, {"fused": True}, None], ids=["foreach-step", "fused-step", "in-place"]
+)
 def test_a_graph_that_is_alive_while_the_weights_change_in_place_is_right_or_refused(
     net: Net, how: dict[str, bool] | None, mode: Callable[[], Any]
 ) -> None:
@@ -483,7 +500,7 @@ def test_a_live_graph_outlives_a_doubt_about_weights_that_did_not_change(
     assert_equal_all(list(torch.autograd.grad(later, (x, weight))), list(expected))
 
 
-# ---- two networks against each other ------------------------------------------------------------------------------------------------------------
+# ---- two networks against each other ---------------------------------------------------------------------------------
 
 
 class ConvGenerator(nn.Module):
@@ -504,7 +521,9 @@ class ConvGenerator(nn.Module):
 def generate_by_hand(net: nn.Module, x: Tensor) -> Tensor:
     weights = [parameter.to(LOW) for parameter in net.parameters()]
     if isinstance(net, ConvGenerator):
-        return F.conv1d(F.conv1d(x[:, None].to(LOW), weights[0], weights[1], padding=1).relu(), weights[2], weights[3], padding=1)[:, 0]
+        return F.conv1d(
+            F.conv1d(x[:, None].to(LOW), weights[0], weights[1], padding=1).relu(), weights[2], weights[3], padding=1
+        )[:, 0]
     return by_hand(net, x)
 
 
@@ -539,7 +558,9 @@ def train_adversaries(make_generator: Callable[[], nn.Module], *, uses_amp: bool
 
 @pytest.mark.parametrize("make_generator", [lambda: Net(seed=1, outputs=6), ConvGenerator], ids=["linear", "conv"])
 def test_a_generator_s_graph_outlives_the_discriminator_s_step(make_generator: Callable[[], nn.Module]) -> None:
-    assert_equal_all(train_adversaries(make_generator, uses_amp=True), train_adversaries(make_generator, uses_amp=False))
+    assert_equal_all(
+        train_adversaries(make_generator, uses_amp=True), train_adversaries(make_generator, uses_amp=False)
+    )
 
 
 def test_a_frozen_discriminator_still_passes_gradients_to_the_generator(net: Net) -> None:
@@ -553,13 +574,15 @@ def test_a_frozen_discriminator_still_passes_gradients_to_the_generator(net: Net
     assert gradient is not None and torch.equal(gradient, expected)
 
 
-# ---- threads, checkpoints, transforms -------------------------------------------------------------------------------------------------------------
+# ---- threads, checkpoints, transforms --------------------------------------------------------------------------------
 
 
 def test_two_threads_in_forward_at_once_get_what_each_gets_alone(net: Net) -> None:
     rounds = 20
     with amp.disable_casts():
-        expected = [torch.autograd.grad(loss_of(by_hand(net, batch(seed))), list(net.parameters())) for seed in range(2)]
+        expected = [
+            torch.autograd.grad(loss_of(by_hand(net, batch(seed))), list(net.parameters())) for seed in range(2)
+        ]
     results: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     barrier = threading.Barrier(2, action=amp.refresh, timeout=60)  # links are in doubt when both start
 
@@ -623,14 +646,16 @@ TRANSFORMS: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("is_first_use", [True, False], ids=["first-use", "later"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_a_function_transform_leaves_links_that_train(net: Net, transform: Callable[[Net], Any], is_first_use: bool) -> None:
+def test_a_function_transform_leaves_links_that_train(
+    net: Net, transform: Callable[[Net], Any], is_first_use: bool
+) -> None:
     if not is_first_use:
         assert_casts_are_fresh(net)
     transform(net)
     assert_casts_are_fresh(net)
 
 
-# ---- which tensors are linked, and for how long -------------------------------------------------------------------------------------------------
+# ---- which tensors are linked, and for how long ----------------------------------------------------------------------
 
 
 @amp.half_function

@@ -1,4 +1,6 @@
-"""The YAML reader: text with positions out of a well-formed file, one error type with a position out of anything else."""
+"""The YAML reader: text with positions out of a well-formed file, one error type with a position out of
+anything else.
+"""
 
 import os
 import tempfile
@@ -59,7 +61,9 @@ class TestWellFormed:
         assert items[0] == Node("two", 5, 5)
         assert items[1] == Node({"deep": Node("three", 6, 12, quoted=True)}, 6, 5, key_at={"deep": (6, 6)})
 
-    @pytest.mark.parametrize(("text", "quoted"), [("x", False), ("'x'", True), ('"x"', True), ("|-\n  x", True), (">-\n  x", True)])
+    @pytest.mark.parametrize(
+        ("text", "quoted"), [("x", False), ("'x'", True), ('"x"', True), ("|-\n  x", True), (">-\n  x", True)]
+    )
     def test_quoted(self, tmp_path: Path, text: str, quoted: bool) -> None:
         root = read(tmp_path, f"a: {text}\n")
         assert isinstance(root.value, dict)
@@ -189,8 +193,47 @@ def test_any_bytes_give_a_mapping_or_the_error(data: bytes) -> None:
     assert root is None or isinstance(root.value, dict)
 
 
-FRAGMENTS = ["a", "b: ", "- ", "? ", ": ", "\n", "  ", "\t", "[", "]", "{", "}", ",", "&x ", "*x", "!t ", "!!int ", "'", '"', "|", ">", "#"]
-FRAGMENTS += ["%YAML 1.2\n", "---\n", "...\n", "\\", "\\x0", "\\UFFFFFFFF", "~", "<<: ", "@", "`", "\x85", "\u2028", "\x07", "é", "\U0001f600"]
+FRAGMENTS = [
+    "a",
+    "b: ",
+    "- ",
+    "? ",
+    ": ",
+    "\n",
+    "  ",
+    "\t",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "&x ",
+    "*x",
+    "!t ",
+    "!!int ",
+    "'",
+    '"',
+    "|",
+    ">",
+    "#",
+]
+FRAGMENTS += [
+    "%YAML 1.2\n",
+    "---\n",
+    "...\n",
+    "\\",
+    "\\x0",
+    "\\UFFFFFFFF",
+    "~",
+    "<<: ",
+    "@",
+    "`",
+    "\x85",
+    "\u2028",
+    "\x07",
+    "é",
+    "\U0001f600",
+]
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join), st.booleans())
@@ -203,8 +246,12 @@ def test_near_valid_yaml_gives_a_mapping_or_the_error(text: str, is_pure: bool) 
     assert root is None or isinstance(root.value, dict)
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="\ufeff\ufffe\uffff"), max_size=8)
-TREES = st.recursive(TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=12)
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="\ufeff\ufffe\uffff"), max_size=8
+)
+TREES = st.recursive(
+    TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=12
+)
 
 
 def depth(tree: object) -> int:

@@ -5,11 +5,13 @@
     amp_patch.apex.install()
     from apex import amp  # from here on
 
-or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` gives this package: `amp`, `parallel`, `optimizers` and
-the other parts are imported when they are first asked for. Parts of Apex that are not here fail to import and say what to use today.
+or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` gives this package: `amp`,
+`parallel`, `optimizers` and the other parts are imported when they are first asked for. Parts of Apex that are not here
+fail to import and say what to use today.
 
-An `apex` that is installed is respected. One that still has `amp` is left alone, unless `force` is given. One that has lost it keeps what it has
-and gets from here what it lacks. Another project's package of that name (PyPI has one) is named in a warning and stepped in front of.
+An `apex` that is installed is respected. One that still has `amp` is left alone, unless `force` is given. One that has
+lost it keeps what it has and gets from here what it lacks. Another project's package of that name (PyPI has one) is
+named in a warning and stepped in front of.
 """
 
 import contextlib
@@ -48,7 +50,9 @@ class Installed:
     def __enter__(self) -> "Installed":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.remove()
 
 
@@ -72,7 +76,10 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: `sys.meta_path`, and what `sys.modules` held under these names, are as they were. Harmless without one."""
+    """Undo every `install`:
+
+    `sys.meta_path`, and what `sys.modules` held under these names, are as they were. Harmless without one.
+    """
     finder = _finder.installed()
     if finder is not None:
         finder.remove()

@@ -1,6 +1,8 @@
-"""`ApexFinder`: makes `import apex...` find the modules of this package, beside or in front of an `apex` that is installed.
+"""`ApexFinder`: makes `import apex...` find the modules of this package, beside or in front of an `apex` that is
+installed.
 
-A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is `sys.modules["amp_patch.apex.amp"]`.
+A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is
+`sys.modules["amp_patch.apex.amp"]`.
 """
 
 import importlib
@@ -36,13 +38,18 @@ class _AliasLoader(importlib.abc.Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module itself. The import machinery then sets its `__spec__`; `exec_module` puts the right one back."""
+        """Return the module itself.
+
+        The import machinery then sets its `__spec__`; `exec_module` puts the right one back.
+        """
         module = importlib.import_module(self._real_name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give what lies below the module its name too: an import of it later on would bind its name in the package anew."""
+        """Give what lies below the module its name too: an import of it later on would bind its name in the package
+        anew.
+        """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
         for name, below in list(sys.modules.items()):
@@ -61,21 +68,28 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        self._is_whole: bool | None = None  # whether all of apex is served, or only what the installed one lacks; None: not known yet
+        self._is_whole: bool | None = (
+            None  # whether all of apex is served, or only what the installed one lacks; None: not known yet
+        )
         self._is_idle = False  # the installed one has amp and is left alone
         self._displaced: dict[str, ModuleType] = {}
         self._completed: list[ModuleType] = []
         self._local = threading.local()
 
-    # ---- in and out -----------------------------------------------------------------------------------------------------------------------
+    # ---- in and out --------------------------------------------------------------------------------------------------
 
     def insert(self) -> None:
-        """Put the finder first, and modules of other packages under its names aside. An `apex` that is imported already is judged now."""
+        """Put the finder first, and modules of other packages under its names aside.
+
+        An `apex` that is imported already is judged now.
+        """
         apex = sys.modules.get("apex")
         if apex is not None:
             self._judge(apex.__spec__, getattr(apex, "__path__", ()))
         if apex is not None and self._is_whole:
-            self._displaced = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)}
+            self._displaced = {
+                name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)
+            }
         elif apex is not None and not self._is_idle:
             self._complete(apex)
         for name in self._displaced:
@@ -83,7 +97,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Take the finder out, and every module that it served out of `sys.modules` and of other packages; what it put aside comes back.
+        """Take the finder out, and every module that it served out of `sys.modules` and of other packages; what it put
+        aside comes back.
 
         Harmless twice.
         """
@@ -104,15 +119,19 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _is_ours(self, value: object) -> bool:
         return isinstance(value, ModuleType) and (value.__name__ + ".").startswith(self._package + ".")
 
-    # ---- finding --------------------------------------------------------------------------------------------------------------------------
+    # ---- finding -----------------------------------------------------------------------------------------------------
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the spec of a module of the stand-in; None for what others are to find.
 
         Raises ModuleNotFoundError, saying what to use today, for a part of Apex that nobody has.
         """
         root, _, rest = fullname.partition(".")
-        if fullname.startswith(self._package + "."):  # what `from apex import X` looks for, since the package goes by its own name
+        if fullname.startswith(
+            self._package + "."
+        ):  # what `from apex import X` looks for, since the package goes by its own name
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
         if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
@@ -131,7 +150,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             self._complete_after(elsewhere.loader)
         return elsewhere
 
-    def _find_elsewhere(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    def _find_elsewhere(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         """Ask the other finders. Some of them ask all finders in turn, which then hear nothing from this one."""
         self._local.is_asking = True
         try:
@@ -160,28 +181,46 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             real = None  # not even what it would lie below
         if real is None:
             return None
-        spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin, is_package=real.submodule_search_locations is not None)
+        spec = ModuleSpec(
+            fullname,
+            _AliasLoader(real_name),
+            origin=real.origin,
+            is_package=real.submodule_search_locations is not None,
+        )
         if real.submodule_search_locations is not None:
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
 
-    # ---- an apex that is installed --------------------------------------------------------------------------------------------------------
+    # ---- an apex that is installed -----------------------------------------------------------------------------------
 
     def _judge(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
         """Decide what to serve beside the `apex` found elsewhere, and say so once."""
         if self._is_whole is not None:
             return
         folders = [os.fspath(folder) for folder in path]
-        parts = {part for part in _NVIDIA_PARTS for folder in folders if os.path.exists(os.path.join(folder, part, "__init__.py"))}
-        is_there = spec is not None and spec.origin is not None  # a folder without __init__.py, such as a checkout, is no package to respect
+        parts = {
+            part
+            for part in _NVIDIA_PARTS
+            for folder in folders
+            if os.path.exists(os.path.join(folder, part, "__init__.py"))
+        }
+        is_there = (
+            spec is not None and spec.origin is not None
+        )  # a folder without __init__.py, such as a checkout, is no package to respect
         self._is_whole = self._force or not (is_there and parts)
         self._is_idle = not self._is_whole and "amp" in parts
         where = folders[0] if folders else getattr(spec, "origin", None) or ""
         if self._is_idle:
-            logger.warning("amp_patch: the apex in %s has amp itself and is left alone; force=True (`amp-patch run --force`) uses amp_patch's", where)
+            logger.warning(
+                "amp_patch: the apex in %s has amp itself and is left alone; force=True (`amp-patch run --force`) uses"
+                " amp_patch's",
+                where,
+            )
         elif is_there and not parts:
             said = _describe_distribution(where)
-            logger.warning("amp_patch: the apex in %s%s is not NVIDIA's; the stand-in for that comes before it", where, said)
+            logger.warning(
+                "amp_patch: the apex in %s%s is not NVIDIA's; the stand-in for that comes before it", where, said
+            )
 
     def _complete_after(self, loader: Any) -> None:
         """Have the installed apex, once it has run, look here for parts that it lacks."""
@@ -218,7 +257,9 @@ def installed() -> ApexFinder | None:
 def _raise_if_gone(name: str) -> None:
     advice = advise(name)
     if advice is not None:
-        raise ModuleNotFoundError(f"No module named {name!r}: {advice}")  # with name=, `from apex import X` would drop the message
+        raise ModuleNotFoundError(
+            f"No module named {name!r}: {advice}"
+        )  # with name=, `from apex import X` would drop the message
 
 
 def _describe_distribution(where: str) -> str:

@@ -3,12 +3,21 @@
 _GONE = {
     "apex.RNN": "recurrent cells for float16: use torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.reparameterization": "weight normalization: use torch.nn.utils.parametrizations.weight_norm",
-    "apex.mlp": "a fused chain of linear layers: use torch.nn.Sequential of Linear and ReLU, with torch.compile for speed",
-    "apex.fused_dense": "linear layers with fused bias and GELU: use torch.nn.Linear and torch.nn.GELU, with torch.compile for speed",
+    "apex.mlp": (
+        "a fused chain of linear layers: use torch.nn.Sequential of Linear and ReLU, with torch.compile for speed"
+    ),
+    "apex.fused_dense": (
+        "linear layers with fused bias and GELU: use torch.nn.Linear and torch.nn.GELU, with torch.compile for speed"
+    ),
     "apex.pyprof": "a profiler: use torch.profiler",
-    "apex.transformer": "tensor and pipeline parallel transformers: use Megatron-Core (megatron.core), or torch.distributed.tensor.parallel and "
-    "torch.distributed.pipelining; for its fused softmax use torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.bottleneck": "fused ResNet bottlenecks: use the blocks of torchvision.models.resnet, with torch.compile for speed",
+    "apex.transformer": (
+        "tensor and pipeline parallel transformers: use Megatron-Core (megatron.core), or"
+        " torch.distributed.tensor.parallel and torch.distributed.pipelining; for its fused softmax use"
+        " torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "apex.contrib.bottleneck": (
+        "fused ResNet bottlenecks: use the blocks of torchvision.models.resnet, with torch.compile for speed"
+    ),
     "apex.contrib.conv_bias_relu": "fused convolutions: use torch.nn.Conv2d and ReLU, with torch.compile for speed",
     "apex.contrib.cudnn_gbn": "BatchNorm over a group of processes: use torch.nn.SyncBatchNorm with a process_group",
     "apex.contrib.fmha": "fused attention: use torch.nn.functional.scaled_dot_product_attention",
@@ -21,16 +30,24 @@ _GONE = {
     "apex.contrib.nccl_allocator": "memory registered with NCCL: use torch.cuda.MemPool",
     "apex.contrib.nccl_p2p": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
     "apex.contrib.peer_memory": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
-    "apex.contrib.multihead_attn": "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.openfold_triton": "kernels for OpenFold: use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm",
-    "apex.contrib.sparsity": "2:4 structured sparsity (ASP): use torch.sparse.to_sparse_semi_structured and torchao.sparsity",
+    "apex.contrib.multihead_attn": (
+        "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "apex.contrib.openfold_triton": (
+        "kernels for OpenFold: use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm"
+    ),
+    "apex.contrib.sparsity": (
+        "2:4 structured sparsity (ASP): use torch.sparse.to_sparse_semi_structured and torchao.sparsity"
+    ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.contrib.xentropy": "a fused cross entropy: use torch.nn.functional.cross_entropy, which has label_smoothing",
 }
 
 
 def advise(name: str) -> str | None:
-    """Return what `name`, such as "apex.transformer.parallel_state", was and what to use today; None for what Apex never had, or is here."""
+    """Return what `name`, such as "apex.transformer.parallel_state", was and what to use today; None for what Apex
+    never had, or is here.
+    """
     for part in sorted(_GONE, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
             return f"the apex of amp_patch has no {part} ({_GONE[part]})"

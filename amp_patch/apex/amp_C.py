@@ -1,8 +1,10 @@
-"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`: tensors of any device and floating dtype, contiguous or not.
+"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`: tensors of any device and floating dtype,
+contiguous or not.
 
-Every function takes a chunk size (ignored), a flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1
-when a checked tensor holds inf or NaN, and is never cleared. What Apex had beyond these (the capturable and mixed-precision variants, the two
-stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` leaves the gradients as they are.
+Every function takes a chunk size (ignored), a flag (one integer element) and lists of tensors; results go into the
+lists. The flag becomes 1 when a checked tensor holds inf or NaN, and is never cleared. What Apex had beyond these (the
+capturable and mixed-precision variants, the two stages of LAMB) is absent, so that importing it fails by name. Unlike
+Apex's, `multi_tensor_lamb` leaves the gradients as they are.
 
 Waits for the device: only `multi_tensor_sgd`, which reads the flag.
 """
@@ -45,7 +47,9 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 
 
 @torch.no_grad()
-def multi_tensor_axpby(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int) -> None:
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
+) -> None:
     """[xs, ys, outputs]: output = a x + b y. Checks the xs (`arg_to_check` 0), the ys (1) or both (-1)."""
     xs, ys, outputs = tensor_lists
     terms = _multiply(xs, a, None if arg_to_check == 1 else noop_flag)
@@ -56,8 +60,11 @@ def multi_tensor_axpby(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 
 
 @torch.no_grad()
-def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False) -> tuple[Tensor, Tensor]:
-    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,), or (0,) without `per_tensor`; float32.
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,), or (0,) without
+    `per_tensor`; float32.
 
     Raises the flag if the norm is not finite.
     """
@@ -103,7 +110,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """[gradients, params, momenta] and perhaps [16-bit copies of params]: `updates.sgd_` on scale * gradient; nothing if the flag is up."""
+    """[gradients, params, momenta] and perhaps [16-bit copies of params]:
+
+    `updates.sgd_` on scale * gradient; nothing if the flag is up.
+    """
     if bool(noop_flag.any()):
         return
     gradients, params, momenta, *copies = tensor_lists
@@ -176,7 +186,10 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """[gradients, params, exp_avgs] and `grad_norms` of shape (n,): `updates.novograd_`, with weight decay inside the moment if `mode` is 0."""
+    """[gradients, params, exp_avgs] and `grad_norms` of shape (n,):
+
+    `updates.novograd_`, with weight decay inside the moment if `mode` is 0.
+    """
     gradients, params, exp_avgs = tensor_lists
     updates.novograd_(
         gradients,
@@ -241,10 +254,11 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Update a loss scale (float32) and its two counters (int32), one element each, in place; return the scale. Waits for nothing.
+    """Update a loss scale (float32) and its two counters (int32), one element each, in place; return the scale. Waits
+    for nothing.
 
-    After `hysteresis` overflows without a good step between them, each overflow multiplies the scale by `backoff_factor`; `growth_interval` good
-    steps in a row multiply it by `growth_factor`, unless that gives inf.
+    After `hysteresis` overflows without a good step between them, each overflow multiplies the scale by
+    `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf.
     """
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)

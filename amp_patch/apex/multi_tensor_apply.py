@@ -1,4 +1,7 @@
-"""`apex.multi_tensor_apply`: the caller of `amp_C`'s functions. `available` is True, because there is an `amp_C` here."""
+"""`apex.multi_tensor_apply`: the caller of `amp_C`'s functions.
+
+`available` is True, because there is an `amp_C` here.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +19,9 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any) -> Any:
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

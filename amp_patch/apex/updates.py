@@ -1,8 +1,9 @@
 """The update formulas of Apex's optimizers, over lists of tensors, through `torch._foreach_*`.
 
-Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are only read. The arithmetic is
-float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are copied to float32, and what was changed is rounded
-once, when it is copied back. Nothing here waits for the device. Call under `torch.no_grad()`.
+Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are
+only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
+copied to float32, and what was changed is rounded once, when it is copied back. Nothing here waits for the device. Call
+under `torch.no_grad()`.
 """
 
 import math
@@ -22,7 +23,9 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def get_places(*lists: Tensors) -> list[list[int]]:
-    """Return the indices of lists of equal length, in groups of the same device and dtype: what one foreach kernel can take."""
+    """Return the indices of lists of equal length, in groups of the same device and dtype: what one foreach kernel can
+    take.
+    """
     places: dict[tuple[object, ...], list[int]] = {}
     for index, tensors in enumerate(zip(*lists, strict=True)):
         places.setdefault(tuple((tensor.device, tensor.dtype) for tensor in tensors), []).append(index)
@@ -30,7 +33,8 @@ def get_places(*lists: Tensors) -> list[list[int]]:
 
 
 def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
-    """Yield the lists at full precision, in parts that are on one device and of one dtype each, so that foreach kernels take them whole.
+    """Yield the lists at full precision, in parts that are on one device and of one dtype each, so that foreach kernels
+    take them whole.
 
     What the loop body does to the `changed` lists is copied back when it has run.
     """
@@ -62,7 +66,9 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
 
 
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
-    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision, on `device` or that of the first tensor."""
+    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision, on `device` or that of the first
+    tensor.
+    """
     each = norms(tensors)
     if not each:
         return torch.zeros((), device=device)
@@ -86,7 +92,8 @@ def sgd_(
     decays_late: bool = False,
     gradient_factor: float = 1.0,
 ) -> None:
-    """g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m) with Nesterov.
+    """g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m)
+    with Nesterov.
 
     `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
     """
@@ -123,9 +130,11 @@ def adam_(
     is_decoupled: bool,
     corrects_bias: bool,
 ) -> None:
-    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1; with `is_decoupled` the weight decay of Loshchilov & Hutter (arXiv:1711.05101).
+    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1; with `is_decoupled` the weight decay of Loshchilov & Hutter
+    (arXiv:1711.05101).
 
-    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand. `step` counts from 1.
+    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
+    `step` counts from 1.
     """
     correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
@@ -157,9 +166,10 @@ def lamb_(
 ) -> None:
     """LAMB of You et al. (arXiv:1904.00962), algorithm 2, with the clipping of NVIDIA's BERT.
 
-    g /= max(1, gradient_norm / max_gradient_norm), with the 0-dim norm of the gradients of all parameters, not just these; no clipping if the
-    maximum is None or 0. Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr |p| / |u| u for each tensor. The ratio is 1 where a
-    norm is 0, and everywhere if there is no weight decay, unless `always_adapts`. Without `averages_gradients`, m = b1 m + g.
+    g /= max(1, gradient_norm / max_gradient_norm), with the 0-dim norm of the gradients of all parameters, not just
+    these; no clipping if the maximum is None or 0. Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr |p| /
+    |u| u for each tensor. The ratio is 1 where a norm is 0, and everywhere if there is no weight decay, unless
+    `always_adapts`. Without `averages_gradients`, m = b1 m + g.
     """
     correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
@@ -196,11 +206,12 @@ def novograd_(
     averages_gradients: bool,
     norm_type: int,
 ) -> None:
-    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor, a 0-dim tensor in `norm_avgs`.
+    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor, a 0-dim tensor in
+    `norm_avgs`.
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
-    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment in the place of g.
-    Without `averages_gradients` the share of g in m is 1.
+    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment
+    in the place of g. Without `averages_gradients` the share of g in m is 1.
     """
     correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
@@ -229,8 +240,19 @@ def novograd_(
         torch._foreach_add_(p, update, alpha=-lr)
 
 
-def adagrad_(gradients: Tensors, params: Tensors, sums: Tensors, *, lr: float, eps: float, weight_decay: float, is_decoupled: bool) -> None:
-    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal: h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand."""
+def adagrad_(
+    gradients: Tensors,
+    params: Tensors,
+    sums: Tensors,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    is_decoupled: bool,
+) -> None:
+    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal: h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p
+    beforehand.
+    """
     for g, p, h in in_full(gradients, params, sums):
         if weight_decay and not is_decoupled:
             g = torch._foreach_add(g, p, alpha=weight_decay)

@@ -1,7 +1,7 @@
 """The doctor: reads training scripts, without running or importing them, for what goes wrong under amp.
 
-A script becomes a `Script` (tree, names, structure); each check in the table of `diagnoses` yields faults of it; `# amp-patch: ignore[CODE]` on the
-line silences one.
+A script becomes a `Script` (tree, names, structure); each check in the table of `diagnoses` yields faults of it; `#
+amp-patch: ignore[CODE]` on the line silences one.
 """
 
 from .command import SUMMARY as SUMMARY

@@ -1,7 +1,7 @@
 """Checks of functions that amp patches, in hands that patching cannot reach, and of losses that the lists ban.
 
-`initialize` rebinds every module global that holds a listed function, so a by-name import is no fault. What it cannot rebind is a function that
-was put away before: in a container, a default argument, an attribute, a partial, a closure.
+`initialize` rebinds every module global that holds a listed function, so a by-name import is no fault. What it cannot
+rebind is a function that was put away before: in a container, a default argument, an attribute, a partial, a closure.
 """
 
 import ast
@@ -33,10 +33,11 @@ def _load(name: str) -> OpLists:
 
 @cache
 def captured_originals(lists: tuple[str, ...]) -> frozenset[str]:
-    """Return the dotted names of functions on a whitelist or blacklist whose originals cast nothing once they are captured.
+    """Return the dotted names of functions on a whitelist or blacklist whose originals cast nothing once they are
+    captured.
 
-    Not among them: functions in Python that only pass their arguments on to the op of the same name in another namespace, which is patched too
-    (`F.softmax` calls `Tensor.softmax`).
+    Not among them: functions in Python that only pass their arguments on to the op of the same name in another
+    namespace, which is patched too (`F.softmax` calls `Tensor.softmax`).
     """
     found: set[str] = set()
     for name in lists:
@@ -59,7 +60,12 @@ def _calls_patched_namesake(function: Any, name: str, kind: str, kinds: dict[tup
     except (OSError, SyntaxError):
         return False
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name and isinstance(node.func.value, ast.Name):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == name
+            and isinstance(node.func.value, ast.Name)
+        ):
             owner = "torch" if node.func.value.id == "torch" else "torch.Tensor"
             if kinds.get((owner, name)) == kind:
                 return True
@@ -73,19 +79,35 @@ def captured_functions(context: Context) -> Iterator[Fault]:
     script, structure = context.script, context.script.structure
     originals = captured_originals(context.expected.lists)
     for node in script.nodes:
-        if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load) or not script.names.resolve(node) & originals:
+        if (
+            not isinstance(node, (ast.Name, ast.Attribute))
+            or not isinstance(node.ctx, ast.Load)
+            or not script.names.resolve(node) & originals
+        ):
             continue
         holder = _holder(context, node)
-        if holder is None or any(structure.is_before(call, node) for call in script.initializations) or script.is_without_amp(node):
+        if (
+            holder is None
+            or any(structure.is_before(call, node) for call in script.initializations)
+            or script.is_without_amp(node)
+        ):
             continue
         name = text_of(node)
-        message = f"{name} is kept in {holder}, where initialize cannot replace it: what is called there is the original, which casts nothing"
-        fix = f"Look it up at each call: `lambda *args, **kwargs: {name}(*args, **kwargs)`, or keep the name and use getattr."
+        message = (
+            f"{name} is kept in {holder}, where initialize cannot replace it: what is called there is the original,"
+            " which casts nothing"
+        )
+        fix = (
+            f"Look it up at each call: `lambda *args, **kwargs: {name}(*args, **kwargs)`, or keep the name and use"
+            " getattr."
+        )
         yield Fault(node, "warning", message, fix)
 
 
 def _holder(context: Context, node: ast.AST) -> str | None:
-    """Return what keeps a function that is read at `node` (and was patched nowhere by then), or None if nothing does."""
+    """Return what keeps a function that is read at `node` (and was patched nowhere by then), or None if
+    nothing does.
+    """
     structure = context.script.structure
     function = structure.function_name(node)
     runs_late = function.startswith("forward") or function == "__call__"
@@ -103,18 +125,26 @@ def _holder(context: Context, node: ast.AST) -> str | None:
         elif isinstance(outer, _CONTAINERS):
             kept = kept or (None if _target_of(structure, outer, child) is not None else "a container")
         elif isinstance(outer, (ast.Assign, ast.AnnAssign)):
-            target = _target_of(structure, child, node) or (outer.targets[0] if isinstance(outer, ast.Assign) else outer.target)
+            target = _target_of(structure, child, node) or (
+                outer.targets[0] if isinstance(outer, ast.Assign) else outer.target
+            )
             return None if runs_late else _assigned_holder(context, outer, target, kept)
         elif isinstance(outer, ast.Return):
             return None if runs_late or kept == "an object" else (kept or "what the function returns")
         elif not isinstance(outer, _TRANSPARENT):
-            return kept if kept and not runs_late and isinstance(outer, ast.stmt) and _runs_before_initialize(context, node) else None
+            return (
+                kept
+                if kept and not runs_late and isinstance(outer, ast.stmt) and _runs_before_initialize(context, node)
+                else None
+            )
         child = outer
     return None
 
 
 def _keeper(context: Context, call: ast.Call) -> str | None:
-    """Return what a call makes of a function among its arguments, if it keeps it: classes do, as far as the case of their names tells."""
+    """Return what a call makes of a function among its arguments, if it keeps it: classes do, as far as the case of
+    their names tells.
+    """
     name = text_of(call.func).rpartition(".")[2]
     if context.script.is_call_of(call, _PARTIALS) or name == "partial":
         return "a partial"
@@ -132,7 +162,9 @@ def _runs_before_initialize(context: Context, node: ast.AST) -> bool:
 
 
 def _target_of(structure: Structure, values: ast.AST, part: ast.AST) -> ast.expr | None:
-    """Return what takes `part` of the tuple `values` in `a, b = values`; None where that is no such assignment, or `part` is deeper inside."""
+    """Return what takes `part` of the tuple `values` in `a, b = values`; None where that is no such assignment, or
+    `part` is deeper inside.
+    """
     statement = structure.parent(values)
     if not (isinstance(statement, ast.Assign) and isinstance(values, (ast.Tuple, ast.List)) and part in values.elts):
         return None
@@ -161,7 +193,11 @@ def _assigned_holder(context: Context, statement: ast.stmt, target: ast.expr, ke
 def _is_read_inside(scope: ast.AST, name: str) -> bool:
     """Whether a function inside `scope` reads a variable of it."""
     inner = [node for node in ast.walk(scope) if isinstance(node, FUNCTIONS) and node is not scope]
-    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for one in inner for node in ast.walk(one))
+    return any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for one in inner
+        for node in ast.walk(one)
+    )
 
 
 def probability_losses(context: Context) -> Iterator[Fault]:
@@ -176,7 +212,9 @@ def probability_losses(context: Context) -> Iterator[Fault]:
         name = text_of(call.func)
         fix = "Leave the sigmoid out of the model and use F.binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss."
         if bans and all(bans):
-            yield Fault(call, "error", f"{name} takes probabilities, and the op lists in use ban it on 16-bit tensors", fix)
+            yield Fault(
+                call, "error", f"{name} takes probabilities, and the op lists in use ban it on 16-bit tensors", fix
+            )
         else:
             banned = ", and Apex's list bans it" if any(bans) else ""
             message = f"{name} takes probabilities: 16 bits round them to 0 and 1, and their gradients to 0{banned}"
@@ -184,10 +222,14 @@ def probability_losses(context: Context) -> Iterator[Fault]:
 
 
 def _bans_bce(name: str) -> bool:
-    return any(spelling.kind == "banned" and spelling.name == "binary_cross_entropy" for spelling in _load(name).spellings)
+    return any(
+        spelling.kind == "banned" and spelling.name == "binary_cross_entropy" for spelling in _load(name).spellings
+    )
 
 
 def _is_widened(call: ast.Call) -> bool:
     """Whether the first argument is made float32 on the spot."""
     first = call.args[0] if call.args else None
-    return isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr in ("float", "double")
+    return (
+        isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr in ("float", "double")
+    )

@@ -18,7 +18,10 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
         return
     for call, receiver in script.method_calls("state_dict"):
         if context.is_optimizer(receiver) and not script.is_without_amp(call):
-            message = "the checkpoint has the optimizer's state but not amp's: a resumed run starts from the first loss scale and skips steps"
+            message = (
+                "the checkpoint has the optimizer's state but not amp's: a resumed run starts from the first loss scale"
+                " and skips steps"
+            )
             yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
             return
 
@@ -30,7 +33,10 @@ def loads_without_amp(context: Context) -> Iterator[Fault]:
         return
     for call, receiver in script.method_calls("load_state_dict"):
         if context.is_optimizer(receiver) and not script.is_without_amp(call):
-            message = "the optimizer's state is loaded but not amp's: the run starts from the first loss scale and skips steps"
+            message = (
+                "the optimizer's state is loaded but not amp's: the run starts from the first loss scale and skips"
+                " steps"
+            )
             yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
             return
 
@@ -43,9 +49,16 @@ def state_before_initialize(context: Context) -> Iterator[Fault]:
         after = [one for one in script.initializations if script.structure.is_before(call, one)]
         if after and not before and script.structure.loop(call) is None:
             message = "amp has no state before amp.initialize: this raises SessionError"
-            yield Fault(call, "error", message, "Call amp.initialize first, then load the model's, the optimizer's and amp's state.")
+            yield Fault(
+                call,
+                "error",
+                message,
+                "Call amp.initialize first, then load the model's, the optimizer's and amp's state.",
+            )
 
 
 def _touches(script: Script, function: str) -> bool:
     """Whether a script calls a function of amp, or reads the loss scalers themselves."""
-    return bool(script.calls_of(function)) or any(isinstance(node, ast.Attribute) and node.attr == "loss_scalers" for node in script.nodes)
+    return bool(script.calls_of(function)) or any(
+        isinstance(node, ast.Attribute) and node.attr == "loss_scalers" for node in script.nodes
+    )

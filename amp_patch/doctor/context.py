@@ -9,7 +9,9 @@ from .levels import Expected, arguments_of
 from .script import Script
 from .structure import text_of
 
-WRAPPERS = frozenset({"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"})
+WRAPPERS = frozenset(
+    {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Context:
 
     Attributes:
         script: the script.
-        expected: what `initialize` may do: the script's own calls, or those of the scripts that were given along with it.
+        expected: what `initialize` may do: the script's own calls, or those of the scripts that were given along with
+            it.
         runs_under_amp: the script uses amp, or is imported by one that does; most checks are for such scripts alone.
         coverage: what the stand-in for `apex` has.
     """

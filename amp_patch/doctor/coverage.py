@@ -1,4 +1,6 @@
-"""Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing kept by hand."""
+"""Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing
+kept by hand.
+"""
 
 import ast
 import itertools
@@ -8,7 +10,9 @@ from pathlib import Path
 
 import amp_patch
 
-EXTENSIONS = frozenset({"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda", "fused_dense_cuda"})
+EXTENSIONS = frozenset(
+    {"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda", "fused_dense_cuda"}
+)
 """Apex's compiled modules, which scripts import from the top."""
 
 
@@ -23,10 +27,11 @@ class Coverage:
         self._package = package
 
     def has(self, dotted: str, *, is_imported: bool = True) -> bool:
-        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in one.
+        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in
+        one.
 
-        `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at the first object that a
-        package binds (`amp._amp_state`), even if there is a module of that name.
+        `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at
+        the first object that a package binds (`amp._amp_state`), even if there is a module of that name.
         """
         parts = dotted.split(".")
         if parts[0] == "apex":
@@ -34,14 +39,22 @@ class Coverage:
         where = self._package
         if not (where / "__init__.py").is_file():
             return False
-        parts = list(itertools.takewhile(lambda part: not part.startswith("__"), parts))  # every module has a __dict__ and a __name__
+        parts = list(
+            itertools.takewhile(lambda part: not part.startswith("__"), parts)
+        )  # every module has a __dict__ and a __name__
         for index, part in enumerate(parts):
             deeper = _module_file(where / part)
-            if not is_imported and where.is_dir() and part in _bound_names(where / "__init__.py", with_submodules=False):
+            if (
+                not is_imported
+                and where.is_dir()
+                and part in _bound_names(where / "__init__.py", with_submodules=False)
+            ):
                 return True
             if deeper is None:
                 bound = _bound_names(where / "__init__.py" if where.is_dir() else where)
-                return part in bound  # what is below a bound name is an attribute of an object: nothing the source could tell
+                return (
+                    part in bound
+                )  # what is below a bound name is an attribute of an object: nothing the source could tell
             if index == len(parts) - 1:
                 return True
             where = where / part if deeper.name == "__init__.py" else deeper
@@ -50,7 +63,10 @@ class Coverage:
         return True
 
     def advice(self, dotted: str) -> str | None:
-        """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today. None where it says nothing."""
+        """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today.
+
+        None where it says nothing.
+        """
         table = self._package / "_gone.py"
         gone = _read_table(table) if table.is_file() else {}
         known = [part for part in gone if f"{dotted}.".startswith(f"{part}.")]
@@ -68,7 +84,9 @@ def has_public_name(name: str) -> bool:
 
 
 def _module_file(path: Path) -> Path | None:
-    """Return the file of the module at `path`, without its suffix: a package's `__init__.py`, a module's own file, or None."""
+    """Return the file of the module at `path`, without its suffix: a package's `__init__.py`, a module's own file, or
+    None.
+    """
     for candidate in (path / "__init__.py", path.with_name(f"{path.name}.py")):
         if candidate.is_file():
             return candidate
@@ -91,7 +109,8 @@ def _read_table(path: Path) -> dict[str, str]:
 def _bound_names(path: Path, *, with_submodules: bool = True) -> frozenset[str]:
     """Return the names that a module binds at its top level, those of its star imports from the same package included.
 
-    `with_submodules`: also what `from . import x` binds, and every string that could be a name in a module that answers for names by a `__getattr__`.
+    `with_submodules`: also what `from . import x` binds, and every string that could be a name in a module that answers
+    for names by a `__getattr__`.
     """
     tree = ast.parse(path.read_bytes())
     found: set[str] = set()
@@ -106,7 +125,9 @@ def _bound_names(path: Path, *, with_submodules: bool = True) -> frozenset[str]:
             for alias in node.names:
                 found |= _star_names(path, node) if alias.name == "*" else {alias.asname or alias.name}
     if with_submodules and any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-        strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        strings = (
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
         found.update(value for value in strings if value.isidentifier())
     return frozenset(found)
 
@@ -125,11 +146,15 @@ def _star_names(path: Path, node: ast.ImportFrom) -> frozenset[str]:
     if target is None or target == path:
         return frozenset()
     public = _listed_names(target)
-    return frozenset(name for name in _bound_names(target) if name in public or (not public and not name.startswith("_")))
+    return frozenset(
+        name for name in _bound_names(target) if name in public or (not public and not name.startswith("_"))
+    )
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one that run when its module is imported: functions and classes, but not what is in them."""
+    """Yield the nodes below one that run when its module is imported: functions and classes, but not what is
+    in them.
+    """
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -139,6 +164,12 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 def _listed_names(path: Path) -> frozenset[str]:
     """Return what a module lists in a literal `__all__`; nothing if it has none."""
     for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
-            return frozenset(one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
+            return frozenset(
+                one.value
+                for one in ast.walk(node.value)
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            )
     return frozenset()

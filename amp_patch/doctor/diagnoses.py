@@ -1,4 +1,7 @@
-"""The table of checks, and running it over one script. A code is for good: people silence it by `# amp-patch: ignore[CODE]`."""
+"""The table of checks, and running it over one script.
+
+A code is for good: people silence it by `# amp-patch: ignore[CODE]`.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +13,8 @@ from .findings import Fault, Finding
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the machine's part.
+    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the
+    machine's part.
 
     `is_for_all`: the check is for scripts that do not run under amp, too.
     """
@@ -25,7 +29,12 @@ CHECKS: tuple[Check, ...] = (
     Check("AMP001", "a file that cannot be read or parsed"),
     Check("AMP002", "an ignore comment with an unknown code"),
     Check("AMP101", "an import of apex that the stand-in covers", import_checks.covered_imports, is_for_all=True),
-    Check("AMP102", "a name that the stand-in, or amp_patch, does not have", import_checks.uncovered_names, is_for_all=True),
+    Check(
+        "AMP102",
+        "a name that the stand-in, or amp_patch, does not have",
+        import_checks.uncovered_names,
+        is_for_all=True,
+    ),
     Check("AMP201", "an opt_level that is no level", setup_checks.unknown_levels),
     Check("AMP202", "arguments of initialize that contradict each other", setup_checks.contradicting_arguments),
     Check("AMP203", "a parallel wrapper before initialize", setup_checks.wrapped_models),

@@ -67,7 +67,9 @@ def reached_scripts(scripts: Sequence[Script]) -> list[Script]:
 
 
 def _absolute(imported: str, path: str) -> Iterator[str]:
-    """Yield the name of an imported module as the importing file may mean it: relative ones by the folders around the file."""
+    """Yield the name of an imported module as the importing file may mean it: relative ones by the folders around the
+    file.
+    """
     name = imported.lstrip(".")
     level = len(imported) - len(name)
     if level == 0:
@@ -78,7 +80,10 @@ def _absolute(imported: str, path: str) -> Iterator[str]:
 
 
 def _module_names(path: str) -> frozenset[str]:
-    """Return every name a file could be imported by: `net`, `models.net` and `project.models.net` for `project/models/net.py`."""
+    """Return every name a file could be imported by:
+
+    `net`, `models.net` and `project.models.net` for `project/models/net.py`.
+    """
     stem = PurePath(path).stem
     parts = _folders(path) + ([] if stem == "__init__" else [stem])
     return frozenset(".".join(parts[start:]) for start in range(len(parts)))

@@ -22,7 +22,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `line` and `column` start at 1 and count characters; findings about the machine have no place."""
+    """One line of the report.
+
+    `line` and `column` start at 1 and count characters; findings about the machine have no place.
+    """
 
     code: str
     severity: Severity

@@ -24,7 +24,9 @@ def covered_imports(context: Context) -> Iterator[Fault]:
 def uncovered_names(context: Context) -> Iterator[Fault]:
     """A name of Apex, imported or used, that the stand-in lacks; a name of amp_patch that it lacks."""
     told: set[str] = set()
-    if not any(name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in context.script.imported_modules):
+    if not any(
+        name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in context.script.imported_modules
+    ):
         return
     for node in _import_statements(context.script):
         for name in _apex_names(node):
@@ -36,13 +38,19 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
                 if alias.name != "*" and not has_public_name(alias.name):
                     yield _absent(node, alias.name)
     for attribute in context.script.nodes:
-        if not isinstance(attribute, ast.Attribute) or isinstance(context.script.structure.parent(attribute), ast.Attribute):
+        if not isinstance(attribute, ast.Attribute) or isinstance(
+            context.script.structure.parent(attribute), ast.Attribute
+        ):
             continue  # the whole of a chain is looked up, or nothing
         names = context.script.names.dotted(attribute)
         name = next(iter(names), "")
         if len(names) != 1 or name in told:
             continue
-        if name.startswith("apex.") and not context.coverage.has(name, is_imported=False) and not any(name.startswith(f"{one}.") for one in told):
+        if (
+            name.startswith("apex.")
+            and not context.coverage.has(name, is_imported=False)
+            and not any(name.startswith(f"{one}.") for one in told)
+        ):
             told.add(name)
             yield _uncovered(context, attribute, name)
         elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):
@@ -67,9 +75,15 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
     advice = context.coverage.advice(name)
-    fix = f"It was {advice}." if advice else "Apex never had it under this name, or amp_patch replaces it by nothing: look in today's torch."
+    fix = (
+        f"It was {advice}."
+        if advice
+        else "Apex never had it under this name, or amp_patch replaces it by nothing: look in today's torch."
+    )
     if _has_fallback(context.script, node):
-        return Fault(node, "note", f"{name}: not in amp_patch's stand-in for apex, so the script takes its own way round", fix)
+        return Fault(
+            node, "note", f"{name}: not in amp_patch's stand-in for apex, so the script takes its own way round", fix
+        )
     return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", fix)
 
 

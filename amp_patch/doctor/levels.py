@@ -1,4 +1,6 @@
-"""What a script asks of `initialize`, as far as its text says: literal arguments, the levels they may mean, and what those levels do."""
+"""What a script asks of `initialize`, as far as its text says: literal arguments, the levels they may mean, and what
+those levels do.
+"""
 
 import ast
 import inspect
@@ -44,7 +46,9 @@ UNKNOWN = _Unknown()
 
 
 def literal(script: Script, node: ast.AST) -> Any:
-    """Return the value of a literal, of a torch dtype (as its name), or of a name that is assigned once to such; else `UNKNOWN`."""
+    """Return the value of a literal, of a torch dtype (as its name), or of a name that is assigned once to such; else
+    `UNKNOWN`.
+    """
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -55,10 +59,16 @@ def literal(script: Script, node: ast.AST) -> Any:
         return -value if isinstance(value, (int, float)) else UNKNOWN
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.Mult)):
         left, right = literal(script, node.left), literal(script, node.right)
-        if not (isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) <= 64):
+        if not (
+            isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) <= 64
+        ):
             return UNKNOWN
         return left * right if isinstance(node.op, ast.Mult) else float(left) ** right if left else UNKNOWN
-    dtypes = [name for name in script.names.resolve(node) if isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)]
+    dtypes = [
+        name
+        for name in script.names.resolve(node)
+        if isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+    ]
     if dtypes:
         return dtypes[0]
     value = script.constant(node.id) if isinstance(node, ast.Name) else None
@@ -78,12 +88,16 @@ def arguments_of(call: ast.Call) -> dict[str, ast.expr]:
 
 def is_written_out(call: ast.Call) -> bool:
     """Tell whether a call has neither `*args` nor `**kwargs`."""
-    return not any(isinstance(value, ast.Starred) for value in call.args) and all(keyword.arg for keyword in call.keywords)
+    return not any(isinstance(value, ast.Starred) for value in call.args) and all(
+        keyword.arg for keyword in call.keywords
+    )
 
 
 @cache
 def presets_in_force() -> tuple[Path, str | None]:
-    """Return the presets file that a run would use, and what is wrong with the one that AMP_PATCH_PRESETS names (then the shipped one counts)."""
+    """Return the presets file that a run would use, and what is wrong with the one that AMP_PATCH_PRESETS names (then
+    the shipped one counts).
+    """
     chosen = os.environ.get(PRESETS_VARIABLE)
     if chosen:
         try:
@@ -103,7 +117,9 @@ def known_levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the calls of `initialize` in view may do (any of them at any possible level) and must do (all of them at all levels)."""
+    """What the calls of `initialize` in view may do (any of them at any possible level) and must do (all of them at all
+    levels).
+    """
 
     policies: tuple[Policy, ...]
     unknown: frozenset[str]
@@ -181,12 +197,17 @@ def expect(scripts: Iterable[Script]) -> Expected:
 
 
 def is_apex(script: Script, call: ast.Call) -> bool:
-    """Tell whether a call of amp is one of Apex's, which the stand-in answers; not if it may be one of amp_patch's as well."""
+    """Tell whether a call of amp is one of Apex's, which the stand-in answers; not if it may be one of amp_patch's as
+    well.
+    """
     return all(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
 
 
 def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
-    """Return the policy of a level on an accelerator; overrides that contradict it are left out. The stand-in patches by Apex's list."""
+    """Return the policy of a level on an accelerator; overrides that contradict it are left out.
+
+    The stand-in patches by Apex's list.
+    """
     try:
         policy = make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
     except PolicyError:
@@ -195,7 +216,10 @@ def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Polic
 
 
 def levels_for(script: Script, call: ast.Call) -> tuple[str, ...]:
-    """Return the levels that a call of `initialize` takes: Apex's own four through the stand-in, else those of the presets."""
+    """Return the levels that a call of `initialize` takes:
+
+    Apex's own four through the stand-in, else those of the presets.
+    """
     return APEX_LEVELS if is_apex(script, call) else known_levels()
 
 
@@ -213,9 +237,13 @@ def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
 
 
 def offered(script: Script, node: ast.AST) -> list[str]:
-    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads; none if it has none."""
+    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads; none if it has
+    none.
+    """
     for option in options_read_by(script, node):
-        choices = next((literal(script, keyword.value) for keyword in option.keywords if keyword.arg == "choices"), UNKNOWN)
+        choices = next(
+            (literal(script, keyword.value) for keyword in option.keywords if keyword.arg == "choices"), UNKNOWN
+        )
         if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
             return choices
     return []
@@ -229,6 +257,10 @@ def options_read_by(script: Script, node: ast.AST) -> list[ast.Call]:
 
 def destinations(option: ast.Call) -> list[str]:
     """Return the names of the attribute that an `add_argument` call may fill."""
-    explicit = [keyword.value.value for keyword in option.keywords if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant)]
+    explicit = [
+        keyword.value.value
+        for keyword in option.keywords
+        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant)
+    ]
     flags = [value.value for value in option.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
     return [str(name) for name in explicit] or [flag.lstrip("-").replace("-", "_") for flag in flags]

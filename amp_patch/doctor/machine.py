@@ -1,4 +1,6 @@
-"""The machine: versions, devices, which 16-bit dtypes are fast on them and how one can tell, and what is installed under the name `apex`."""
+"""The machine: versions, devices, which 16-bit dtypes are fast on them and how one can tell, and what is installed
+under the name `apex`.
+"""
 
 import importlib.machinery
 import importlib.metadata
@@ -80,7 +82,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-# ---- devices ------------------------------------------------------------------------------------------------------------------------------
+# ---- devices ---------------------------------------------------------------------------------------------------------
 
 
 def _devices() -> Iterator[Device]:
@@ -96,7 +98,8 @@ def _devices() -> Iterator[Device]:
 
 
 def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return the verdict on each 16-bit dtype for a CUDA compute capability: NVIDIA's matrix units take float16 from 7.0, bfloat16 from 8.0 on.
+    """Return the verdict on each 16-bit dtype for a CUDA compute capability: NVIDIA's matrix units take float16 from
+    7.0, bfloat16 from 8.0 on.
 
     None stands for an accelerator of another make, which nothing here tells about.
     """
@@ -105,7 +108,10 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
     verdicts = []
     for name, first in (("float16", (7, 0)), ("bfloat16", (8, 0))):
         has = capability >= first
-        evidence = f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with {first[0]}.{first[1]}"
+        evidence = (
+            f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with"
+            f" {first[0]}.{first[1]}"
+        )
         verdicts.append(LowDtype(name, "fast" if has else "slow", evidence))
     return tuple(verdicts)
 
@@ -117,9 +123,15 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def measure_cpu() -> dict[str, float]:
-    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: the best of a few repeats each."""
+    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: the best of a few repeats
+    each.
+    """
     seconds = {dtype: _time_product(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-    return {str(dtype).removeprefix("torch."): seconds[torch.float32] / taken for dtype, taken in seconds.items() if dtype is not torch.float32}
+    return {
+        str(dtype).removeprefix("torch."): seconds[torch.float32] / taken
+        for dtype, taken in seconds.items()
+        if dtype is not torch.float32
+    }
 
 
 def _time_product(dtype: torch.dtype) -> float:
@@ -138,11 +150,13 @@ def judge_cpu(flags: Sequence[str], speeds: dict[str, float]) -> tuple[LowDtype,
     for name, speed in speeds.items():
         verdict = "fast" if speed >= _FAST else "slow" if speed <= _SLOW else "even"
         has = ", ".join(flags) or "no instructions for 16 bits"
-        verdicts.append(LowDtype(name, verdict, f"{speed:.2g} times the speed of float32 in a {_SIZE}x{_SIZE} product; {has}"))
+        verdicts.append(
+            LowDtype(name, verdict, f"{speed:.2g} times the speed of float32 in a {_SIZE}x{_SIZE} product; {has}")
+        )
     return tuple(verdicts)
 
 
-# ---- apex ---------------------------------------------------------------------------------------------------------------------------------
+# ---- apex ------------------------------------------------------------------------------------------------------------
 
 
 def find_apex() -> ApexInstall:
@@ -172,7 +186,7 @@ def _kind(folders: Sequence[Path]) -> str:
     return "pyramid" if "pyramid" in described or "velruse" in described else "other"
 
 
-# ---- findings -----------------------------------------------------------------------------------------------------------------------------
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 _FOREIGN = {
     "pyramid": "the package installed as apex is the web toolkit for Pyramid of that name from PyPI, and has no amp",
@@ -194,7 +208,12 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
             yield Finding("AMP902", "error", message, f'pip install "{name}>={wanted}"')
     problem = presets_in_force()[1]
     if problem is not None:
-        yield Finding("AMP903", "error", f"AMP_PATCH_PRESETS cannot be used: {problem}", "Correct the file, or unset the variable.")
+        yield Finding(
+            "AMP903",
+            "error",
+            f"AMP_PATCH_PRESETS cannot be used: {problem}",
+            "Correct the file, or unset the variable.",
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

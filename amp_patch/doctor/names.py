@@ -1,4 +1,6 @@
-"""What the names of a script stand for: dotted names of modules and their members, followed through imports and plain aliases."""
+"""What the names of a script stand for: dotted names of modules and their members, followed through imports and plain
+aliases.
+"""
 
 import ast
 
@@ -34,7 +36,9 @@ def canonical(dotted: str) -> str:
 
 
 class Names:
-    """The imports and aliases of one script, all scopes together: a name may stand for several things (`try`/`except ImportError`)."""
+    """The imports and aliases of one script, all scopes together: a name may stand for several things (`try`/`except
+    ImportError`).
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         self._targets: dict[str, set[str]] = {}
@@ -54,7 +58,11 @@ class Names:
                 self._bound.add(node.id)
         for assignment in assignments:
             target = assignment.targets[0]
-            if len(assignment.targets) == 1 and isinstance(target, ast.Name) and isinstance(assignment.value, (ast.Name, ast.Attribute)):
+            if (
+                len(assignment.targets) == 1
+                and isinstance(target, ast.Name)
+                and isinstance(assignment.value, (ast.Name, ast.Attribute))
+            ):
                 self._targets.setdefault(target.id, set()).update(self.dotted(assignment.value))
 
     def _add_import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -68,10 +76,14 @@ class Names:
             if alias.name == "*":
                 self._stars.add(module)
             else:
-                self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module.rstrip('.') or '.'}.{alias.name}")
+                self._targets.setdefault(alias.asname or alias.name, set()).add(
+                    f"{module.rstrip('.') or '.'}.{alias.name}"
+                )
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names, as imported, that an expression may stand for; none for anything but a name or a chain of attributes."""
+        """Return the dotted names, as imported, that an expression may stand for; none for anything but a name or a
+        chain of attributes.
+        """
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))
         if not isinstance(node, ast.Name):

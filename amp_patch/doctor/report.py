@@ -41,7 +41,9 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _summary(findings: Sequence[Finding], file_count: int) -> str:
-    counts = ", ".join(_count(len([one for one in findings if one.severity == severity]), severity) for severity in SEVERITIES)
+    counts = ", ".join(
+        _count(len([one for one in findings if one.severity == severity]), severity) for severity in SEVERITIES
+    )
     return f"{counts} in {_count(file_count, 'file')}"
 
 
@@ -53,4 +55,6 @@ def as_json(machine: Machine, findings: Sequence[Finding], file_count: int) -> s
     """Return the report as a JSON object: `machine`, `findings` and `summary`."""
     listed = [{name: getattr(finding, name) for name in Finding.__slots__} for finding in findings]
     summary = {severity: len([one for one in findings if one.severity == severity]) for severity in SEVERITIES}
-    return json.dumps({"machine": machine.as_dict(), "findings": listed, "summary": {**summary, "files": file_count}}, indent=2)
+    return json.dumps(
+        {"machine": machine.as_dict(), "findings": listed, "summary": {**summary, "files": file_count}}, indent=2
+    )

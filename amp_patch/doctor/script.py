@@ -16,7 +16,17 @@ from .names import Names
 from .structure import Atoms, Structure, contradict, position, text_of
 
 AMP_FUNCTIONS = frozenset(
-    f"amp.{name}" for name in ("initialize", "scale_loss", "master_params", "init", "session", "state_dict", "load_state_dict", "disable_casts")
+    f"amp.{name}"
+    for name in (
+        "initialize",
+        "scale_loss",
+        "master_params",
+        "init",
+        "session",
+        "state_dict",
+        "load_state_dict",
+        "disable_casts",
+    )
 )
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
@@ -65,7 +75,7 @@ class Script:
         """The codes that comments silence, by line."""
         return _read_ignore_comments(self._text) if "amp-patch" in self._text else {}
 
-    # ---- calls ----------------------------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def calls_of(self, *names: str) -> list[ast.Call]:
         """Return the calls of functions of these canonical names, in the order of the text."""
@@ -85,9 +95,15 @@ class Script:
         return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield (call, receiver) for each call of an attribute of these names on something that is no imported module."""
+        """Yield (call, receiver) for each call of an attribute of these names on something that is no imported
+        module.
+        """
         for call in self.calls:
-            if isinstance(call.func, ast.Attribute) and call.func.attr in names and not self.names.dotted(call.func.value):
+            if (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in names
+                and not self.names.dotted(call.func.value)
+            ):
                 yield call, call.func.value
 
     @cached_property
@@ -109,14 +125,18 @@ class Script:
         return [self.structure.atoms(call) for call in self._core_calls]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Tell whether a node runs only where amp is switched off: the other arm of an `if`, or behind the negation of the same flag."""
+        """Tell whether a node runs only where amp is switched off: the other arm of an `if`, or behind the negation of
+        the same flag.
+        """
         if any(self.structure.are_exclusive(node, call) for call in self._core_calls):
             return True
         return contradict(self.structure.atoms(node), self._core_atoms)
 
     @cached_property
     def imported_modules(self) -> frozenset[str]:
-        """The dotted names of modules, and of members of modules, that the script imports; relative ones start with dots."""
+        """The dotted names of modules, and of members of modules, that the script imports; relative ones start with
+        dots.
+        """
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -132,11 +152,13 @@ class Script:
         known = {text for atoms in self._core_atoms for text in atoms}
         return any(text not in known for text in self.structure.atoms(node))
 
-    # ---- bindings -------------------------------------------------------------------------------------------------------------------------
+    # ---- bindings ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
-        """Every `target = value` as (target's text, value, statement); the parts of tuples of equal length are taken one by one."""
+        """Every `target = value` as (target's text, value, statement); the parts of tuples of equal length are taken
+        one by one.
+        """
         found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -171,7 +193,7 @@ class Script:
         stores = (node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         return Counter(stores) + Counter(node.arg for node in self.nodes if isinstance(node, ast.arg))
 
-    # ---- places ---------------------------------------------------------------------------------------------------------------------------
+    # ---- places ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _lines(self) -> list[bytes]:
@@ -184,7 +206,9 @@ class Script:
         return max(line, 1), len(before.decode(errors="ignore")) + 1
 
     def is_ignored(self, code: str, node: ast.AST) -> bool:
-        """Tell whether a comment on a line of this node (on the first line, for a node with a body) silences the code."""
+        """Tell whether a comment on a line of this node (on the first line, for a node with a body) silences
+        the code.
+        """
         first = position(node)[0]
         last = first if hasattr(node, "body") else getattr(node, "end_lineno", None) or first
         return any({code, _EVERY_CODE} & self.ignored.get(line, frozenset()) for line in range(first, last + 1))
@@ -192,7 +216,11 @@ class Script:
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     if isinstance(target, (ast.Tuple, ast.List)):
-        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts) else [value] * len(target.elts)
+        values = (
+            value.elts
+            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            else [value] * len(target.elts)
+        )
         for one, part in zip(target.elts, values, strict=True):
             yield from _pairs(one, part)
     else:
@@ -200,14 +228,18 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
-    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line; without brackets, a comment means every code."""
+    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line; without brackets, a comment means
+    every code.
+    """
     found: dict[int, frozenset[str]] = {}
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
             if comment:
                 codes = comment[1]
-                found[token.start[0]] = frozenset({_EVERY_CODE} if codes is None else filter(None, map(str.strip, codes.split(","))))
+                found[token.start[0]] = frozenset(
+                    {_EVERY_CODE} if codes is None else filter(None, map(str.strip, codes.split(",")))
+                )
     except (tokenize.TokenError, SyntaxError):
         pass  # what ast accepts and tokenize does not has no comments worth reading
     return found

@@ -42,9 +42,21 @@ def unknown_levels(context: Context) -> Iterator[Fault]:
             yield from _judge_level(node, level, levels_for(script, call))
             continue
         for option in options_read_by(script, node):
-            if not any(keyword.arg == "default" for keyword in option.keywords) and not _is_required(option) and not _mentions(script, call, node):
-                message = "this option has no default: where it is left out, opt_level is None, and initialize raises PolicyError"
-                yield Fault(option, "warning", message, 'Give it `default="O1"`, or call initialize only where the option is given.')
+            if (
+                not any(keyword.arg == "default" for keyword in option.keywords)
+                and not _is_required(option)
+                and not _mentions(script, call, node)
+            ):
+                message = (
+                    "this option has no default: where it is left out, opt_level is None, and initialize raises"
+                    " PolicyError"
+                )
+                yield Fault(
+                    option,
+                    "warning",
+                    message,
+                    'Give it `default="O1"`, or call initialize only where the option is given.',
+                )
     yield from _levels_offered(script)
 
 
@@ -67,12 +79,18 @@ def _judge_level(node: ast.AST, level: object, levels: tuple[str, ...]) -> Itera
     if level in levels:
         return
     spelled = f"O{level[1:]}" if isinstance(level, str) and level[:1] in ("o", "0") else None
-    hint = f" Did you mean {spelled!r}? The first character is the letter O." if spelled in levels else did_you_mean(level, levels)
+    hint = (
+        f" Did you mean {spelled!r}? The first character is the letter O."
+        if spelled in levels
+        else did_you_mean(level, levels)
+    )
     yield Fault(node, "error", f"opt_level {level!r} is not a level.{hint}", f"Use one of {', '.join(levels)}.")
 
 
 def _is_required(option: ast.Call) -> bool:
-    is_positional = not any(isinstance(value, ast.Constant) and str(value.value).startswith("-") for value in option.args)
+    is_positional = not any(
+        isinstance(value, ast.Constant) and str(value.value).startswith("-") for value in option.args
+    )
     return is_positional or any(keyword.arg == "required" for keyword in option.keywords)
 
 
@@ -96,7 +114,12 @@ def contradicting_arguments(context: Context) -> Iterator[Fault]:
             make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
         except PolicyError as error:
             _, *problems = (line.removeprefix("  - ") for line in str(error).splitlines())
-            yield Fault(call, "error", f"initialize refuses these arguments: {'; '.join(problems) or error}", "Change the level or the argument.")
+            yield Fault(
+                call,
+                "error",
+                f"initialize refuses these arguments: {'; '.join(problems) or error}",
+                "Change the level or the argument.",
+            )
 
 
 def wrapped_models(context: Context) -> Iterator[Fault]:
@@ -108,7 +131,12 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
             wrapper = _find_in_chain(script, value, WRAPPERS)
             if wrapper is not None:
                 name = next(iter(script.names.resolve(wrapper.func) & WRAPPERS)).rpartition(".")[2]
-                yield Fault(wrapper, "error", f"{name} is put around the model before amp.initialize, which refuses parallel wrappers", _AFTER)
+                yield Fault(
+                    wrapper,
+                    "error",
+                    f"{name} is put around the model before amp.initialize, which refuses parallel wrappers",
+                    _AFTER,
+                )
 
 
 def _find_in_chain(script: Script, value: ast.AST | None, names: frozenset[str]) -> ast.Call | None:
@@ -129,7 +157,12 @@ def scripted_models(context: Context) -> Iterator[Fault]:
             compiled = _find_in_chain(script, value, compilers)
             if compiled is not None:
                 fix = "Initialize the model it is made from; torch.compile works before and after."
-                yield Fault(compiled, "error", "the model is TorchScript before amp.initialize, which refuses it: it calls no patched function", fix)
+                yield Fault(
+                    compiled,
+                    "error",
+                    "the model is TorchScript before amp.initialize, which refuses it: it calls no patched function",
+                    fix,
+                )
     for compiled in script.calls_of("torch.jit.script"):
         target = text_of(compiled.args[0]) if compiled.args else ""
         calls = [call for call in script.initializations if target in map(text_of, context.models(call))]
@@ -148,16 +181,31 @@ def unseen_optimizers(context: Context) -> Iterator[Fault]:
         for scaling in script.calls_of("amp.scale_loss"):
             if scaled_optimizers(scaling):
                 message = "no call of amp.initialize is given this optimizer, so scale_loss raises OptimizerError"
-                yield Fault(scaling, "error", message, "Pass the optimizer: model, optimizer = amp.initialize(model, optimizer, ...).")
+                yield Fault(
+                    scaling,
+                    "error",
+                    message,
+                    "Pass the optimizer: model, optimizer = amp.initialize(model, optimizer, ...).",
+                )
     seen = {text_of(optimizer) for call in calls for optimizer in context.optimizers(call)}
     for target, value, statement in script.assignments:
         if target not in seen or not _makes_optimizer(script, value):
             continue
         before = any(script.structure.is_before(call, statement) for call in calls)
-        again = any(position(call) > position(statement) and target in map(text_of, context.optimizers(call)) for call in calls)
+        again = any(
+            position(call) > position(statement) and target in map(text_of, context.optimizers(call)) for call in calls
+        )
         if before and not again and not script.is_without_amp(statement) and target not in _names_in(value):
-            message = f"{target} is made anew after amp.initialize, so amp does not know it and scale_loss raises OptimizerError"
-            yield Fault(statement, "error", message, "Make the optimizer before amp.initialize, or call initialize again with it.")
+            message = (
+                f"{target} is made anew after amp.initialize, so amp does not know it and scale_loss raises"
+                " OptimizerError"
+            )
+            yield Fault(
+                statement,
+                "error",
+                message,
+                "Make the optimizer before amp.initialize, or call initialize again with it.",
+            )
 
 
 def _makes_optimizer(script: Script, value: ast.AST) -> bool:
@@ -177,8 +225,13 @@ def low_models(context: Context) -> Iterator[Fault]:
     if context.expected.takes_low_model:
         return
     for cast, model in _casts_of_models(context):
-        message = f"{model} is cast to 16 bits before amp.initialize, which starts from float32 weights and refuses it (but for O3)"
-        yield Fault(cast, "error", message, "Leave the cast out: initialize casts the model where the level asks for it.")
+        message = (
+            f"{model} is cast to 16 bits before amp.initialize, which starts from float32 weights and refuses it (but"
+            " for O3)"
+        )
+        yield Fault(
+            cast, "error", message, "Leave the cast out: initialize casts the model where the level asks for it."
+        )
 
 
 def _casts_of_models(context: Context) -> Iterator[tuple[ast.Call, str]]:
@@ -210,9 +263,18 @@ def casts_by_hand(context: Context) -> Iterator[Fault]:
     for cast, receiver in low_casts(context.script):
         if cast not in before and not context.script.is_without_amp(cast):
             is_model = text_of(receiver) in context.model_texts()
-            what = "the model is cast to 16 bits by hand: its weights lose what float32 held" if is_model else "a cast to 16 bits by hand"
+            what = (
+                "the model is cast to 16 bits by hand: its weights lose what float32 held"
+                if is_model
+                else "a cast to 16 bits by hand"
+            )
             message = f"{what}; amp casts what its level says, and float32 ops behind this cast get rounded values"
-            yield Fault(cast, "warning", message, "Leave the cast out, or put the code under `with amp.disable_casts():` if it must run in 16 bits.")
+            yield Fault(
+                cast,
+                "warning",
+                message,
+                "Leave the cast out, or put the code under `with amp.disable_casts():` if it must run in 16 bits.",
+            )
 
 
 def low_casts(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
@@ -248,17 +310,23 @@ def _outermost(script: Script, call: ast.Call) -> ast.AST:
 def models_moved_late(context: Context) -> Iterator[Fault]:
     """A model that goes to its device only after `initialize`."""
     script = context.script
-    moves = [(call, text_of(receiver)) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
+    moves = [
+        (call, text_of(receiver)) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)
+    ]
     for call in script.initializations:
         for model in map(text_of, context.models(call)):
             made = script.assigned_before(model, call)
-            if made is None or any(script.structure.is_before(move, call) and _root(move) == model for move, _ in moves):
+            if made is None or any(
+                script.structure.is_before(move, call) and _root(move) == model for move, _ in moves
+            ):
                 continue
             if any(script.structure.is_inside(move, made) for move, _ in moves) or not _is_class(made):
                 continue
             late = [move for move, receiver in moves if receiver == model and script.structure.is_before(call, move)]
             for move in late[:1]:
-                message = f"{model} moves to its device after amp.initialize, which has prepared it for the device it was on"
+                message = (
+                    f"{model} moves to its device after amp.initialize, which has prepared it for the device it was on"
+                )
                 yield Fault(move, "error", message, "Move the model first, then call amp.initialize.")
 
 
@@ -271,7 +339,9 @@ def _is_move(script: Script, call: ast.Call) -> bool:
 
 
 def _is_class(value: ast.AST) -> bool:
-    """Whether a value is made by a class, as far as the case of its name tells: a function may well move what it makes."""
+    """Whether a value is made by a class, as far as the case of its name tells: a function may well move what
+    it makes.
+    """
     if not isinstance(value, ast.Call):
         return False
     return text_of(value.func).rpartition(".")[2][:1].isupper()
@@ -285,8 +355,15 @@ def copied_models(context: Context) -> Iterator[Fault]:
     for copy in script.calls_of("copy.deepcopy"):
         target = text_of(copy.args[0]) if copy.args else ""
         for call in script.initializations:
-            if target in map(text_of, context.models(call)) and script.structure.is_before(call, copy) and not script.is_without_amp(copy):
-                message = "a copy of a model that amp has cast is a 16-bit model without masters: an average of its weights stands still"
+            if (
+                target in map(text_of, context.models(call))
+                and script.structure.is_before(call, copy)
+                and not script.is_without_amp(copy)
+            ):
+                message = (
+                    "a copy of a model that amp has cast is a 16-bit model without masters: an average of its weights"
+                    " stands still"
+                )
                 fix = "Copy before amp.initialize, and average over amp.master_params(optimizer) or model.state_dict()."
                 yield Fault(copy, "warning" if levels.must_have_masters else "note", message, fix)
                 break

@@ -1,4 +1,6 @@
-"""Where a node stands in its script: scope, loop, order, and which nodes can never run in the same pass through the code."""
+"""Where a node stands in its script: scope, loop, order, and which nodes can never run in the same pass through the
+code.
+"""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -8,7 +10,9 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 Atoms = dict[str, set[tuple[bool, str]]]
-"""What must hold for a node to run: for each expression tested, the pairs of (is it wanted?, the value it is compared with or '')."""
+"""What must hold for a node to run: for each expression tested, the pairs of (is it wanted?, the value it is compared
+with or '').
+"""
 
 
 def position(node: ast.AST) -> tuple[int, int]:
@@ -59,7 +63,10 @@ class Structure:
             current = self.parent(current)
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function, class or module that a node runs in. Defaults and decorators of a function run around it."""
+        """Return the innermost function, class or module that a node runs in.
+
+        Defaults and decorators of a function run around it.
+        """
         child = node
         for outer in self.around(node):
             if isinstance(outer, (*FUNCTIONS, ast.ClassDef)) and self.field(child) == "body":
@@ -68,7 +75,9 @@ class Structure:
         return self.tree
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function or module that a node runs in: the body of a class runs where the class is defined."""
+        """Return the innermost function or module that a node runs in: the body of a class runs where the class is
+        defined.
+        """
         scope = self.scope(node)
         while isinstance(scope, ast.ClassDef):
             scope = self.scope(scope)
@@ -95,11 +104,19 @@ class Structure:
         return any(one is outer for one in self.around(node))
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Tell whether both may run in one pass through the same function or module, and `first` ends before `second` begins."""
-        return end(first) <= position(second) and self.frame(first) is self.frame(second) and not self.are_exclusive(first, second)
+        """Tell whether both may run in one pass through the same function or module, and `first` ends before `second`
+        begins.
+        """
+        return (
+            end(first) <= position(second)
+            and self.frame(first) is self.frame(second)
+            and not self.are_exclusive(first, second)
+        )
 
     def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Tell whether the nodes stand on different arms of one if, try or match, or one behind a return that the other's arm ends with."""
+        """Tell whether the nodes stand on different arms of one if, try or match, or one behind a return that the
+        other's arm ends with.
+        """
         arms, other_arms = self._arms(one), self._arms(other)
         if any(arms[split] != arm for split, arm in other_arms.items() if split in arms):
             return True
@@ -128,7 +145,11 @@ class Structure:
                 return False
             if isinstance(outer, ast.If) and self.field(child) in ("body", "orelse"):
                 last = getattr(outer, self.field(child))[-1]
-                if isinstance(last, _EXITS) and position(other) > (outer.end_lineno or 0, 0) and not self.is_inside(other, outer):
+                if (
+                    isinstance(last, _EXITS)
+                    and position(other) > (outer.end_lineno or 0, 0)
+                    and not self.is_inside(other, outer)
+                ):
                     loop = self.loop(outer)
                     around = self.scope(outer) if isinstance(last, (ast.Return, ast.Raise)) or loop is None else loop
                     if self.is_inside(other, around):
@@ -136,10 +157,12 @@ class Structure:
             child = outer
         return False
 
-    # ---- guards ---------------------------------------------------------------------------------------------------------------------------
+    # ---- guards ------------------------------------------------------------------------------------------------------
 
     def atoms(self, node: ast.AST) -> Atoms:
-        """Return the conditions of the ifs around a node, taken apart at `not`, `and`, `or` and comparisons with constants."""
+        """Return the conditions of the ifs around a node, taken apart at `not`, `and`, `or` and comparisons with
+        constants.
+        """
         atoms: Atoms = {}
         child = node
         for outer in self.around(node):
@@ -150,7 +173,9 @@ class Structure:
 
 
 def contradict(atoms: Atoms, others: Sequence[Atoms]) -> bool:
-    """Tell whether some condition of `atoms` fails whenever those of `others` hold that speak of the same expression."""
+    """Tell whether some condition of `atoms` fails whenever those of `others` hold that speak of the same
+    expression.
+    """
     for text, mine in atoms.items():
         theirs = [pair for other in others for pair in other.get(text, ())]
         if theirs and all(_exclude(pair, own) for pair in theirs for own in mine):

@@ -1,4 +1,6 @@
-"""Pretraining of a small transformer: fused optimizers, accumulation, clipping, a loss scale set by hand, checkpoints with the master parameters."""
+"""Pretraining of a small transformer: fused optimizers, accumulation, clipping, a loss scale set by hand, checkpoints
+with the master parameters.
+"""
 
 import argparse
 import math
@@ -24,7 +26,8 @@ class SelfAttention(nn.Module):
     def forward(self, hidden, mask):
         batch = hidden.size(0)
         query, key, value = (
-            layer(hidden).view(batch, LENGTH, HEADS, WIDTH // HEADS).permute(0, 2, 1, 3) for layer in (self.query, self.key, self.value)
+            layer(hidden).view(batch, LENGTH, HEADS, WIDTH // HEADS).permute(0, 2, 1, 3)
+            for layer in (self.query, self.key, self.value)
         )
         scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(WIDTH // HEADS)
         probs = F.softmax(scores + mask, dim=-1)
@@ -79,7 +82,10 @@ def prepare_model_and_optimizer(args, device):
         model.load_state_dict(checkpoint["model"], strict=False)
     no_decay = ["bias", "norm"]
     groups = [
-        {"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+        {
+            "params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)],
+            "weight_decay": 0.01,
+        },
         {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
     if args.optimizer == "lamb":

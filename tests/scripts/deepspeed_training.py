@@ -1,4 +1,6 @@
-"""DeepSpeed's engine with an `amp` section in its configuration: accumulation by delayed unscaling, clipping, a checkpoint."""
+"""DeepSpeed's engine with an `amp` section in its configuration: accumulation by delayed unscaling, clipping, a
+checkpoint.
+"""
 
 import argparse
 

@@ -1,4 +1,6 @@
-"""Two processes, each with its half of the batches: synchronized BatchNorm, apex's DistributedDataParallel, one rank whose gradients overflow."""
+"""Two processes, each with its half of the batches: synchronized BatchNorm, apex's DistributedDataParallel, one rank
+whose gradients overflow.
+"""
 
 import argparse
 import os
@@ -25,7 +27,9 @@ if world_size > 1:
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+model = nn.Sequential(
+    nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+)
 if world_size > 1:
     model = convert_syncbn_model(model)
 model = model.to(device)
@@ -50,6 +54,8 @@ for step in range(args.steps):
     optimizer.step()
     losses.append(loss.item())
 weights = getattr(model, "module", model).state_dict()
-torch.save({"losses": losses, "weights": weights, "skipped": skipped, "amp": amp.state_dict()}, f"{args.out}.{args.local_rank}")
+torch.save(
+    {"losses": losses, "weights": weights, "skipped": skipped, "amp": amp.state_dict()}, f"{args.out}.{args.local_rank}"
+)
 if world_size > 1:
     torch.distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Image classification the way scripts of Apex's time were written: all of its flags, a prefetcher, checkpoints, one process or several."""
+"""Image classification the way scripts of Apex's time were written: all of its flags, a prefetcher, checkpoints, one
+process or several.
+"""
 
 import argparse
 import os
@@ -171,7 +173,11 @@ def main():
     args.lr = args.lr * float(args.batch_size * args.world_size) / 4.0
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32, loss_scale=args.loss_scale
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
     )
     if args.distributed:
         model = DDP(model, delay_allreduce=True)
@@ -195,7 +201,9 @@ def main():
 
     train_dataset, val_dataset = Images(16, 0), Images(8, 1)
     train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset) if args.distributed else None
-    val_loader = torch.utils.data.DataLoader(val_dataset, batch_size=args.batch_size, num_workers=args.workers, collate_fn=fast_collate)
+    val_loader = torch.utils.data.DataLoader(
+        val_dataset, batch_size=args.batch_size, num_workers=args.workers, collate_fn=fast_collate
+    )
     if args.evaluate:
         validate(val_loader, model, criterion)
         return
@@ -261,7 +269,10 @@ def train(train_loader, model, criterion, optimizer, epoch):
             batch_time.update((time.time() - end) / args.print_freq)
             end = time.time()
             if args.local_rank == 0:
-                print(f"Epoch: [{epoch}][{i}/{len(train_loader)}]\tLoss {losses.val:.10f} ({losses.avg:.4f})\tPrec@1 {top1.val:.3f}")
+                print(
+                    f"Epoch: [{epoch}][{i}/{len(train_loader)}]\tLoss {losses.val:.10f} ({losses.avg:.4f})\tPrec@1"
+                    f" {top1.val:.3f}"
+                )
         input, target = prefetcher.next()
     return history
 

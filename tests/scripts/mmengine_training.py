@@ -1,4 +1,6 @@
-"""mmengine's wrapper around apex.amp: accumulation, clipping, and a checkpoint that is loaded before amp is initialized."""
+"""mmengine's wrapper around apex.amp: accumulation, clipping, and a checkpoint that is loaded before amp is
+initialized.
+"""
 
 import argparse
 
@@ -17,7 +19,9 @@ def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, ApexOptimWrapper(optimizer=optimizer, opt_level=args.opt_level, accumulative_counts=2, clip_grad={"max_norm": 0.5}, verbosity=0)
+    return model, ApexOptimWrapper(
+        optimizer=optimizer, opt_level=args.opt_level, accumulative_counts=2, clip_grad={"max_norm": 0.5}, verbosity=0
+    )
 
 
 def train(model, wrapper, steps):
@@ -47,4 +51,6 @@ resumed.load_state_dict(saved["model"])
 wrapper.load_state_dict(saved["optimizer"])
 again = train(resumed, wrapper, range(3, 5))
 print("mmengine", mmengine.__version__)
-torch.save({"losses": losses + rest, "again": losses + again, "weights": weights, "resumed": resumed.state_dict()}, args.out)
+torch.save(
+    {"losses": losses + rest, "again": losses + again, "weights": weights, "resumed": resumed.state_dict()}, args.out
+)

@@ -1,6 +1,7 @@
 """`_amp_state`: the object through which scripts look into amp, and now and then reach in.
 
-As in Apex, this module and the object in it share a name: `amp._amp_state` is the object, `apex.amp._amp_state` in an import the module.
+As in Apex, this module and the object in it share a name: `amp._amp_state` is the object, `apex.amp._amp_state` in an
+import the module.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from .scaler import LossScaler
 
 
 class AmpState:
-    """What amp is doing. `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
+    """What amp is doing. `opt_properties`, `handle` and the bounds of the loss scale are there from the first
+    `initialize` on.
 
     Attributes:
         hard_override: accept options that contradict the opt_level, with a printed warning.
@@ -44,12 +46,17 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers, of which `_loss_scale` and the like may be set; empty when amp is disabled. AttributeError before `initialize`."""
+        """The loss scalers, of which `_loss_scale` and the like may be set; empty when amp is disabled.
+
+        AttributeError before `initialize`.
+        """
         session = current.state.session
         if session is None and not current.state.is_disabled:
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
-        if len(self._views) != len(scalers) or not all(view.is_view_of(scaler) for view, scaler in zip(self._views, scalers, strict=True)):
+        if len(self._views) != len(scalers) or not all(
+            view.is_view_of(scaler) for view, scaler in zip(self._views, scalers, strict=True)
+        ):
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views
 

@@ -1,4 +1,7 @@
-"""Casting whatever models take and return, under the names of Apex's `apex.amp._initialize`. Containers keep their class here."""
+"""Casting whatever models take and return, under the names of Apex's `apex.amp._initialize`.
+
+Containers keep their class here.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """What Apex put on an optimizer besides `step`: `_amp_stash` and the private methods that scripts call.
 
-Right where Apex was not: masters exist from `initialize` on, so nothing is lazy; they never forget a gradient, and parameters that are unfrozen
-later have theirs.
+Right where Apex was not: masters exist from `initialize` on, so nothing is lazy; they never forget a gradient, and
+parameters that are unfrozen later have theirs.
 """
 
 import functools
@@ -21,7 +21,10 @@ from .scaler import LossScaler
 
 
 class AmpOptimizerState:
-    """`optimizer._amp_stash`. The lists of groups are parallel to `optimizer.param_groups`; all lists are made anew at each reading."""
+    """`optimizer._amp_stash`.
+
+    The lists of groups are parallel to `optimizer.param_groups`; all lists are made anew at each reading.
+    """
 
     def __init__(self, binding: OptimizerBinding) -> None:
         self._binding = binding
@@ -64,13 +67,19 @@ class AmpOptimizerState:
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The float32 parameters."""
         return [
-            [master for parameter, master in group if parameter is master and master.dtype is torch.float32] for group in self._pairs()
+            [master for parameter, master in group if parameter is master and master.dtype is torch.float32]
+            for group in self._pairs()
         ]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The 16-bit parameters, with masters or without."""
-        return [parameter for group in self._pairs() for parameter, _ in group if parameter.dtype in (torch.float16, torch.bfloat16)]
+        return [
+            parameter
+            for group in self._pairs()
+            for parameter, _ in group
+            if parameter.dtype in (torch.float16, torch.bfloat16)
+        ]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
@@ -111,10 +120,14 @@ def _master_params_to_model_params(optimizer: Any) -> None:
 
 
 def _prepare_amp_backward(optimizer: Optimizer) -> None:
-    """Before a backward pass of a loss that the caller multiplied by the first scaler's scale: let gradients sum up right."""
+    """Before a backward pass of a loss that the caller multiplied by the first scaler's scale: let gradients sum up
+    right.
+    """
     session = current.require()
     scaler = session.scaler(0)
-    session.binding_of(optimizer).gradients.enter(None if scaler.is_identity else scaler.scale_on(torch.device(session.device_type)))
+    session.binding_of(optimizer).gradients.enter(
+        None if scaler.is_identity else scaler.scale_on(torch.device(session.device_type))
+    )
 
 
 def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
@@ -127,11 +140,14 @@ def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     binding.close_checks()
 
 
-# ---- a skip that shows before the step ----------------------------------------------------------------------------------------------------
+# ---- a skip that shows before the step -------------------------------------------------------------------------------
 
 
 def show_skip(optimizer: Any) -> None:
-    """While the next `step()` will be skipped, let `optimizer.step` be another object than usual: scripts compare. Waits for the device."""
+    """While the next `step()` will be skipped, let `optimizer.step` be another object than usual: scripts compare.
+
+    Waits for the device.
+    """
     step = vars(optimizer)["step"]
     usual = _usual_step(step)
     is_skipped = current.require().binding_of(optimizer).is_next_step_skipped()
@@ -147,7 +163,9 @@ def _function_of(step: Any) -> Any:
 
 
 def _usual_step(step: Any) -> Any:
-    """Return what a skip step stands for; any other step itself, also one that wraps a skip step and has taken over its attributes."""
+    """Return what a skip step stands for; any other step itself, also one that wraps a skip step and has taken over its
+    attributes.
+    """
     function = _function_of(step)
     shown, usual = vars(function).get("_amp_skip_step", (None, step))
     return usual if shown is not None and shown() is function else step

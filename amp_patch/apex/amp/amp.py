@@ -1,7 +1,7 @@
 """The decorators, registration and `init`: Apex's `apex.amp.amp`, which also has everything of `frontend`.
 
-`_DECORATOR_HANDLE` is the handle of the casts in force, or None. Registered functions stay registered for every later `initialize`; Apex forgot
-them after the first.
+`_DECORATOR_HANDLE` is the handle of the casts in force, or None. Registered functions stay registered for every later
+`initialize`; Apex forgot them after the first.
 """
 
 from typing import Any
@@ -41,7 +41,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
-    They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if there is one, else the CPU's.
+    They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if
+    there is one, else the CPU's.
 
     Args:
         enabled: False gives a handle that does nothing.

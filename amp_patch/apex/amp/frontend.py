@@ -1,9 +1,10 @@
 """`initialize`, the levels, and amp's own checkpoints: Apex's `apex.amp.frontend`.
 
-Where scripts can see it, this is what Apex did: float16 on every device, the op list `apex` with its ban of `binary_cross_entropy`, levels O0 to O3,
-lines on stdout. Right where Apex was not: models on the CPU and doubles are taken; with `enabled=False` every function works (`state_dict()` is
-empty); `initialize` may be called again, for more models under the same options or once the earlier models are gone; nothing is changed when it
-fails; checkpoints resume exactly, because the model's state dict holds the masters.
+Where scripts can see it, this is what Apex did: float16 on every device, the op list `apex` with its ban of
+`binary_cross_entropy`, levels O0 to O3, lines on stdout. Right where Apex was not: models on the CPU and doubles are
+taken; with `enabled=False` every function works (`state_dict()` is empty); `initialize` may be called again, for more
+models under the same options or once the earlier models are gone; nothing is changed when it fails; checkpoints resume
+exactly, because the model's state dict holds the masters.
 """
 
 import collections
@@ -30,12 +31,21 @@ from ._process_optimizer import attach_apex_names
 from .handle import AmpHandle
 from .lists import register_edits
 
-OPTIONS = ("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+OPTIONS = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 _MODEL_OPTIONS = frozenset({"cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"})
 
 
 class Properties:
-    """The options in force: attributes that are entries of the dict `options`, checked against the opt_level when they are set.
+    """The options in force: attributes that are entries of the dict `options`, checked against the opt_level when they
+    are set.
 
     `level_patches` is none of them: it says that the opt_level casts at functions, and so keeps the model float32.
     """
@@ -68,7 +78,9 @@ class Properties:
 
 
 def _checked(name: str, value: Any, patches: bool) -> Any:
-    """Return the value of an option, parsed; a contradiction to the level is an error, or a warning under `hard_override`."""
+    """Return the value of an option, parsed; a contradiction to the level is an error, or a warning under
+    `hard_override`.
+    """
     if name == "loss_scale":
         return parse_loss_scale(value)
     if name == "keep_batchnorm_fp32" and value in ("True", "False"):
@@ -78,7 +90,9 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
     if name == "cast_model_type" and value not in (None, False):
         value = parse_dtype(value, name)
     if patches and name == "cast_model_type" and value not in (None, False, torch.float32):
-        warn_or_err(f"cast_model_type={value}: this opt_level casts at functions and keeps the model float32; use O2 or O3.")
+        warn_or_err(
+            f"cast_model_type={value}: this opt_level casts at functions and keeps the model float32; use O2 or O3."
+        )
     elif patches and name in ("keep_batchnorm_fp32", "master_weights") and value is not None:
         warn_or_err(f"{name}={value}: this opt_level keeps all weights float32 anyway; leave it out.")
     elif not patches and name == "patch_torch_functions" and value:
@@ -135,7 +149,9 @@ opt_levels: dict[str, _Level] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}
 def _apply_level(properties: Properties, level: str) -> None:
     preset = _preset(level)
     properties.level_patches = preset.patch_torch_functions
-    properties._update_options_dict({"enabled": True, **{name: getattr(preset, name) for name in OPTIONS if name != "enabled"}})
+    properties._update_options_dict(
+        {"enabled": True, **{name: getattr(preset, name) for name in OPTIONS if name != "enabled"}}
+    )
 
 
 def initialize(
@@ -154,17 +170,18 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`, and the module docstring for what is Apex's way here.
+    """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`, and the module docstring for
+    what is Apex's way here.
 
-    Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC wrappers. A `verbosity` of 2
-        is no more than 1: casts are not printed.
+    Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC
+        wrappers. A `verbosity` of 2 is no more than 1: casts are not printed.
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
 
     Raises:
-        PolicyError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed. All are RuntimeErrors.
-        SessionError: models under other options are still alive.
+        PolicyError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed. All are
+        RuntimeErrors. SessionError: models under other options are still alive.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -181,7 +198,11 @@ def initialize(
         "loss_scale": loss_scale,
     }
     properties = _choose(opt_level, given)
-    bounds = {"cast_model_outputs": cast_model_outputs, "min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    bounds = {
+        "cast_model_outputs": cast_model_outputs,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     session = _open(_make_policy(properties, bounds), model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
@@ -192,14 +213,17 @@ def initialize(
 
 
 def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
-    """Return the options of the level, the script's or the one laid over it, with the script's other arguments applied; print them."""
+    """Return the options of the level, the script's or the one laid over it, with the script's other arguments applied;
+    print them.
+    """
     overrides = {name: value for name, value in given.items() if value is not None}
     level = in_force.settings.opt_level
     if level is None:
         if opt_level not in opt_levels:
             raise PolicyError(
-                f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}; the first character is the letter O)."
-                f"{did_you_mean(opt_level, opt_levels)} For others run the script by `amp-patch run --opt-level`."
+                f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}; the first character is"
+                f" the letter O).{did_you_mean(opt_level, opt_levels)} For others run the script by `amp-patch run"
+                " --opt-level`."
             )
         level = opt_level
     elif level != opt_level:
@@ -209,7 +233,9 @@ def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
         maybe_print(f"amp: told to use opt_level {level} instead of {opt_level}{ignored}", rank0=True)
     properties = Properties()
     _apply_level(properties, level)
-    _print_options(f"amp: opt_level {level}, {_preset(level).description or 'no description'}\nIts own options are:", properties)
+    _print_options(
+        f"amp: opt_level {level}, {_preset(level).description or 'no description'}\nIts own options are:", properties
+    )
     for name, value in overrides.items():
         setattr(properties, name, value)
     _print_options(f"The script sets {', '.join(overrides) or 'nothing else'}, so the options are:", properties)
@@ -224,7 +250,10 @@ def _print_options(heading: str, properties: Properties) -> None:
 
 
 def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
-    """Return the policy of these options. Built here rather than from overrides, since `hard_override` lets options contradict their level."""
+    """Return the policy of these options.
+
+    Built here rather than from overrides, since `hard_override` lets options contradict their level.
+    """
     policy = make_policy(properties.opt_level, bounds, device_type="cuda")
     is_patching = bool(properties.patch_torch_functions)
     return replace(
@@ -249,7 +278,8 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
         models,
         optimizers,
         num_losses=num_losses,
-        replace=isinstance(handle, AmpHandle) and handle.has_ended(current.state.session),  # the script has put the functions back
+        replace=isinstance(handle, AmpHandle)
+        and handle.has_ended(current.state.session),  # the script has put the functions back
         accept_low=_amp_state.allow_incoming_model_not_fp32,
     )
     for optimizer in optimizers:
@@ -258,22 +288,31 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return one entry `loss_scaler<i>: {"loss_scale": float, "unskipped": int}` for each scaler; none if amp is disabled."""
+    """Return one entry `loss_scaler<i>: {"loss_scale": float, "unskipped": int}` for each scaler; none if amp is
+    disabled.
+    """
     return api.state_dict(collections.OrderedDict() if destination is None else destination)
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, in the order of its entries, as far as there are scalers. A difference in number is printed.
+    """Load what `state_dict` returned, in the order of its entries, as far as there are scalers. A difference in number
+    is printed.
 
-    Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before anything is loaded, for entries that are no scaler's.
+    Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before anything is loaded, for entries
+    that are no scaler's.
     """
     if current.state.is_disabled:
         return
     foreign = [str(name) for name in state_dict if "loss_scaler" not in str(name)]
     if foreign:
-        raise CheckpointError(f"{', '.join(foreign)}: not an entry of amp.state_dict(), whose names are loss_scaler0, loss_scaler1, ...")
+        raise CheckpointError(
+            f"{', '.join(foreign)}: not an entry of amp.state_dict(), whose names are loss_scaler0, loss_scaler1, ..."
+        )
     state = api.state_dict()
     if len(state_dict) != len(state):
-        print(f"Warning: the saved amp state has {len(state_dict)} loss scalers, and there are {len(state)} now: loading as many as both have.")
+        print(
+            f"Warning: the saved amp state has {len(state_dict)} loss scalers, and there are {len(state)} now: loading"
+            " as many as both have."
+        )
     state.update(zip(list(state), state_dict.values(), strict=False))
     api.load_state_dict(state)

@@ -1,7 +1,7 @@
 """`scale_loss` and `disable_casts`, and the handles of Apex's older interface.
 
-Right where Apex was not: gradients are unscaled whatever the body raises; `disable_casts` nests, survives exceptions, belongs to its thread and
-is harmless at levels that cast nothing; a tuple of optimizers is as good as a list.
+Right where Apex was not: gradients are unscaled whatever the body raises; `disable_casts` nests, survives exceptions,
+belongs to its thread and is harmless at levels that cast nothing; a tuple of optimizers is as good as a list.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """See `amp_patch.scale_loss`. As in Apex, an overflow shows at the exit: in `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step`.
+    """See `amp_patch.scale_loss`. As in Apex, an overflow shows at the exit: in `loss_scale()`,
+    `_amp_stash.already_patched` and `optimizer.step`.
 
     Waits for the device at the exit under a dynamic scale, unless delayed.
     """
@@ -39,7 +40,9 @@ def scale_loss(
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
-    if session is not None and _is_plain(session, loss_id):  # Apex did not look at the optimizers then, so scripts may pass any
+    if session is not None and _is_plain(
+        session, loss_id
+    ):  # Apex did not look at the optimizers then, so scripts may pass any
         bound = [binding.optimizer for binding in session.bindings()]
         known = [optimizer for optimizer in as_optimizers(optimizers) if any(optimizer is other for other in bound)]
         context: contextlib.AbstractContextManager[Tensor] = session.scale_loss(loss, known, loss_id, delay_unscale)
@@ -93,8 +96,9 @@ class AmpHandle:
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
         """Apex took this out in favour of `amp.scale_loss`. Raises SessionError."""
         raise SessionError(
-            "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer = amp.initialize(model, optimizer) "
-            "instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+            "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer ="
+            " amp.initialize(model, optimizer) instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as"
+            " scaled_loss:`"
         )
         yield loss
 
@@ -102,7 +106,10 @@ class AmpHandle:
         api.refresh()
 
     def _deactivate(self) -> None:
-        """Put the original functions back. What `initialize` did to models and optimizers stays: loss scaling goes on."""
+        """Put the original functions back.
+
+        What `initialize` did to models and optimizers stays: loss scaling goes on.
+        """
         self._is_deactivated = True
         self._session.switch.turn_off()
         self._session.patcher.undo()

@@ -1,4 +1,6 @@
-"""`OptimWrapper`: the optimizer that `amp.init().wrap_optimizer(...)` gives, Apex's interface from before `initialize`."""
+"""`OptimWrapper`: the optimizer that `amp.init().wrap_optimizer(...)` gives, Apex's interface from before
+`initialize`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,7 +13,10 @@ from amp_patch import current
 
 
 class OptimWrapper:
-    """An optimizer with loss scalers of its own, one for each of `num_loss` losses in a step. Everything else is the optimizer's."""
+    """An optimizer with loss scalers of its own, one for each of `num_loss` losses in a step.
+
+    Everything else is the optimizer's.
+    """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
@@ -32,7 +37,9 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_idx == self._num_loss:
-            raise IndexError(f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}")
+            raise IndexError(
+                f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
+            )
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
         with current.require().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
             yield scaled_loss
@@ -43,7 +50,9 @@ class OptimWrapper:
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0
         if closure is not None:
-            raise NotImplementedError("step(closure) does not work where a step may be skipped: call step() without a closure")
+            raise NotImplementedError(
+                "step(closure) does not work where a step may be skipped: call step() without a closure"
+            )
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:

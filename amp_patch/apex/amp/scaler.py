@@ -1,7 +1,8 @@
 """`LossScaler` under Apex's names: a view of one of the session's scalers, or a scaler of its own.
 
-Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass. `_unskipped` counts optimizer
-steps, where Apex counted backward passes. Right where Apex was not: overflow is judged element by element, and the scale never falls to 0.
+Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
+`_unskipped` counts optimizer steps, where Apex counted backward passes. Right where Apex was not: overflow is judged
+element by element, and the scale never falls to 0.
 
 Files that hold a pickled `apex.amp.scaler.LossScaler`, as those of the old `FP16_Optimizer` do, load into this class.
 """
@@ -32,7 +33,9 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        self._core = core.LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, growth_interval=scale_window)
+        self._core = core.LossScaler(
+            loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, growth_interval=scale_window
+        )
         if self.dynamic:
             self._core.set_loss_scale(min(max_loss_scale, init_scale))
         self._check: OverflowCheck | None = None
@@ -48,7 +51,7 @@ class LossScaler:
         """Tell whether this is a view of `scaler`."""
         return self._core is scaler
 
-    # ---- Apex's attributes ----------------------------------------------------------------------------------------------------------------
+    # ---- Apex's attributes -------------------------------------------------------------------------------------------
 
     @property
     def dynamic(self) -> bool:
@@ -112,7 +115,7 @@ class LossScaler:
         """Take over a saved scale and count; a static scaler keeps its scale."""
         self._core.load_state_dict(state)
 
-    # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale ----------------------------------------------------------------
+    # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
     def clear_overflow_state(self) -> None:
         """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
@@ -128,7 +131,8 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale to `master_grads`, of any dtype; the same tensors may be both. Non-finite ones are noted.
+        """Write `model_grads` divided by the scale to `master_grads`, of any dtype; the same tensors may be both.
+        Non-finite ones are noted.
 
         Under a static scale of 1.0 with `models_are_masters`, do nothing, as Apex did.
         """
@@ -137,7 +141,8 @@ class LossScaler:
             return
         sources, targets = list(model_grads), list(master_grads)
         full = [
-            source if source is target else source.detach().to(torch.float32, copy=True) for source, target in zip(sources, targets, strict=True)
+            source if source is target else source.detach().to(torch.float32, copy=True)
+            for source, target in zip(sources, targets, strict=True)
         ]
         self._unscale_in_place(full, scale)
         _copy(full, targets)
@@ -149,9 +154,11 @@ class LossScaler:
         master_grads: Iterable[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`. Non-finite model gradients are noted.
+        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`. Non-finite model
+        gradients are noted.
 
-        `scale_override` holds the scale of the model gradients, that of the stashed ones, and the scale that the result is to have.
+        `scale_override` holds the scale of the model gradients, that of the stashed ones, and the scale that the result
+        is to have.
         """
         of_model, of_stash, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
         full = [gradient.detach().to(torch.float32, copy=True) for gradient in model_grads]
@@ -161,7 +168,8 @@ class LossScaler:
         _copy(full, list(master_grads))
 
     def update_scale(self) -> bool:
-        """Judge the gradients unscaled since `clear_overflow_state` and return whether the step is to be skipped. Waits for the device.
+        """Judge the gradients unscaled since `clear_overflow_state` and return whether the step is to be skipped. Waits
+        for the device.
 
         Called without any, it counts a good step, as Apex's did.
         """
@@ -186,7 +194,7 @@ class LossScaler:
             device = gradients[0].device
             unscale_(gradients, torch.tensor(scale, dtype=torch.float32, device=device), self.open_check(device))
 
-    # ---- pickles, Apex's among them -------------------------------------------------------------------------------------------------------
+    # ---- pickles, Apex's among them ----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,7 @@
-"""Questions about tensors, and casts, under the names of Apex's `apex.amp.utils`. Dtypes are compared, not names of types."""
+"""Questions about tensors, and casts, under the names of Apex's `apex.amp.utils`.
+
+Dtypes are compared, not names of types.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Patching one more function while amp is in force, under the names of Apex's `apex.amp.wrap`. It is undone with amp's own patches."""
+"""Patching one more function while amp is in force, under the names of Apex's `apex.amp.wrap`.
+
+It is undone with amp's own patches.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +28,9 @@ def _patch(module: Any, name: str, kind: str) -> None:
     compiling.forget_compiled_code()
 
 
-def make_cast_wrapper(orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: object = None, try_caching: bool = False) -> Any:
+def make_cast_wrapper(
+    orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: object = None, try_caching: bool = False
+) -> Any:
     """Return `orig_fn` with its arguments cast by `amp.utils.maybe_half` or `maybe_float` while amp is in force."""
     return api.half_function(orig_fn) if _kind_of(cast_fn) == "whitelist" else api.float_function(orig_fn)
 
@@ -36,7 +41,12 @@ def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: object = None, ha
 
 
 def cached_cast(
-    mod: Any, fn: str, cast_fn: Callable[..., Any], handle: object = None, try_caching: bool = False, verbose: bool = False
+    mod: Any,
+    fn: str,
+    cast_fn: Callable[..., Any],
+    handle: object = None,
+    try_caching: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Have `mod.fn` cast its arguments by `amp.utils.maybe_half` or `maybe_float`."""
     _patch(mod, fn, _kind_of(cast_fn))

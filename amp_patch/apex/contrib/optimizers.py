@@ -11,7 +11,8 @@ from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 class FP16_Optimizer(_FP16Optimizer):
     """`fp16_utils.FP16_Optimizer` whose dynamic scale doubles every 1000 good steps and never falls below 1.
 
-    Works around any optimizer. Its state dict is that of `fp16_utils.FP16_Optimizer`, not the one this variant had in Apex.
+    Works around any optimizer. Its state dict is that of `fp16_utils.FP16_Optimizer`, not the one this variant had in
+    Apex.
     """
 
     def __init__(

@@ -17,16 +17,18 @@ LOW = (torch.float16, torch.bfloat16)
 class FP16_Optimizer:
     """Wraps an optimizer: its 16-bit parameters are replaced by float32 masters at once, and it steps on those.
 
-    The model's gradients stay what backward made of them, scaled; `update_master_grads` makes the masters' gradients from them anew. So gradients
-    add up over several backward passes as they do in torch, until `zero_grad`. A change of the loss scale in between is made up for, and a
-    float32 parameter may be unscaled as often as one likes; Apex got both wrong.
+    The model's gradients stay what backward made of them, scaled; `update_master_grads` makes the masters' gradients
+    from them anew. So gradients add up over several backward passes as they do in torch, until `zero_grad`. A change of
+    the loss scale in between is made up for, and a float32 parameter may be unscaled as often as one likes; Apex got
+    both wrong.
 
     Args:
-        init_optimizer: holds the parameters of a model on its device that has been cast, as by `network_to_half`. 16-bit parameters that do not
-            require gradients are left alone.
+        init_optimizer: holds the parameters of a model on its device that has been cast, as by `network_to_half`.
+            16-bit parameters that do not require gradients are left alone.
         static_loss_scale: the loss scale, if it is not dynamic.
-        dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000 good steps.
-        dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`; `scale_factor` is 2.
+        dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000
+        good steps. dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`;
+        `scale_factor` is 2.
         verbose: show the package's messages on stdout: when a step is skipped.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
@@ -54,7 +56,9 @@ class FP16_Optimizer:
         for group in self.optimizer.param_groups:
             self._adopt(group)
         if self.optimizer.state:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts what state there is to the masters' dtype
+            self.optimizer.load_state_dict(
+                self.optimizer.state_dict()
+            )  # casts what state there is to the masters' dtype
 
     def _make_scaler(self, is_dynamic: bool, static_loss_scale: float) -> LossScaler:
         if not is_dynamic:
@@ -69,7 +73,9 @@ class FP16_Optimizer:
             scaler = LossScaler("dynamic", **args)
         except TypeError:
             allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
-            raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {self._dynamic_loss_args} may hold {allowed}") from None
+            raise OptimizerError(
+                f"FP16_Optimizer: dynamic_loss_args {self._dynamic_loss_args} may hold {allowed}"
+            ) from None
         if init_scale is not None:
             scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
         return scaler
@@ -99,7 +105,7 @@ class FP16_Optimizer:
         self.optimizer.add_param_group(param_group)
         self._adopt(self.optimizer.param_groups[-1])
 
-    # ---- gradients ------------------------------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each 16-bit parameter with its master."""
@@ -107,14 +113,19 @@ class FP16_Optimizer:
         return [pair for low, masters in groups for pair in zip(low, masters, strict=True)]
 
     def _full_gradients(self) -> list[Tensor]:
-        return [parameter.grad for group in self.fp32_from_fp32_groups for parameter in group if parameter.grad is not None]
+        return [
+            parameter.grad for group in self.fp32_from_fp32_groups for parameter in group if parameter.grad is not None
+        ]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Set the gradients of the model's parameters to zero, or to None; the masters' to None."""
         pairs = self._pairs()
         for _, master in pairs:
             master.grad = None
-        for parameter in (*(low for low, _ in pairs), *(full for group in self.fp32_from_fp32_groups for full in group)):
+        for parameter in (
+            *(low for low, _ in pairs),
+            *(full for group in self.fp32_from_fp32_groups for full in group),
+        ):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -158,20 +169,27 @@ class FP16_Optimizer:
         """Clip the norm of all gradients that the optimizer steps on, and return what it was; -1 after an overflow."""
         if self.overflow:
             return -1
-        return torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(
+            [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
+        )
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients that the optimizer steps on, by group; None after an overflow."""
         if self.overflow:
             return None
-        return [[None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]] for group in self.param_groups]
+        return [
+            [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]
+            for group in self.param_groups
+        ]
 
-    # ---- steps ----------------------------------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the masters and copy them to the model; after an overflow do nothing. Returns what the optimizer returns.
+        """Step on the masters and copy them to the model; after an overflow do nothing. Returns what the optimizer
+        returns.
 
-        `closure` calls `zero_grad` and `backward` of this object and returns the loss; only with a static loss scale, else OptimizerError.
+        `closure` calls `zero_grad` and `backward` of this object and returns the loss; only with a static loss scale,
+        else OptimizerError.
         """
         if closure is None:
             if self.overflow:
@@ -180,7 +198,10 @@ class FP16_Optimizer:
             result = self.optimizer.step()
         else:
             if self.loss_scaler.is_dynamic:
-                raise OptimizerError("step(closure) does not work with dynamic_loss_scale: use a static_loss_scale, or call step() without a closure")
+                raise OptimizerError(
+                    "step(closure) does not work with dynamic_loss_scale: use a static_loss_scale, or call step()"
+                    " without a closure"
+                )
             result = self.optimizer.step(self._wrap(closure))
         self._push_masters()
         return result
@@ -198,7 +219,7 @@ class FP16_Optimizer:
             with torch.no_grad():
                 torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
-    # ---- what the optimizer inside has ------------------------------------------------------------------------------------------------------
+    # ---- what the optimizer inside has -------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
@@ -230,13 +251,14 @@ class FP16_Optimizer:
     def param_groups(self, value: Any) -> None:
         self.optimizer.param_groups = value
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("an FP16_Optimizer belongs to its model: save state_dict() instead of pickling it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on, the masters included, in Apex's layout; `loss_scaler` is plain numbers.
+        """Return everything that training needs to go on, the masters included, in Apex's layout; `loss_scaler` is
+        plain numbers.
 
         Loads with weights_only=True. Waits for the device.
         """
@@ -250,12 +272,16 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` (or Apex's) returned, and copy the masters to the model. Raises CheckpointError if the masters do not fit."""
+        """Load what `state_dict` (or Apex's) returned, and copy the masters to the model.
+
+        Raises CheckpointError if the masters do not fit.
+        """
         masters = [master for group in self.fp32_from_fp16_groups for master in group]
         values = [value for group in state_dict["fp32_from_fp16"] for value in group]
         if [master.shape for master in masters] != [value.shape for value in values]:
             raise CheckpointError(
-                f"the saved state has {len(values)} masters, and they do not fit the {len(masters)} here: load it for the same model, cast alike"
+                f"the saved state has {len(values)} masters, and they do not fit the {len(masters)} here: load it for"
+                " the same model, cast alike"
             )
         saved = state_dict["loss_scaler"]
         if not isinstance(saved, Mapping):  # Apex pickled the scaler itself

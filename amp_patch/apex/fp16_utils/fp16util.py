@@ -34,7 +34,9 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the module's own floating parameters, their gradients, and buffers to `dtype`, in place; not those of its children."""
+    """Cast the module's own floating parameters, their gradients, and buffers to `dtype`, in place; not those of its
+    children.
+    """
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_floating_point():
             gradient, parameter.grad = parameter.grad, None
@@ -46,7 +48,9 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast all modules of `network` but affine BatchNorm layers to `dtype`, in place, with `convert_module`; return `network`."""
+    """Cast all modules of `network` but affine BatchNorm layers to `dtype`, in place, with `convert_module`; return
+    `network`.
+    """
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -57,7 +61,10 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """`network`, cast to float16 with `convert_network`; casts every positional input. The output stays as the network returns it."""
+    """`network`, cast to float16 with `convert_network`; casts every positional input.
+
+    The output stays as the network returns it.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -69,7 +76,8 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the trainable parameters and their float32 masters: copies, or a single flat Parameter with a gradient of zeros.
+    """Return the trainable parameters and their float32 masters: copies, or a single flat Parameter with a gradient of
+    zeros.
 
     Raises RuntimeError if a flat master is asked for parameters of several dtypes.
     """
@@ -79,13 +87,17 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     dtypes = {parameter.dtype for parameter in params}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise RuntimeError(f"one flat master needs parameters of one dtype, not {names}: leave out flat_master, or BN_convert_float")
+        raise RuntimeError(
+            f"one flat master needs parameters of one dtype, not {names}: leave out flat_master, or BN_convert_float"
+        )
     master = nn.Parameter(_flatten_dense_tensors([parameter.detach() for parameter in params]).float())
     master.grad = torch.zeros_like(master)
     return params, [master]
 
 
-def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False) -> None:
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
     """Copy gradients to the masters'. A parameter without one: its master's becomes None, or zeros in a flat master."""
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -98,7 +110,9 @@ def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: S
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 
 
-def master_params_to_model_params(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False) -> None:
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
     """Copy the masters' values to the parameters."""
     sources = _unflatten_dense_tensors(master_params[0].detach(), model_params) if flat_master else master_params
     _copy(model_params, sources)

@@ -37,7 +37,9 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls by `scale_factor` at each overflow, to no less than 1, and rises by it after `scale_window` steps without one."""
+    """A loss scale that falls by `scale_factor` at each overflow, to no less than 1, and rises by it after
+    `scale_window` steps without one.
+    """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         super().__init__(init_scale)
@@ -47,7 +49,10 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether a gradient holds inf or NaN: element by element, where Apex judged their sum. Waits for the device."""
+        """Tell whether a gradient holds inf or NaN: element by element, where Apex judged their sum.
+
+        Waits for the device.
+        """
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         return any(not bool(torch.isfinite(norm)) for norm in norms(gradients, float("inf")))
 

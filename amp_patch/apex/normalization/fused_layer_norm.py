@@ -1,8 +1,9 @@
 """LayerNorm and RMSNorm with Apex's arguments, over torch's functions.
 
-Statistics are float32 or wider on every path. What is called "fused" returns the dtype of the input, "mixed" that of the weight, whatever the other
-is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its RMSNorm without a weight returned float32. An `eps` is
-1e-5 by default for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
+Statistics are float32 or wider on every path. What is called "fused" returns the dtype of the input, "mixed" that of
+the weight, whatever the other is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its
+RMSNorm without a weight returned float32. An `eps` is 1e-5 by default for the layers and 1e-6 for the functions, as in
+Apex. `memory_efficient` has no effect.
 """
 
 import warnings
@@ -17,19 +18,31 @@ Shape = int | Sequence[int]
 
 
 def fused_layer_norm_affine(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """`F.layer_norm` in the dtype of `input`."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """`F.layer_norm` without weight and bias, in the dtype of `input`."""
     return _normalize(F.layer_norm, input, (), normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """`F.layer_norm` in the dtype of `weight`."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
@@ -55,7 +68,12 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def _normalize(
-    function: Callable[..., Tensor], input: Tensor, parameters: Sequence[Tensor | None], normalized_shape: Shape, eps: float, dtype: torch.dtype
+    function: Callable[..., Tensor],
+    input: Tensor,
+    parameters: Sequence[Tensor | None],
+    normalized_shape: Shape,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Call `function` as it is on tensors of one dtype; else in the widest of them and float32."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -70,7 +88,9 @@ def _normalize(
 class FusedLayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm with the output in the dtype of the input."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False) -> None:
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
@@ -82,7 +102,9 @@ class FusedLayerNorm(nn.LayerNorm):
 class FusedRMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm with the output in the dtype of the input."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False) -> None:
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
@@ -92,9 +114,14 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """torch.nn.LayerNorm with the output in the dtype of the weight. Raises RuntimeError for `elementwise_affine=False`."""
+    """torch.nn.LayerNorm with the output in the dtype of the weight.
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any) -> None:
+    Raises RuntimeError for `elementwise_affine=False`.
+    """
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
         _check_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
@@ -104,21 +131,31 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """torch.nn.RMSNorm with the output in the dtype of the weight. Raises RuntimeError for `elementwise_affine=False`."""
+    """torch.nn.RMSNorm with the output in the dtype of the weight.
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any) -> None:
+    Raises RuntimeError for `elementwise_affine=False`.
+    """
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
         _check_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
+        return mixed_dtype_fused_rms_norm_affine(
+            input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps
+        )
 
 
 def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
     if "elementwise_affine" in kwargs:
         if not kwargs.pop("elementwise_affine"):
-            raise RuntimeError(f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for elementwise_affine=False")
+            raise RuntimeError(
+                f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
+                " elementwise_affine=False"
+            )
         warnings.warn(f"{name} always has a weight: leave elementwise_affine out", stacklevel=3)
     if kwargs:
         raise TypeError(f"{name} takes normalized_shape, eps and memory_efficient, not {', '.join(kwargs)}")

@@ -1,8 +1,8 @@
 """`apex.optimizers`: Apex's optimizers over `torch._foreach_*`, for any device; nothing is compiled.
 
-They compute in float32 whatever the parameters are, keep float32 state, and can be copied, pickled and resumed (Apex lost its options on the way,
-and rounded the state of 16-bit parameters when it was loaded). State dicts have Apex's layout. With `amp.initialize` at O2 or O5 they step on float32
-masters like any other optimizer.
+They compute in float32 whatever the parameters are, keep float32 state, and can be copied, pickled and resumed (Apex
+lost its options on the way, and rounded the state of 16-bit parameters when it was loaded). State dicts have Apex's
+layout. With `amp.initialize` at O2 or O5 they step on float32 masters like any other optimizer.
 """
 
 from .fused_adagrad import FusedAdagrad

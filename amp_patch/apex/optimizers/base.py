@@ -17,10 +17,13 @@ Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of Apex's optimizers. A subclass says in `_update` what one step is.
 
-    Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises OptimizerError in `step`.
+    Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises
+    OptimizerError in `step`.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes beside the groups, which copies must take along
+    _options: ClassVar[tuple[str, ...]] = (
+        "set_grad_none",
+    )  # attributes beside the groups, which copies must take along
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         for name in ("lr", "eps", "weight_decay", "momentum"):
@@ -57,7 +60,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter.grad.layout != torch.strided:
                     name = type(self).__name__
-                    raise OptimizerError(f"{name} takes no sparse gradients: give that parameter to torch.optim.SparseAdam or torch.optim.SGD")
+                    raise OptimizerError(
+                        f"{name} takes no sparse gradients: give that parameter to torch.optim.SparseAdam or"
+                        " torch.optim.SGD"
+                    )
                 if not parameter.is_floating_point():
                     raise OptimizerError(f"{type(self).__name__} takes real floating parameters, not {parameter.dtype}")
             if params:
@@ -72,7 +78,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             moment = state.get(name)
             if moment is None:
                 moment = state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            elif moment.dtype is not dtype:  # amp.initialize casts state together with the parameters when there are no masters
+            elif (
+                moment.dtype is not dtype
+            ):  # amp.initialize casts state together with the parameters when there are no masters
                 moment = state[name] = moment.to(dtype)
             moments.append(moment)
         return moments
@@ -80,12 +88,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _count_step(self, group: dict[str, Any]) -> int:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
-                f"{type(self).__name__} counts steps in Python, which a CUDA graph would freeze: use torch.optim.AdamW(capturable=True) in a graph"
+                f"{type(self).__name__} counts steps in Python, which a CUDA graph would freeze: use"
+                " torch.optim.AdamW(capturable=True) in a graph"
             )
         group["step"] = int(group.get("step", 0)) + 1
         return int(group["step"])
 
-    # ---- copies and checkpoints -----------------------------------------------------------------------------------------------------------
+    # ---- copies and checkpoints --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
@@ -93,7 +102,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, here or in Apex, or in the torch optimizer of the same formulas.
 
-        State stays at full precision. Raises CheckpointError if the saved optimizer did what this one cannot do, ValueError if the groups differ.
+        State stays at full precision. Raises CheckpointError if the saved optimizer did what this one cannot do,
+        ValueError if the groups differ.
         """
         saved = self._as_own(state_dict)
         super().load_state_dict(saved)
@@ -101,7 +111,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, params, strict=True):
             for name, value in saved["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():  # torch has rounded it to the parameter's dtype
+                if (
+                    isinstance(value, Tensor) and value.is_floating_point()
+                ):  # torch has rounded it to the parameter's dtype
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +123,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name in ("maximize", "amsgrad", "lr_decay"):
                 if group.get(name):
                     own = type(self).__name__
-                    raise CheckpointError(f"the saved optimizer ran with {name}={group[name]!r}, which {own} cannot do: resume it in torch.optim")
+                    raise CheckpointError(
+                        f"the saved optimizer ran with {name}={group[name]!r}, which {own} cannot do: resume it in"
+                        " torch.optim"
+                    )
             groups.append({**self.defaults, **group})
-        state = {key: {name: value for name, value in entry.items() if value is not None} for key, entry in state_dict["state"].items()}
+        state = {
+            key: {name: value for name, value in entry.items() if value is not None}
+            for key, entry in state_dict["state"].items()
+        }
         return {**state_dict, "state": state, "param_groups": groups}

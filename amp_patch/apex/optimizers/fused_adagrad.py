@@ -7,7 +7,10 @@ from .base import FusedOptimizer, Work
 
 
 class FusedAdagrad(FusedOptimizer):
-    """torch.optim.Adagrad without `lr_decay`; `updates.adagrad_` has the formula. `adagrad_w_mode` decouples weight decay from the gradient."""
+    """torch.optim.Adagrad without `lr_decay`; `updates.adagrad_` has the formula.
+
+    `adagrad_w_mode` decouples weight decay from the gradient.
+    """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
 

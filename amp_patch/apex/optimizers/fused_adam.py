@@ -11,12 +11,14 @@ from .base import FusedOptimizer, Work
 class FusedAdam(FusedOptimizer):
     """AdamW (`adam_w_mode`), or Adam with L2 regularization; `updates.adam_` has the formula.
 
-    Differs from torch.optim.AdamW in the order of the arguments, in `weight_decay`, which is 0 by default, in `bias_correction`, and in counting
-    steps for each group (`param_groups[i]["step"]`) instead of each parameter. State dicts of torch.optim.Adam and AdamW can be loaded.
+    Differs from torch.optim.AdamW in the order of the arguments, in `weight_decay`, which is 0 by default, in
+    `bias_correction`, and in counting steps for each group (`param_groups[i]["step"]`) instead of each parameter. State
+    dicts of torch.optim.Adam and AdamW can be loaded.
 
     Args:
         capturable: accepted; `step` raises in the capture of a CUDA graph.
-        amsgrad, master_weights: raise OptimizerError if true; `amp.initialize(opt_level="O2")` gives any optimizer masters.
+        amsgrad, master_weights: raise OptimizerError if true; `amp.initialize(opt_level="O2")` gives any optimizer
+            masters.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "capturable")
@@ -38,10 +40,21 @@ class FusedAdam(FusedOptimizer):
         if amsgrad:
             raise OptimizerError("FusedAdam has no AMSGrad variant: use torch.optim.AdamW(amsgrad=True)")
         if master_weights:
-            raise OptimizerError('FusedAdam keeps no masters of its own: leave out master_weights and use amp.initialize(..., opt_level="O2")')
+            raise OptimizerError(
+                "FusedAdam keeps no masters of its own: leave out master_weights and use amp.initialize(...,"
+                ' opt_level="O2")'
+            )
         if not isinstance(bias_correction, (bool, int)):
-            raise OptimizerError(f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here")
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            raise OptimizerError(
+                f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
@@ -57,7 +70,10 @@ class FusedAdam(FusedOptimizer):
     ) -> Any:
         """Take one step. The arguments after `closure` are of an older interface and raise OptimizerError if given."""
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
-            raise OptimizerError("FusedAdam.step takes no grads, output_params, scale or grad_norms: unscale the gradients, then call step()")
+            raise OptimizerError(
+                "FusedAdam.step takes no grads, output_params, scale or grad_norms: unscale the gradients, then call"
+                " step()"
+            )
         if grad_scaler is not None:
             raise OptimizerError("FusedAdam.step takes no grad_scaler: call grad_scaler.step(optimizer)")
         return super().step(closure)
@@ -84,13 +100,17 @@ class FusedAdam(FusedOptimizer):
         for group in saved["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if group["weight_decay"] and decoupled != self.adam_w_mode:
-                raise CheckpointError(f"the saved optimizer had weight decay of the other kind: build FusedAdam with adam_w_mode={decoupled}")
+                raise CheckpointError(
+                    "the saved optimizer had weight decay of the other kind: build FusedAdam with"
+                    f" adam_w_mode={decoupled}"
+                )
             entries = [saved["state"][key] for key in group["params"] if key in saved["state"]]
             steps = {int(entry.pop("step")) for entry in entries if "step" in entry}
             if len(steps) > 1:
                 raise CheckpointError(
-                    f"parameters of one saved group are at different steps ({', '.join(map(str, sorted(steps)))}), and FusedAdam counts "
-                    "them for each group: resume in torch.optim.AdamW, or give these parameters groups of their own"
+                    f"parameters of one saved group are at different steps ({', '.join(map(str, sorted(steps)))}), and"
+                    " FusedAdam counts them for each group: resume in torch.optim.AdamW, or give these parameters"
+                    " groups of their own"
                 )
             if steps:
                 group["step"] = steps.pop()

@@ -9,4 +9,7 @@ class FusedMixedPrecisionLamb:
     """Raises OptimizerError that says what to use instead."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise OptimizerError('FusedMixedPrecisionLamb is not offered: use FusedLAMB, with amp.initialize(..., opt_level="O2") for float32 masters')
+        raise OptimizerError(
+            'FusedMixedPrecisionLamb is not offered: use FusedLAMB, with amp.initialize(..., opt_level="O2") for'
+            " float32 masters"
+        )

@@ -12,10 +12,11 @@ from .base import FusedOptimizer, Work
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad; `updates.novograd_` has the formula. Which parameters have gradients may change from step to step, which Apex did not allow.
+    """NovoGrad; `updates.novograd_` has the formula. Which parameters have gradients may change from step to step,
+    which Apex did not allow.
 
-    In the state dict the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape (n,), for the 16-bit and
-    for the other parameters of the group that have stepped, in their order.
+    In the state dict the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
+    (n,), for the 16-bit and for the other parameters of the group that have stepped, in their order.
 
     Args:
         reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
@@ -78,7 +79,9 @@ class FusedNovoGrad(FusedOptimizer):
             )
 
     def _norm_averages(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return the second moment of each parameter, 0-dim; a parameter without one starts with the norm of its gradient, or 0."""
+        """Return the second moment of each parameter, 0-dim; a parameter without one starts with the norm of its
+        gradient, or 0.
+        """
         fresh = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
         starts = norms([gradients[index] for index in fresh], 2.0 if group["norm_type"] == 2 else float("inf"))
         for index, start in zip(fresh, starts, strict=True):
@@ -91,12 +94,20 @@ class FusedNovoGrad(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in Apex's layout. The second moments are copies."""
         saved = super().state_dict()
-        state = {key: {name: value for name, value in entry.items() if name != "exp_avg_sq"} for key, entry in saved["state"].items()}
+        state = {
+            key: {name: value for name, value in entry.items() if name != "exp_avg_sq"}
+            for key, entry in saved["state"].items()
+        }
         for own, group in zip(self.param_groups, saved["param_groups"], strict=True):
             parts = self._split(own["params"], [parameter in self.state for parameter in own["params"]])
             if any(parts):
                 group["exp_avg_sq"] = [
-                    torch.stack([self.state[parameter]["exp_avg_sq"].float() for parameter in part]) if part else torch.empty(0) for part in parts
+                    (
+                        torch.stack([self.state[parameter]["exp_avg_sq"].float() for parameter in part])
+                        if part
+                        else torch.empty(0)
+                    )
+                    for part in parts
                 ]
         return {**saved, "state": state}
 
@@ -110,8 +121,9 @@ class FusedNovoGrad(FusedOptimizer):
             parts = self._split(own["params"], [key in saved["state"] for key in group["params"]], group["params"])
             if [len(part) for part in parts] != [len(values) for values in averages]:
                 raise CheckpointError(
-                    f"the saved group has second moments for {len(averages[0])} 16-bit and {len(averages[1])} other parameters, but this one has "
-                    f"{len(parts[0])} and {len(parts[1])} with state: load it into the model and opt_level that it was saved from"
+                    f"the saved group has second moments for {len(averages[0])} 16-bit and {len(averages[1])} other"
+                    f" parameters, but this one has {len(parts[0])} and {len(parts[1])} with state: load it into the"
+                    " model and opt_level that it was saved from"
                 )
             for part, values in zip(parts, averages, strict=True):
                 for key, value in zip(part, values.unbind(), strict=True):
@@ -119,7 +131,9 @@ class FusedNovoGrad(FusedOptimizer):
         return saved
 
     @staticmethod
-    def _split(params: list[Tensor], is_chosen: list[bool], keys: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
+    def _split(
+        params: list[Tensor], is_chosen: list[bool], keys: list[Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
         """Return the chosen parameters, or their keys, in two lists: 16-bit ones and others."""
         low: list[Any] = []
         other: list[Any] = []

@@ -10,13 +10,15 @@ from .base import FusedOptimizer, Work
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum; `updates.sgd_` has the formula. The momentum of a parameter starts with its own first gradient, as in torch.optim.SGD.
+    """SGD with momentum; `updates.sgd_` has the formula. The momentum of a parameter starts with its own first
+    gradient, as in torch.optim.SGD.
 
     Args:
         wd_after_momentum: add weight decay to the step instead of the gradient.
         materialize_master_grads: accepted; under amp, gradients always are in the masters.
 
-    `most_recent_scale` and `scale_set_by_backward` are what Apex's amp set here; gradients hold true values now, so the scale is 1.
+    `most_recent_scale` and `scale_set_by_backward` are what Apex's amp set here; gradients hold true values now, so the
+    scale is 1.
     """
 
     _options: ClassVar[tuple[str, ...]] = (
@@ -40,8 +42,17 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise OptimizerError(f"FusedSGD: Nesterov momentum needs momentum above 0 (not {momentum!r}) and dampening 0 (not {dampening!r})")
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+            raise OptimizerError(
+                f"FusedSGD: Nesterov momentum needs momentum above 0 (not {momentum!r}) and dampening 0 (not"
+                f" {dampening!r})"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, defaults, set_grad_none)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -50,7 +61,9 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
-            is_first = [group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params]
+            is_first = [
+                group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
+            ]
             for first in (True, False):
                 chosen = [index for index, is_so in enumerate(is_first) if is_so is first]
                 part = [params[index] for index in chosen]

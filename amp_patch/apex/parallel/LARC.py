@@ -13,15 +13,18 @@ from ..updates import in_full, norms
 class LARC(Optimizer):
     """Scales the gradient of each parameter before the optimizer inside takes its step, so that no layer moves too far.
 
-    local = trust_coefficient |w| / (|g| + wd |w| + eps), with `clip` min(local / lr, 1); g = (g + wd w) local, in place, and the optimizer inside
-    sees no weight decay. Where |w| or |g| is 0, g stays as it is and there is no weight decay in that step. Computed in float32; waits for
-    nothing.
+    local = trust_coefficient |w| / (|g| + wd |w| + eps), with `clip` min(local / lr, 1); g = (g + wd w) local, in
+    place, and the optimizer inside sees no weight decay. Where |w| or |g| is 0, g stays as it is and there is no weight
+    decay in that step. Computed in float32; waits for nothing.
 
-    Unlike Apex's it is an Optimizer itself, so that LR schedulers take it; it shares `param_groups`, `state` and hooks with the optimizer inside,
-    `optim`. Give amp and schedulers this object; whatever it does not have itself, it has from `optim`.
+    Unlike Apex's it is an Optimizer itself, so that LR schedulers take it; it shares `param_groups`, `state` and hooks
+    with the optimizer inside, `optim`. Give amp and schedulers this object; whatever it does not have itself, it has
+    from `optim`.
     """
 
-    def __init__(self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+    def __init__(
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
         self.optim = optimizer  # not Optimizer.__init__: there is nothing of its own to keep
         self.trust_coefficient = trust_coefficient
         self.eps = eps
@@ -96,7 +99,9 @@ class LARC(Optimizer):
 
     @torch.no_grad()
     def _adapt(self, group: dict[str, Any], decay: float) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+        pairs: list[tuple[Tensor, Tensor]] = [
+            (parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None
+        ]
         for p, g in in_full([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]):
             size, slope = torch.stack(norms(p)), torch.stack(norms(g))
             local = self.trust_coefficient * size / (slope + decay * size + self.eps)

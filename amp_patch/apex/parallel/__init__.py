@@ -1,4 +1,7 @@
-"""`apex.parallel`, over torch.distributed. Importing it starts nothing; `LARC` is the submodule, as in Apex, and the class is `LARC.LARC`."""
+"""`apex.parallel`, over torch.distributed.
+
+Importing it starts nothing; `LARC` is the submodule, as in Apex, and the class is `LARC.LARC`.
+"""
 
 from torch.distributed import ReduceOp
 

@@ -1,6 +1,7 @@
 """`DistributedDataParallel` with Apex's arguments over torch's, `Reducer`, and calls on flattened tensors.
 
-Needs an initialized process group. Any backend, device and floating dtype will do; Apex needed CUDA, and had no bfloat16.
+Needs an initialized process group. Any backend, device and floating dtype will do; Apex needed CUDA, and had no
+bfloat16.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are summed over the ranks: all_reduce(gradient / predivide), times predivide / world size if they are averaged.
+    """How gradients are summed over the ranks: all_reduce(gradient / predivide), times predivide / world size if they
+    are averaged.
 
     With `in_float32` 16-bit gradients are divided and summed in float32, and rounded once.
     """
@@ -52,20 +54,22 @@ def reduce_bucket(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Fu
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0; buffers never are.
 
-    For several backward passes between `zero_grad`s with allreduce disabled in between, under amp levels with masters, pass `delay_unscale=True`
-    to `scale_loss` for all but the last: else what was not reduced yet is in the masters already.
+    For several backward passes between `zero_grad`s with allreduce disabled in between, under amp levels with masters,
+    pass `delay_unscale=True` to `scale_loss` for all but the last: else what was not reduced yet is in the masters
+    already.
 
     Args:
         module: on its device, and initialized by amp before.
-        delay_allreduce: reduce the gradients that exist when backward is over, instead of overlapping. This mode allows parameters without
-            gradients and several backward passes after one forward (which torch's reducer silently leaves unreduced). A parameter that has a
-            gradient on some ranks counts as zero on the others. Waits for the device once in each backward pass.
+        delay_allreduce: reduce the gradients that exist when backward is over, instead of overlapping. This mode allows
+            parameters without gradients and several backward passes after one forward (which torch's reducer silently
+            leaves unreduced). A parameter that has a gradient on some ranks counts as zero on the others. Waits for the
+            device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
         gradient_average: divide by the number of ranks. Without it, gradients must be zeroed before each backward pass.
         gradient_predivide_factor: divide by it before the sum, and multiply the average by it afterwards.
         shared_param: raises ValueError, as in Apex: there is nothing to say about shared parameters.
-        message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams, allreduce_communicators,
-        gradient_average_split_factor, prof: for tuning in Apex; without effect.
+        message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+        allreduce_communicators, gradient_average_split_factor, prof: for tuning in Apex; without effect.
     """
 
     def __init__(
@@ -85,16 +89,23 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         if shared_param is not None:
-            raise ValueError("shared_param is not used any more: leave it out; pass delay_allreduce=True if backward is irregular")
+            raise ValueError(
+                "shared_param is not used any more: leave it out; pass delay_allreduce=True if backward is irregular"
+            )
         if delay_allreduce and num_allreduce_streams > 1:
-            raise ValueError(f"num_allreduce_streams={num_allreduce_streams} is for overlapping, which delay_allreduce=True rules out")
+            raise ValueError(
+                f"num_allreduce_streams={num_allreduce_streams} is for overlapping, which delay_allreduce=True"
+                " rules out"
+            )
         if delay_allreduce and allreduce_trigger_params is not None:
             raise ValueError("allreduce_trigger_params are for overlapping, which delay_allreduce=True rules out")
         with warnings.catch_warnings():
             # newer torch asks for another argument, but that one broadcasts buffers once
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=False)
-        self._reduction = Reduction(dist.get_world_size(), gradient_average, gradient_predivide_factor, allreduce_always_fp32)
+        self._reduction = Reduction(
+            dist.get_world_size(), gradient_average, gradient_predivide_factor, allreduce_always_fp32
+        )
         self.delay_allreduce = delay_allreduce
         self._reduced_pass = -1
         self.enable_allreduce()
@@ -107,11 +118,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(self._reduction, reduce_bucket)
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients in backward passes whose forward comes after this call (with `delay_allreduce`: in all backward passes after it)."""
+        """Reduce gradients in backward passes whose forward comes after this call (with `delay_allreduce`: in all
+        backward passes after it).
+        """
         self._set_allreduce(True)
 
     def disable_allreduce(self) -> None:
-        """Leave gradients as they are in backward passes whose forward comes after this call (with `delay_allreduce`: in all after it)."""
+        """Leave gradients as they are in backward passes whose forward comes after this call (with `delay_allreduce`:
+        in all after it).
+        """
         self._set_allreduce(False)
 
     def _set_allreduce(self, is_on: bool) -> None:
@@ -137,7 +152,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _reduce_all(self) -> None:
         params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        has_gradient = torch.tensor([parameter.grad is not None for parameter in params], dtype=torch.int32, device=params[0].device)
+        has_gradient = torch.tensor(
+            [parameter.grad is not None for parameter in params], dtype=torch.int32, device=params[0].device
+        )
         dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
         gradients = []
         for parameter, is_used in zip(params, has_gradient.tolist(), strict=True):
@@ -167,8 +184,8 @@ class Reducer:
     """Averages gradients over the ranks when told to, for training loops of one's own.
 
     Args:
-        module_or_grads_list: a module, whose parameters are broadcast from rank 0 now and whose gradients `reduce` averages; or tensors, in any
-            nesting of lists, tuples and dicts, which `reduce` averages in place.
+        module_or_grads_list: a module, whose parameters are broadcast from rank 0 now and whose gradients `reduce`
+            averages; or tensors, in any nesting of lists, tuples and dicts, which `reduce` averages in place.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
@@ -180,9 +197,13 @@ class Reducer:
             self.grads = list(_find_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Average: the gradients of parameters that have one (on every rank the same parameters), or the tensors given."""
+        """Average: the gradients of parameters that have one (on every rank the same parameters), or the
+        tensors given.
+        """
         params = () if self.module is None else self.module.parameters()
-        flat_dist_call([*self.grads, *(parameter.grad for parameter in params if parameter.grad is not None)], dist.all_reduce)
+        flat_dist_call(
+            [*self.grads, *(parameter.grad for parameter in params if parameter.grad is not None)], dist.all_reduce
+        )
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:
@@ -193,7 +214,7 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
             yield from _find_tensors(item)
 
 
-# ---- calls on flattened tensors -------------------------------------------------------------------------------------------------------------
+# ---- calls on flattened tensors --------------------------------------------------------------------------------------
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -208,7 +229,9 @@ def unflatten(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors by `Tensor.type()`, such as "torch.FloatTensor" and "torch.cuda.BFloat16Tensor", in order of appearance."""
+    """Return the tensors by `Tensor.type()`, such as "torch.FloatTensor" and "torch.cuda.BFloat16Tensor", in order of
+    appearance.
+    """
     buckets: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -216,14 +239,19 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the float16, bfloat16, float32 and float64 tensors as up to four lists, in this order, without empty ones."""
+    """Return the float16, bfloat16, float32 and float64 tensors as up to four lists, in this order, without
+    empty ones.
+    """
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
     return [bucket for bucket in buckets if bucket]
 
 
-def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None) -> None:
-    """Run `call(flat, *extra_args)` on the flattened tensors, which are of one dtype and device, and put the result back into them.
+def apply_flat_dist_call(
+    bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Run `call(flat, *extra_args)` on the flattened tensors, which are of one dtype and device, and put the result
+    back into them.
 
     After `dist.all_reduce` the sum is divided by the number of ranks.
     """
@@ -235,7 +263,9 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
         torch._foreach_copy_(list(bucket), list(unflatten(flat, bucket)))
 
 
-def flat_dist_call(tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None) -> None:
+def flat_dist_call(
+    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
     """Run `apply_flat_dist_call` once for each dtype (and kind of device) among the tensors."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)

@@ -12,10 +12,12 @@ from ...errors import ModelError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization over the batches of all ranks: torch.nn.SyncBatchNorm, on the CPU too, with Apex's `channel_last`, `fuse_relu` and `z`.
+    """Batch normalization over the batches of all ranks: torch.nn.SyncBatchNorm, on the CPU too, with Apex's
+    `channel_last`, `fuse_relu` and `z`.
 
-    Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones too); the output has the
-    dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback got these wrong.
+    Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
+    too); the output has the dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback
+    got these wrong.
 
     It runs torch.nn.SyncBatchNorm's code, but is none: torch's DistributedDataParallel refuses those on the CPU.
 
@@ -42,7 +44,10 @@ class SyncBatchNorm(_BatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize `input` of at least two dimensions; `z`, of the same shape, is added to the result. Shapes and dtype are those of `input`."""
+        """Normalize `input` of at least two dimensions; `z`, of the same shape, is added to the result.
+
+        Shapes and dtype are those of `input`.
+        """
         moves = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves else input
         if self.training and x.device.type == "cpu" and dist.is_available() and dist.is_initialized():
@@ -60,7 +65,9 @@ class SyncBatchNorm(_BatchNorm):
     _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
-        """torch has no kernels for this: sums over the ranks, in float32 and in two passes, in operations that autograd knows."""
+        """torch has no kernels for this: sums over the ranks, in float32 and in two passes, in operations that autograd
+        knows.
+        """
         self._check_input_dim(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"SyncBatchNorm expects {self.num_features} channels, not {input.size(1)}")
@@ -70,7 +77,10 @@ class SyncBatchNorm(_BatchNorm):
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
         if total <= 1:
-            raise ValueError(f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all ranks together")
+            raise ValueError(
+                f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all"
+                " ranks together"
+            )
         shape = (1, -1, *(1 for _ in dims[1:]))
         centered = x - (sums[:-1] / total).view(shape)
         variance = _sum_over_ranks(centered.square().sum(dims), self.process_group) / total
@@ -80,7 +90,12 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            not self.track_running_stats
+            or self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return
         self.num_batches_tracked.add_(1)
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -89,7 +104,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group; so is its gradient, since every rank's output depends on every rank's input."""
+    """The sum of a tensor over the ranks of a group; so is its gradient, since every rank's output depends on every
+    rank's input.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -109,11 +126,13 @@ def _sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return `module` with every BatchNorm layer (torch's SyncBatchNorm too, InstanceNorm not) replaced by a SyncBatchNorm.
+    """Return `module` with every BatchNorm layer (torch's SyncBatchNorm too, InstanceNorm not) replaced by a
+    SyncBatchNorm.
 
-    Layers are replaced in place; a module that is a BatchNorm itself is returned as a new one. Parameters and buffers are taken over as they are, so
-    optimizers that hold them stay right; so are the training mode and `requires_grad`, both of which Apex lost. Hooks are not: call this before
-    `amp.initialize`. Raises ModelError for a lazy layer that has seen no input yet.
+    Layers are replaced in place; a module that is a BatchNorm itself is returned as a new one. Parameters and buffers
+    are taken over as they are, so optimizers that hold them stay right; so are the training mode and `requires_grad`,
+    both of which Apex lost. Hooks are not: call this before `amp.initialize`. Raises ModelError for a lazy layer that
+    has seen no input yet.
     """
     return _convert(module, process_group, channel_last, {})
 
@@ -130,9 +149,17 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: d
 
 def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        raise ModelError(f"{type(module).__name__} has uninitialized parameters: run one forward pass before convert_syncbn_model")
+        raise ModelError(
+            f"{type(module).__name__} has uninitialized parameters: run one forward pass before convert_syncbn_model"
+        )
     layer = SyncBatchNorm(
-        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_group, channel_last=channel_last
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+        process_group,
+        channel_last=channel_last,
     )
     layer._parameters.update(module._parameters)
     layer._buffers.update(module._buffers)
@@ -140,7 +167,8 @@ def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Return the process group of this rank among consecutive groups of `group_size` ranks, or None, meaning all ranks, for 0.
+    """Return the process group of this rank among consecutive groups of `group_size` ranks, or None, meaning all ranks,
+    for 0.
 
     Every rank must call it. Raises ValueError if the number of ranks is no multiple of `group_size`.
     """
@@ -148,6 +176,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
         return None
     world_size = dist.get_world_size()
     if group_size < 0 or world_size % group_size:
-        raise ValueError(f"group_size={group_size} must divide the number of ranks, {world_size}, or be 0 for one group of all")
+        raise ValueError(
+            f"group_size={group_size} must divide the number of ranks, {world_size}, or be 0 for one group of all"
+        )
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world_size, group_size)]
     return groups[dist.get_rank() // group_size]

@@ -1,4 +1,7 @@
-"""The op lists under Apex's names. Scripts may edit these lists before they call `initialize`; the differences are registered then."""
+"""The op lists under Apex's names.
+
+Scripts may edit these lists before they call `initialize`; the differences are registered then.
+"""
 
 from types import ModuleType
 
@@ -19,7 +22,11 @@ _KINDS = {
 
 def _names(module: ModuleType) -> dict[str, str]:
     """Return the kind of each function that a module lists."""
-    return {(entry if isinstance(entry, str) else entry[0]): kind for key, kind in _KINDS.items() for entry in vars(module).get(key, ())}
+    return {
+        (entry if isinstance(entry, str) else entry[0]): kind
+        for key, kind in _KINDS.items()
+        for entry in vars(module).get(key, ())
+    }
 
 
 _SHIPPED = {module.__name__: _names(module) for module in _MODULES}
@@ -34,5 +41,7 @@ def register_edits() -> None:
     for module in _MODULES:
         shipped, now = _SHIPPED[module.__name__], _names(module)
         edited = [name for name in shipped.keys() | now.keys() if shipped.get(name) != now.get(name)]
-        _registered.extend((module.MODULE, name, now.get(name, "neutral")) for name in sorted(edited) if hasattr(module.MODULE, name))
+        _registered.extend(
+            (module.MODULE, name, now.get(name, "neutral")) for name in sorted(edited) if hasattr(module.MODULE, name)
+        )
     registered.extend(_registered)

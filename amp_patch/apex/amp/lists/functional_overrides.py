@@ -8,4 +8,6 @@ MODULE = torch.nn.functional
 
 FP16_FUNCS = shipped_names("torch.nn.functional", "whitelist")
 FP32_FUNCS = shipped_names("torch.nn.functional", "blacklist")
-BANNED_FUNCS = [(name, f"amp does not run {name} on float16 tensors") for name in shipped_names("torch.nn.functional", "banned")]
+BANNED_FUNCS = [
+    (name, f"amp does not run {name} on float16 tensors") for name in shipped_names("torch.nn.functional", "banned")
+]
