@@ -1,5 +1,5 @@
 """`python -m amp_patch` is the `amp-patch` command."""
 
-from amp_patch.cli import main
+from .cli import main
 
 raise SystemExit(main())

@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import current as _current
-from .dtypes import cast_tree, dtype_name
+from .casting import Mode, cast_tree
+from .config import Policy, make_policy
+from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
-from .models import as_models, device_type_of
-from .optimizers import as_optimizers
-from .policy import Policy, make_policy
 from .reporting import say, set_verbosity
-from .sessions import Session, Stats
-from .switch import Mode
+from .session import Session, Stats, as_models, as_optimizers, device_type_of
+from .session import current as _current
 
 __all__ = [
     "Stats",
@@ -80,7 +78,8 @@ def initialize(
             patch_torch_functions_type: override one property of the level; `lists/presets.yaml` says what each means.
             `loss_scale` is a positive number or "dynamic".
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
-        they come. num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
+            they come.
+        num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
         verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch".
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.

@@ -44,7 +44,7 @@ def _benchmark(name: str, seconds: int, command: str) -> Stage:
 
 
 STAGES = (
-    Stage("tests", ("-m", "pytest", "-m", "cuda", "tests/test_cuda.py", "-p", "no:cacheprovider", "-rf"), 420),
+    Stage("tests", ("-m", "pytest", "-m", "cuda", "tests/system/test_cuda.py", "-p", "no:cacheprovider", "-rf"), 420),
     _benchmark("compute-bound", 240, f"step --fused --workload gpt2 --micro-batches 1 {FLOAT16} --steps 8"),
     _benchmark("host-bound", 240, f"step --fused {SMALL} --micro-batches 1 {FLOAT16} --rounds 7"),
     _benchmark(

@@ -22,8 +22,8 @@ from timing import Samples, environment, format_table, interleave, synchronize, 
 from torch import nn
 from workloads import WORKLOADS, Size, Workload
 
+from amp_patch.config.op_lists import load_oplists
 from amp_patch.errors import AmpError
-from amp_patch.oplists import load_oplists
 
 BYTES_PER_PARAMETER = 38
 """What a step with float32 weights cannot but move for each parameter: AdamW reads weight, gradient and two moments and

@@ -1,20 +1,14 @@
 """Fixtures of every test: after each one, torch must be exactly as it was."""
 
 import sys
-import types
 
 import hypothesis
 import pytest
 import torch
-import torch._dynamo  # replaces torch.manual_seed when it is first imported, which is not ours to undo
-import torch.utils.checkpoint
+from torch_state import find_changes
 
 import amp_patch
-from amp_patch import rebinding
-
-torch.compile(lambda x: x, backend="eager")(
-    torch.ones(1)
-)  # the first compilation replaces a few more names of torch's, for good
+from amp_patch.patching import references
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")
@@ -22,60 +16,14 @@ torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each cor
 
 # Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot
 # exchange them.
-rebinding._PASSED_OVER |= {
+references._PASSED_OVER |= {
     "list_errors",
-    "test_casts",
+    "test_wrappers",
     "test_conformance",
     "test_list_errors",
     "test_state_machine",
-    "test_weights",
+    "test_weight_cache",
 }
-
-NAMESPACES = (
-    torch,
-    torch.nn.functional,
-    torch.Tensor,
-    torch._VF,
-    torch.special,
-    torch.linalg,
-    torch.fft,
-    torch.sparse,
-    torch.nn.Module,
-    torch.utils.checkpoint,
-    torch.jit,
-    torch.jit._trace,
-    torch.nn.utils,
-    torch.nn.utils.clip_grad,
-)
-
-
-def snapshot() -> dict[tuple[str, str], object]:
-    """Every name that the namespaces hold, with its object; names served dynamically are absent until somebody leaves
-    one behind.
-    """
-    return {
-        (owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)
-    }
-
-
-ORIGINALS = snapshot()
-
-
-def find_changes() -> list[str]:
-    now = snapshot()
-    changed = [
-        f"{owner}.{name} replaced" for (owner, name), value in ORIGINALS.items() if now.get((owner, name)) is not value
-    ]
-    ours = [
-        f"{owner}.{name} left behind"
-        for (owner, name), value in now.items()
-        if (owner, name) not in ORIGINALS and is_ours(value)
-    ]
-    return changed + ours
-
-
-def is_ours(value: object) -> bool:
-    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(amp_patch.__path__[0])
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +31,5 @@ def torch_is_left_as_found():
     """Undo after each test, then check identity of every name in the namespaces."""
     yield
     amp_patch.reset()
-    sys.modules["amp_patch.current"].state.registered.clear()
+    sys.modules["amp_patch.session.current"].state.registered.clear()
     assert find_changes() == []
-
-
-requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

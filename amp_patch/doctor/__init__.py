@@ -4,6 +4,11 @@ A script becomes a `Script` (tree, names, structure); each check in the table of
 amp-patch: ignore[CODE]` on the line silences one.
 """
 
-from .command import SUMMARY as SUMMARY
-from .command import add_arguments as add_arguments
-from .command import run as run
+from .coverage import get_coverage as get_coverage
+from .diagnoses import CHECKS as CHECKS
+from .files import diagnose_files as diagnose_files
+from .files import find_files as find_files
+from .machine import get_machine as get_machine
+from .machine import machine_findings as machine_findings
+from .report import as_json as as_json
+from .report import as_text as as_text

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from amp_patch.api import get_original
-from amp_patch.oplists import OpLists, load_oplists
-
+from ..api import get_original
+from ..config import OpLists, load_oplists
 from .context import Context
 from .findings import Fault
 from .names import canonical

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from amp_patch.api import initialize
-from amp_patch.dtypes import LOW_DTYPES
-from amp_patch.errors import PolicyError
-from amp_patch.oplists import shipped_names
-from amp_patch.policy import PRESETS_VARIABLE, Policy, Presets, make_policy, shipped_presets
-
+from ..api import initialize
+from ..config import Policy, make_policy, presets, shipped
+from ..dtypes import LOW_DTYPES
+from ..errors import PolicyError
 from .script import Script
 from .structure import text_of
 
@@ -98,21 +96,21 @@ def presets_in_force() -> tuple[Path, str | None]:
     """Return the presets file that a run would use, and what is wrong with the one that AMP_PATCH_PRESETS names (then
     the shipped one counts).
     """
-    chosen = os.environ.get(PRESETS_VARIABLE)
+    chosen = os.environ.get(presets.PRESETS_VARIABLE)
     if chosen:
         try:
-            presets = Presets(Path(chosen))
-            for level in presets.names():
-                presets.properties(level)
+            table = presets.Presets(Path(chosen))
+            for level in table.names():
+                table.properties(level)
             return Path(chosen), None
         except (PolicyError, OSError) as error:
-            return shipped_presets(), str(error)
-    return shipped_presets(), None
+            return shipped.shipped_presets(), str(error)
+    return shipped.shipped_presets(), None
 
 
 def known_levels() -> tuple[str, ...]:
     """Return the levels that `initialize` would know here."""
-    return Presets(presets_in_force()[0]).names()
+    return presets.Presets(presets_in_force()[0]).names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,7 @@ class Expected:
     def lists(self) -> tuple[str, ...]:
         """The shipped op lists that may be in force. Files of the user's are left aside."""
         names = {name for policy in self.policies if policy.patch_torch_functions for name in policy.lists}
-        return tuple(sorted(names & set(shipped_names())))
+        return tuple(sorted(names & set(shipped.shipped_names())))
 
 
 def expect(scripts: Iterable[Script]) -> Expected:

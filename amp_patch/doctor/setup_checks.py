@@ -3,9 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from amp_patch.errors import PolicyError, did_you_mean
-from amp_patch.policy import make_policy
-
+from ..config import make_policy
+from ..errors import PolicyError, did_you_mean
 from .context import WRAPPERS, Context, scaled_optimizers
 from .findings import Fault
 from .levels import (

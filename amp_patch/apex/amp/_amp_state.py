@@ -6,11 +6,10 @@ import the module.
 
 from typing import Any
 
-from amp_patch import current
-from amp_patch.api import master_params as master_params
-from amp_patch.errors import PolicyError
-from amp_patch.reporting import say, say_on_every_rank, set_verbosity
-
+from ...api import master_params as master_params
+from ...errors import PolicyError
+from ...reporting import say, say_on_every_rank, set_verbosity
+from ...session import current
 from .scaler import LossScaler
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch import current
-from amp_patch.optimizers import OptimizerBinding
-
+from ...session import current
+from ...training import OptimizerBinding
 from .scaler import LossScaler
 
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from amp_patch import current
-from amp_patch.api import float_function as float_function
-from amp_patch.api import half_function as half_function
-from amp_patch.api import promote_function as promote_function
-from amp_patch.api import register_float_function as register_float_function
-from amp_patch.api import register_half_function as register_half_function
-from amp_patch.api import register_promote_function as register_promote_function
-from amp_patch.policy import make_policy, parse_loss_scale
-
+from ...api import float_function as float_function
+from ...api import half_function as half_function
+from ...api import promote_function as promote_function
+from ...api import register_float_function as register_float_function
+from ...api import register_half_function as register_half_function
+from ...api import register_promote_function as register_promote_function
+from ...config import make_policy, presets
+from ...session import current
 from .._settings import in_force
 from ._amp_state import _amp_state
 from .frontend import *  # noqa: F403
@@ -58,7 +57,7 @@ def init(
     session = current.state.session
     if session is not None and not session.has_models:
         current.reset()
-    overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
+    overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": presets.parse_loss_scale(loss_scale)}
     policy = make_policy("O1", overrides, device_type="cuda")
     register_edits()
     bce = (torch.nn.functional, "binary_cross_entropy", "blacklist")

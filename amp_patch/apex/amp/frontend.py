@@ -16,15 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_patch import api, current
-from amp_patch.dtypes import parse_dtype
-from amp_patch.errors import CheckpointError, ModelError, PolicyError, did_you_mean
-from amp_patch.models import as_models
-from amp_patch.optimizers import as_optimizers
-from amp_patch.policy import Policy, make_policy, parse_loss_scale
-from amp_patch.reporting import say
-from amp_patch.sessions import Session
-
+from ... import api
+from ...config import Policy, make_policy, presets
+from ...dtypes import parse_dtype
+from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean
+from ...reporting import say
+from ...session import Session, as_models, as_optimizers, current
 from .._settings import in_force
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._process_optimizer import attach_apex_names
@@ -82,7 +79,7 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
     `hard_override`.
     """
     if name == "loss_scale":
-        return parse_loss_scale(value)
+        return presets.parse_loss_scale(value)
     if name == "keep_batchnorm_fp32" and value in ("True", "False"):
         value = value == "True"
     if name == "keep_batchnorm_fp32" and value not in (None, True, False):

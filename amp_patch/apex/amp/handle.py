@@ -10,12 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch import api, current
-from amp_patch.api import disable_casts as disable_casts
-from amp_patch.errors import SessionError
-from amp_patch.optimizers import as_optimizers
-from amp_patch.sessions import Session
-
+from ... import api
+from ...api import disable_casts as disable_casts
+from ...errors import SessionError
+from ...session import Session, as_optimizers, current
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch import current
+from ...session import current
 
 
 class OptimWrapper:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from amp_patch import scaler as core
-from amp_patch.scaler import OverflowCheck, unscale_
+from ...training import loss_scaler
+from ...training import loss_scaler as core
 
 
 class LossScaler:
@@ -38,7 +38,7 @@ class LossScaler:
         )
         if self.dynamic:
             self._core.set_loss_scale(min(max_loss_scale, init_scale))
-        self._check: OverflowCheck | None = None
+        self._check: loss_scaler.OverflowCheck | None = None
 
     @classmethod
     def of(cls, scaler: core.LossScaler) -> "LossScaler":
@@ -182,7 +182,7 @@ class LossScaler:
     def _scale_or(self, override: float | None) -> float:
         return self.loss_scale() if override is None else override
 
-    def open_check(self, device: torch.device) -> OverflowCheck:
+    def open_check(self, device: torch.device) -> loss_scaler.OverflowCheck:
         """Return the overflow check of the pass that is under way, for gradients on `device`."""
         if self._check is None:
             self._check = self._core.open_check(device)
@@ -192,7 +192,9 @@ class LossScaler:
     def _unscale_in_place(self, gradients: Sequence[Tensor], scale: float) -> None:
         if gradients:
             device = gradients[0].device
-            unscale_(gradients, torch.tensor(scale, dtype=torch.float32, device=device), self.open_check(device))
+            loss_scaler.unscale_(
+                gradients, torch.tensor(scale, dtype=torch.float32, device=device), self.open_check(device)
+            )
 
     # ---- pickles, Apex's among them ----------------------------------------------------------------------------------
 

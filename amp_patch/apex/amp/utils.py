@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.dtypes import CASTABLE, cast_tree
+from ...casting import cast_tree
+from ...dtypes import CASTABLE
 
 
 def is_cuda_enabled() -> bool:

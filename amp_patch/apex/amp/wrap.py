@@ -6,10 +6,11 @@ It is undone with amp's own patches.
 from collections.abc import Callable
 from typing import Any
 
-from amp_patch import api, compiling, current
-from amp_patch.errors import SessionError
-from amp_patch.patching import Patch
-
+from ... import api
+from ...casting import compiling
+from ...errors import SessionError
+from ...patching import Patch
+from ...session import current
 from . import utils
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ...errors import CheckpointError, OptimizerError
 from ...reporting import say, set_verbosity
-from ...scaler import LossScaler, rescale_, unscale_
+from ...training import loss_scaler
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -27,8 +27,9 @@ class FP16_Optimizer:
             16-bit parameters that do not require gradients are left alone.
         static_loss_scale: the loss scale, if it is not dynamic.
         dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000
-        good steps. dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`;
-        `scale_factor` is 2.
+            good steps.
+        dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`;
+            `scale_factor` is 2.
         verbose: show the package's messages on stdout: when a step is skipped.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
@@ -60,9 +61,9 @@ class FP16_Optimizer:
                 self.optimizer.state_dict()
             )  # casts what state there is to the masters' dtype
 
-    def _make_scaler(self, is_dynamic: bool, static_loss_scale: float) -> LossScaler:
+    def _make_scaler(self, is_dynamic: bool, static_loss_scale: float) -> loss_scaler.LossScaler:
         if not is_dynamic:
-            return LossScaler(float(static_loss_scale))
+            return loss_scaler.LossScaler(float(static_loss_scale))
         args = {**self._dynamic_loss_args}
         init_scale = args.pop("init_scale", None)
         if args.pop("scale_factor", 2) != 2:
@@ -70,7 +71,7 @@ class FP16_Optimizer:
         if "scale_window" in args:
             args["growth_interval"] = args.pop("scale_window")
         try:
-            scaler = LossScaler("dynamic", **args)
+            scaler = loss_scaler.LossScaler("dynamic", **args)
         except TypeError:
             allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
             raise OptimizerError(
@@ -138,11 +139,11 @@ class FP16_Optimizer:
         low = [parameter.grad for parameter, _ in self._pairs() if parameter.grad is not None]
         with torch.no_grad():
             if self._carried is not None and self._carried is not scale:
-                rescale_(low, scale / self._carried)
+                loss_scaler.rescale_(low, scale / self._carried)
             if self._is_unscaled:
-                rescale_(self._full_gradients(), scale)
+                loss_scaler.rescale_(self._full_gradients(), scale)
             elif self._carried is not None and self._carried is not scale:
-                rescale_(self._full_gradients(), scale / self._carried)
+                loss_scaler.rescale_(self._full_gradients(), scale / self._carried)
         self._carried, self._is_unscaled = scale, False
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
@@ -160,7 +161,7 @@ class FP16_Optimizer:
         if self._carried is None or not gradients:
             return
         check = self.loss_scaler.open_check(self._carried.device)
-        unscale_(gradients, self._carried, check)
+        loss_scaler.unscale_(gradients, self._carried, check)
         self._is_unscaled = True
         self.loss_scaler.decide()
         self.overflow = self.loss_scaler.is_dynamic and check.is_overflow()
@@ -231,7 +232,7 @@ class FP16_Optimizer:
         if self.loss_scaler.is_dynamic:
             self.loss_scaler.load_state_dict({"loss_scale": value, "unskipped": 0})
         else:
-            self.loss_scaler = LossScaler(float(value))
+            self.loss_scaler = loss_scaler.LossScaler(float(value))
 
     @property
     def state(self) -> Any:

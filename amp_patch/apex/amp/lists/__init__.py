@@ -5,9 +5,8 @@ Scripts may edit these lists before they call `initialize`; the differences are 
 
 from types import ModuleType
 
-from amp_patch import current
-from amp_patch.plan import Registration
-
+from ....casting import Registration
+from ....session import current
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 _MODULES = (functional_overrides, torch_overrides, tensor_overrides)

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 
-from amp_patch import current
-from amp_patch.entries import OpEntry
-from amp_patch.oplists import load_oplists
+from ....config import load_oplists, op_lists
+from ....session import current
 
 
 @functools.cache
-def _entries() -> tuple[OpEntry, ...]:
+def _entries() -> tuple[op_lists.OpEntry, ...]:
     session = current.state.session
     with (
         contextlib.nullcontext() if session is None else session.patcher.suspended()

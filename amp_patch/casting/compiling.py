@@ -1,0 +1,143 @@
+"""Living beside torch.compile: tables built before the patches go in, and compiled code forgotten when they come or go.
+
+Dynamo guards patched functions but not patched Tensor methods, its rule tables are built from names at first use, and
+the on-disk cache keys on graphs that look the same with and without casts. So: build the tables first, forget compiled
+code at each change, and tag the cache key.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch._guards import TracingContext
+
+
+def prime() -> None:
+    """Have Dynamo and torch.overrides build their tables of torch functions now, while every name is torch's own."""
+    # not at the top: it takes most of a second, and optimizers import it anyway
+    import torch._dynamo.trace_rules as trace_rules
+
+    torch.overrides.get_overridable_functions()
+    trace_rules.get_torch_obj_rule_map()
+    trace_rules.get_tensor_method()
+
+
+def write_into_graphs(*functions: Callable[..., None]) -> None:
+    """Have Dynamo write calls of these functions into its graphs, and nobody remove them for having no result."""
+    import torch._dynamo  # as above
+
+    for function in functions:
+        torch._dynamo.allow_in_graph(function)
+        torch.fx.node.has_side_effect(function)
+
+
+def forget_compiled_code() -> None:
+    """Drop what torch.compile has compiled in this process; it no longer knows which casts are in force."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def cache_key(tag: str) -> Iterator[None]:
+    """Make the on-disk compile caches of a patched process differ from those of any other.
+
+    Without `cache_key_tag` in torch, do nothing.
+    """
+    config = getattr(torch.compiler, "config", None)
+    if config is None or not hasattr(config, "cache_key_tag"):
+        yield
+        return
+    before = config.cache_key_tag
+    config.cache_key_tag = f"{before}|{tag}"
+    try:
+        yield
+    finally:
+        config.cache_key_tag = before
+
+
+# ---- regions in compiled code ----------------------------------------------------------------------------------------
+
+# Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow
+# how a thread's region is found nor guards patched Tensor methods. But it guards the autocast state of the thread, for
+# every kind of device. The state of one that torch lists and no longer runs on says which region is open.
+
+_SIGNS = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
+
+
+def _find_idle_device() -> tuple[str, torch.dtype] | None:
+    """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if
+    torch lists none any more.
+    """
+    for name in ("ipu", "maia"):
+        with contextlib.suppress(RuntimeError):
+            return name, torch.get_autocast_dtype(name)
+    return None
+
+
+_IDLE_DEVICE = _find_idle_device()
+
+
+def show_region(mode_name: str) -> None:
+    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name."""
+    if _IDLE_DEVICE is not None:
+        name, usual = _IDLE_DEVICE
+        torch.set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
+        torch.set_autocast_enabled(name, mode_name in _SIGNS)
+
+
+def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
+    """Have Dynamo call `function` while it traces, instead of tracing it, and take the result for a constant."""
+    # torch.compiler.assume_constant_result, which would import Dynamo
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class RegionCounter(Protocol):
+    """What counts open regions."""
+
+    regions: int
+
+
+# Dynamo writes calls of `enter_in_graph` and `leave_in_graph` into its graph. What then traces the graph on
+# (AOTAutograd) runs the ops through the patched functions once more, and `@` for the first time, and must find the
+# regions open that were open when Dynamo met them. They are those of one compilation.
+
+_regions_in_graphs: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
+_counters: WeakSet[RegionCounter] = WeakSet()
+
+
+def count_regions(counter: RegionCounter) -> None:
+    """Have `counter` count the regions in graphs too."""
+    _counters.add(counter)
+
+
+def enter_in_graph(name: str) -> None:
+    """Open a region, by the name of its mode, in the graph that is being compiled.
+
+    Does nothing where a graph is run as it is, as the debugging backend "eager" does.
+    """
+    context = TracingContext.try_get()
+    if context is not None:
+        _regions_in_graphs.setdefault(context, []).append(name)
+        for counter in _counters:
+            counter.regions += 1
+
+
+def leave_in_graph() -> None:
+    """Close the region opened last."""
+    context = TracingContext.try_get()
+    if context is not None and context in _regions_in_graphs:
+        _regions_in_graphs[context].pop()
+        if not _regions_in_graphs[context]:
+            del _regions_in_graphs[context]
+        for counter in _counters:
+            counter.regions -= 1
+
+
+def find_region_in_graph() -> str | None:
+    """Return the mode of the region that is open in the graph that is being compiled, by name."""
+    context = TracingContext.try_get()
+    return None if context is None or context not in _regions_in_graphs else _regions_in_graphs[context][-1]

@@ -1,0 +1,514 @@
+"""What replaces a listed op: one plain function per op and rule, chosen when it is installed.
+
+Each has the same shape: if casts act in this thread, cast the arguments that need it, then call the original. An
+argument already in the right dtype costs one `dtype is` test. As in torch.autocast, a call with an explicit `out=`
+(and, for float32 ops, `dtype=`) runs as it was written.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
+from ..errors import BannedOpError
+from .mode import Mode, Switch
+from .tensor_cast import cast_nested, make_plain_cast
+from .weight_cache import LiveLink, WeightLinks
+
+Op = Callable[..., Any]
+
+
+_WEIGHTED = frozenset(
+    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
+)
+_NORMALIZED = frozenset({"layer_norm", "group_norm"})
+# Of these only the first argument can be a tensor. Not all there are: those that models call often.
+_SINGLE = frozenset(
+    {
+        "softmax",
+        "log_softmax",
+        "softmin",
+        "softplus",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "sum",
+        "cumsum",
+        "norm",
+        "rsqrt",
+        "reciprocal",
+        "square",
+    }
+)
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
+# Python functions of torch that call products, which would cast to low again what these were to compute in float32.
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
+
+
+class OpCasts:
+    """Makes the replacements for one session.
+
+    Args:
+        switch: whether the casts act.
+        low: the 16-bit dtype of whitelisted ops.
+        device_type: the only device type whose tensors are cast, such as "cuda".
+        links: the cache of low-precision weights, or None to cast weights at each use.
+    """
+
+    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, links: WeightLinks | None) -> None:
+        self.switch = switch
+        self.low = low
+        self.device_type = device_type
+        plain = make_plain_cast(low, device_type)
+        self.to_low = plain if links is None else links.make_cast(plain)
+        self.to_low_unlinked: TensorCast = plain if links is None else links.make_cast_unlinked(plain)
+        live: dict[int, LiveLink] = {} if links is None else links.live
+        self.get_live: Callable[[int], LiveLink | None] = live.get
+        self.to_float = make_plain_cast(torch.float32, device_type)
+        self._makers: dict[str, Callable[[Op], Op]] = {
+            "whitelist": self.whitelist,
+            "blacklist": self.blacklist,
+            "promote": self.promote,
+            "sequence_promote": self.sequence_promote,
+            "match_self": self.match_self,
+            "inplace_error": self.inplace_error,
+            "banned": self.banned,
+        }
+
+    def wrap(self, kind: str, original: Op) -> Op:
+        """Return the replacement of `original` under the rule `kind`."""
+        name = (
+            getattr(original, "__name__", "") if _is_torchs(original) else ""
+        )  # a user's function of that name may take anything
+        if kind == "whitelist":
+            if name in _WEIGHTED:
+                return self.weighted(original)
+            if name in _PRODUCTS:
+                return self.product(original)
+            if name == "scaled_dot_product_attention":
+                return self.attention(original)
+        if kind == "blacklist":
+            if name in _NORMALIZED:
+                return self.normalized(original)
+            if name in _SINGLE:
+                return self.single(original)
+        wrapper = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
+        if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
+            return _honouring_inplace(original, wrapper, position)
+        return wrapper
+
+    def weighted(self, original: Op) -> Op:
+        """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in
+        place.
+        """
+        switch, low, to_low, get_live, walk = (
+            self.switch,
+            self.low,
+            self.to_low,
+            self.get_live,
+            self.whitelist(original),
+        )
+        to_low_unlinked, plain_classes = self.to_low_unlinked, PLAIN_CLASSES
+        float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) < 2 or is_dynamo_compiling():
+                return walk(*args, **kwargs)
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                others: tuple[Any, ...] = ()
+                if len(args) == 3:
+                    value, weight, bias = args
+                else:
+                    value, weight, bias = args[:3] if len(args) > 3 else (*args, None)
+                    others = args[3:]
+                try:
+                    if value.dtype is not low:
+                        value = to_low(value)
+                    if (dtype := weight.dtype) is not low:
+                        link = get_live(id(weight)) if dtype is float32 else None
+                        fresh = (
+                            link is not None
+                            and link[1] == weight._version
+                            and link[2] == weight.data_ptr()
+                            and link[3] is weight.requires_grad
+                        )
+                        if not fresh and weight.__class__ not in plain_classes and is_opaque(weight):
+                            return walk(*args)
+                        weight = link[0] if fresh else to_low_unlinked(weight)  # type: ignore[index]
+                    if bias is not None and (dtype := bias.dtype) is not low:
+                        link = get_live(id(bias)) if dtype is float32 else None
+                        fresh = (
+                            link is not None
+                            and link[1] == bias._version
+                            and link[2] == bias.data_ptr()
+                            and link[3] is bias.requires_grad
+                        )
+                        bias = link[0] if fresh else to_low_unlinked(bias)  # type: ignore[index]
+                except AttributeError:  # not tensors: the error is torch's to raise
+                    return original(*args)
+                if others:
+                    return original(value, weight, bias, *others)
+                return original(value, weight, bias) if len(args) > 2 else original(value, weight)
+            return walk(*args)
+
+        return wrapper
+
+    def attention(self, original: Op) -> Op:
+        """`whitelist` for an op called with (query, key, value, ...) that are low by themselves: nothing is walked."""
+        switch, low, walk = self.switch, self.low, self.whitelist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and len(args) == 3 and kwargs.get("attn_mask") is None:
+                query, key, value = args
+                try:
+                    is_low = query.dtype is low and key.dtype is low and value.dtype is low
+                except AttributeError:
+                    is_low = False
+                if is_low:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def normalized(self, original: Op) -> Op:
+        """`blacklist` for ops called with (input, shape or groups, weight, bias, ...): float32 ones go straight on, as
+        most do.
+        """
+        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and not kwargs and len(args) > 3:
+                value, _, weight, bias, *_ = args
+                try:
+                    is_float = (
+                        value.dtype is float32
+                        and (weight is None or weight.dtype is float32)
+                        and (bias is None or bias.dtype is float32)
+                    )
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def single(self, original: Op) -> Op:
+        """`blacklist` for ops of one tensor, the first argument: a float32 one goes straight on."""
+        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and args:
+                try:
+                    is_float = args[0].dtype is float32
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def product(self, original: Op) -> Op:
+        """`whitelist` for ops called with two tensors, without a walk over the arguments."""
+        switch, low, to_low, walk, by_lists = (
+            self.switch,
+            self.low,
+            self.to_low,
+            self.whitelist(original),
+            Mode.BY_LISTS,
+        )
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 2:
+                return walk(*args, **kwargs)
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                left, right = args
+                try:
+                    if left.dtype is not low:
+                        left = to_low(left)
+                        if left is args[0] and is_opaque(left):
+                            return walk(*args)
+                    if right.dtype is not low:
+                        right = to_low(right)
+                        if right is args[1] and is_opaque(right):
+                            return walk(*args)
+                except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
+                    return original(*args)
+                return original(left, right)
+            return walk(*args)
+
+        return wrapper
+
+    def whitelist(self, original: Op) -> Op:
+        """Run in the low dtype."""
+        switch, low, to_low, beside = self.switch, self.low, self.to_low, self._beside
+        in_region, by_lists = self._in_region, Mode.BY_LISTS
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                given = kwargs
+                if kwargs:
+                    if kwargs.get("out") is not None:
+                        return original(*args, **kwargs)
+                    kwargs = dict(kwargs)
+                    for name, value in given.items():
+                        if isinstance(value, Tensor):
+                            if value.dtype is not low:
+                                kwargs[name] = to_low(value)
+                                if kwargs[name] is value and is_opaque(value):
+                                    return beside(value, original, args, given)
+                        elif isinstance(value, (list, tuple)):
+                            kwargs[name] = cast_nested(value, to_low)
+                cast_args = None
+                for index, value in enumerate(args):
+                    if isinstance(value, Tensor):
+                        if value.dtype is not low:
+                            if cast_args is None:
+                                cast_args = list(args)
+                            cast_args[index] = to_low(value)
+                            if cast_args[index] is value and is_opaque(value):
+                                return beside(value, original, args, given)
+                    elif (
+                        (value.__class__ is list or value.__class__ is tuple)
+                        and value
+                        and value[0].__class__ is not int
+                    ):
+                        if cast_args is None:
+                            cast_args = list(args)
+                        cast_args[index] = cast_nested(value, to_low)
+                if cast_args is not None:
+                    return original(*cast_args, **kwargs)
+            elif switch.on:
+                return in_region(original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def blacklist(self, original: Op) -> Op:
+        """Run in float32, unless the call names a dtype."""
+        switch, to_float, float32, dtype_class = self.switch, self.to_float, torch.float32, torch.dtype
+        in_region, by_lists, beside = self._in_region, Mode.BY_LISTS, self._beside
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
+                given = kwargs
+                if kwargs:
+                    if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
+                        return original(*args, **kwargs)
+                    kwargs = dict(kwargs)
+                    for name, value in given.items():
+                        if isinstance(value, Tensor):
+                            if value.dtype is not float32:
+                                kwargs[name] = to_float(value)
+                                if kwargs[name] is value and is_opaque(value):
+                                    return beside(value, original, args, given)
+                        elif isinstance(value, (list, tuple)):
+                            kwargs[name] = cast_nested(value, to_float)
+                cast_args = None
+                for index, value in enumerate(args):
+                    if isinstance(value, Tensor):
+                        if value.dtype is not float32:
+                            if cast_args is None:
+                                cast_args = list(args)
+                            cast_args[index] = to_float(value)
+                            if cast_args[index] is value and is_opaque(value):
+                                return beside(value, original, args, given)
+                    elif value.__class__ is dtype_class:
+                        return original(*args, **kwargs)
+                    elif (
+                        (value.__class__ is list or value.__class__ is tuple)
+                        and value
+                        and value[0].__class__ is not int
+                    ):
+                        if cast_args is None:
+                            cast_args = list(args)
+                        cast_args[index] = cast_nested(value, to_float)
+                if cast_args is not None:
+                    return original(*cast_args, **kwargs)
+            elif switch.on:
+                return in_region(original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def _in_region(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of either list where a region decides for both."""
+        mode = self.switch.mode_here()
+        if mode is Mode.OFF or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        cast = self.to_low if mode is Mode.LOW else self.to_float
+        return original(
+            *[cast_nested(value, cast) for value in args],
+            **{name: cast_nested(value, cast) for name, value in kwargs.items()},
+        )
+
+    def uncast(self, original: Op) -> Op:
+        """Run with the casts off, as do all the functions that it calls."""
+        switch = self.switch
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with switch.region(Mode.OFF):
+                return original(*args, **kwargs)
+
+        return wrapper
+
+    def _beside(self, opaque: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
+        are cast.
+        """
+        cast = make_plain_cast(opaque.dtype, self.device_type)
+        return original(
+            *[cast_nested(value, cast) for value in args],
+            **{name: cast_nested(value, cast) for name, value in kwargs.items()},
+        )
+
+    def promote(self, original: Op) -> Op:
+        """Run in the widest dtype among the arguments.
+
+        With a float64 or complex argument torch's own rule (or error) stands.
+        """
+        switch, widen = self.switch, self._widen
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                if kwargs:
+                    if kwargs.get("out") is None:
+                        values = widen((*args, *kwargs.values()))
+                        return original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+                    return original(*args, **kwargs)
+                dtype = None
+                for value in args:
+                    if isinstance(value, Tensor):
+                        if dtype is None:
+                            dtype = value.dtype
+                        elif value.dtype is not dtype:
+                            return original(*widen(args))
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def sequence_promote(self, original: Op) -> Op:
+        """Run in the widest dtype among the tensors of the first argument, a sequence."""
+        switch, widen = self.switch, self._widen
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()) and kwargs.get("out") is None:
+                if args:
+                    tensors = args[0]
+                    if tensors.__class__ in (list, tuple):
+                        return original(widen(tensors), *args[1:], **kwargs)
+                elif kwargs.get("tensors").__class__ in (list, tuple):
+                    return original(**{**kwargs, "tensors": widen(kwargs["tensors"])})
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def match_self(self, original: Op) -> Op:
+        """Run in place in the dtype of the first argument; the other tensors are cast to it."""
+        switch, device_type = self.switch, self.device_type
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                target = _target_of(args, kwargs)
+                if isinstance(target, Tensor) and target.dtype in CASTABLE and target.device.type == device_type:
+                    cast = make_plain_cast(target.dtype, device_type)
+                    kwargs = {
+                        name: cast_nested(value, cast) for name, value in kwargs.items()
+                    }  # the target has the dtype, and stays itself
+                    return original(*[cast_nested(value, cast) for value in args], **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def inplace_error(self, original: Op) -> Op:
+        """Refuse to run in place on a 16-bit tensor; cast the other arguments to float32 otherwise."""
+        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original)
+        name = getattr(original, "__name__", str(original))
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                target = _target_of(args, kwargs)
+                if _is_low(target, device_type):
+                    raise BannedOpError(
+                        f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
+                        f" Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
+                    )
+            return in_float(*args, **kwargs)
+
+        return wrapper
+
+    def banned(self, original: Op) -> Op:
+        """Refuse to run on any 16-bit tensor."""
+        switch, device_type = self.switch, self.device_type
+        name = getattr(original, "__name__", str(original))
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and (not switch.regions or switch.is_on_here()):
+                for value in (*args, *kwargs.values()):
+                    if _is_low(value, device_type):
+                        raise BannedOpError(
+                            f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may"
+                            " leave the range. For binary_cross_entropy use"
+                            " torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; or"
+                            " cast the inputs with .float(), or move the op to the blacklist."
+                        )
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def _widen(self, values: Any) -> Any:
+        """Return `values` with all castable tensors in their widest dtype; as they are, if one is float64 or complex or
+        none differs.
+        """
+        dtypes = {
+            value.dtype
+            for value in values
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
+        if len(dtypes) < 2 or not dtypes <= CASTABLE:
+            return values
+        return [
+            self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value
+            for value in values
+        ]
+
+
+def _is_torchs(original: Op) -> bool:
+    """Tell whether a function is of torch: methods of tensors name no module."""
+    module = getattr(original, "__module__", None)
+    return (
+        issubclass(Tensor, getattr(original, "__objclass__", ()))
+        if module is None
+        else module.partition(".")[0] == "torch"
+    )
+
+
+def _position_of_inplace(original: Op) -> int | None:
+    """Return where a function takes the flag `inplace`, or None if it takes none."""
+    code = getattr(original, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _honouring_inplace(original: Op, cast: Op, position: int) -> Op:
+    """A call with `inplace=True` runs as it was written: a cast copy is not what it is to change."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("inplace") or (len(args) > position and args[position]):
+            return original(*args, **kwargs)
+        return cast(*args, **kwargs)
+
+    return wrapper
+
+
+def _target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an in-place op works on: its first argument, which torch's functions call `input`."""
+    return args[0] if args else kwargs.get("input")
+
+
+def _is_low(value: Any, device_type: str) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_DTYPES and value.device.type == device_type

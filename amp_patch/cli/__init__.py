@@ -1,0 +1,5 @@
+"""The `amp-patch` command: one module for each subcommand."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,115 @@
+"""Module rules: which parts of a model run in the low dtype or in float32, whatever the op lists say of their ops.
+
+A rule stands under `modules` in an op-list file, and chooses by qualified name or by type:
+
+    modules:
+      - {match: "encoder.layers.*.norm", run: float32}   # `*` stands for one part of the name, `**` for any number
+      - {match: "re:^head\\.", run: float32}             # a regular expression, searched for in the name
+      - {type: torch.nn.LayerNorm, run: low}             # the class or a subclass of it
+
+A rule covers the modules it chooses and everything inside them. Where several cover a module, the last one counts;
+files that come later come later here too. Nothing is imported to find a type: a class of a package that is not imported
+has no instances.
+"""
+
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ..errors import OpListError
+from .diagnostics import Faults
+from .list_file import check_keys, read_choice, read_text
+from .yaml_nodes import Node
+
+RUNS = ("low", "float32")
+_KEYS = ("match", "type", "run", "why")
+_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """One entry of `modules`.
+
+    Attributes:
+        chooser: the value of `match` or `type`, as written.
+        run: "low" or "float32".
+        pattern: `match`, compiled; None for a rule by type.
+        why: free text.
+        path, line, column: where the entry starts.
+    """
+
+    chooser: str
+    run: str
+    pattern: "re.Pattern[str] | None"
+    why: str
+    path: str
+    line: int
+    column: int
+
+    def chooses(self, name: str, module: nn.Module) -> bool:
+        """Tell whether the rule names this module itself; the model has the name ""."""
+        if self.pattern is not None:
+            if self.chooser.startswith("re:"):
+                return self.pattern.search(name) is not None
+            return self.pattern.fullmatch(f"{name}." if name else "") is not None
+        found = _find_class(self.chooser)
+        return found is not None and isinstance(module, found)
+
+
+def read_module_rule(node: Node, path: Path, faults: Faults) -> ModuleRule:
+    """Return the rule that one entry of `modules` states, or raise OpListError with its position; unknown keys go to
+    `faults`.
+    """
+    here = f"{path}:{node.line}:{node.column}"
+    if not isinstance(node.value, dict):
+        raise OpListError(f'{here}: an entry of modules is a mapping such as {{match: "encoder.*.norm", run: float32}}')
+    fields = check_keys(node, _KEYS, path, faults)
+    if ("match" in fields) == ("type" in fields):
+        raise OpListError(
+            f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
+        )
+    if "run" not in fields:
+        raise OpListError(f"{here}: an entry of modules needs the key 'run' ({', '.join(RUNS)})")
+    run = read_choice(fields["run"], path, "run", RUNS)
+    why = read_text(fields["why"], path, "why") if "why" in fields else ""
+    if "match" in fields:
+        chooser = read_text(fields["match"], path, "match")
+        return ModuleRule(
+            chooser, run, _compile(chooser, fields["match"], path), why, str(path), node.line, node.column
+        )
+    chooser = read_text(fields["type"], path, "type")
+    if not _TYPE.fullmatch(chooser):
+        position = f"{path}:{fields['type'].line}:{fields['type'].column}"
+        raise OpListError(f"{position}: {chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm")
+    return ModuleRule(chooser, run, None, why, str(path), node.line, node.column)
+
+
+def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
+    """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
+    try:
+        if match.startswith("re:"):
+            return re.compile(match.removeprefix("re:"))
+        parts = match.split(".")
+        if not all(parts):
+            raise ValueError("a part of the name is empty")
+        return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise OpListError(f"{path}:{node.line}:{node.column}: {match!r} is not a pattern: {error}") from None
+
+
+def _compile_part(part: str) -> str:
+    return "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in part)
+
+
+def _find_class(dotted: str) -> type | None:
+    """Look a class up in what is imported, without running code."""
+    names = dotted.split(".")
+    length = next((n for n in range(len(names) - 1, 0, -1) if ".".join(names[:n]) in sys.modules), 0)
+    value: object = sys.modules.get(".".join(names[:length]))
+    for name in names[length:]:
+        value = inspect.getattr_static(value, name, None)
+    return value if isinstance(value, type) else None

@@ -1,0 +1,175 @@
+"""A strict reader of YAML: data with positions, and nothing else.
+
+A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as they were
+written. What lets a YAML file surprise its reader is refused: anchors and aliases, tags, duplicate or compound keys, a
+second document, deep nesting, huge files. The reader walks the parser's events and builds only `Node`; no constructor
+of PyYAML ever runs.
+"""
+
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from ..errors import AmpError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 16
+
+_LOADER = getattr(
+    yaml, "CLoader", yaml.Loader
+)  # only its event parser is used, which is the same for the safe and the full loader
+# The characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of the file and where it starts; lines and columns count from 1."""
+
+    value: "str | list[Node] | dict[str, Node]"
+    line: int
+    column: int
+    quoted: bool = False
+    key_at: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def load_mapping(path: Path, error: type[AmpError]) -> Node:
+    """Return the mapping that the file holds, or raise `error` with a message that starts with `path:line:column: `.
+
+    Raises nothing but `error`, whatever the bytes are.
+    """
+    text = _read_text(path, error)
+    reader = _Reader(path, error, text)
+    try:
+        return reader.read()
+    except AmpError:  # some of these are ValueErrors too, and already say where
+        raise
+    except yaml.YAMLError as exc:
+        reader.refuse_syntax(exc)
+    except (
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ) as exc:  # the pure Python parser lets a bad escape or number through as these
+        raise error(f"{path}:1:1: not valid YAML: {exc}") from exc
+
+
+def _read_text(path: Path, error: type[AmpError]) -> str:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise error(f"{path}:1:1: this is a directory; give the path of a YAML file")
+        if not stat.S_ISREG(mode):  # a pipe or a device would block or never end
+            raise error(f"{path}:1:1: this is not a regular file; give the path of a YAML file")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except AmpError:
+        raise
+    except FileNotFoundError as exc:
+        raise error(f"{path}:1:1: there is no such file; give the path of an existing YAML file") from exc
+    except (OSError, ValueError) as exc:
+        raise error(f"{path}:1:1: the file cannot be read: {exc}") from exc
+    if len(data) > MAX_BYTES:
+        raise error(f"{path}:1:1: the file is larger than {MAX_BYTES} bytes, the most that is read")
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        line, column = _position(data[: exc.start].decode("utf-8"))
+        raise error(
+            f"{path}:{line}:{column}: byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
+        ) from exc
+    if found := _FORBIDDEN.search(text):
+        line, column = _position(text[: found.start()])
+        raise error(f"{path}:{line}:{column}: character U+{ord(found[0]):04X} is not allowed in YAML; remove it")
+    return text
+
+
+def _position(before: str) -> tuple[int, int]:
+    """Return the line and column of the character that follows the text `before`."""
+    return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+
+
+class _Reader:
+    """Builds nodes from the events of one file."""
+
+    def __init__(self, path: Path, error: type[AmpError], text: str) -> None:
+        self._path, self._error, self._text = path, error, text
+        self._events: Iterator[Any] = iter(yaml.parse(text, Loader=_LOADER))
+
+    def read(self) -> Node:
+        next(self._events)  # the start of the stream
+        event = next(self._events)
+        if isinstance(event, yaml.StreamEndEvent):
+            raise self._error(f"{self._path}:1:1: the file is empty; it must hold a mapping (`key: value` lines)")
+        root = self._node(next(self._events), 1)
+        if not isinstance(root.value, dict):
+            self._refuse(
+                root.line, root.column, f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)"
+            )
+        next(self._events)  # the end of the document
+        event = next(self._events)
+        if not isinstance(event, yaml.StreamEndEvent):
+            self._refuse_event(event, "a second document starts here; a file holds exactly one")
+        return root
+
+    def refuse_syntax(self, exc: yaml.YAMLError) -> NoReturn:
+        """Raise the parser's complaint with its position, and name tabs, the usual cause."""
+        mark = getattr(exc, "problem_mark", None) or getattr(exc, "context_mark", None)
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
+        lines = self._text.splitlines()
+        source = lines[line - 1] if line <= len(lines) else ""
+        hint = "; indent with spaces, YAML does not allow tabs there" if "\t" in source else ""
+        raise self._error(f"{self._path}:{line}:{column}: not valid YAML: {problem}{hint}") from exc
+
+    def _node(self, event: Any, depth: int) -> Node:
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse_event(event, f"alias *{event.anchor} is not allowed; write the value out")
+        if getattr(event, "anchor", None) is not None:
+            self._refuse_event(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
+        if getattr(event, "tag", None) is not None:
+            self._refuse_event(event, f"tag {event.tag!r} is not allowed; values are plain text, lists and mappings")
+        if depth > MAX_DEPTH:
+            self._refuse_event(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
+        line, column = event.start_mark.line + 1, event.start_mark.column + 1
+        if isinstance(event, yaml.ScalarEvent):
+            return Node(event.value, line, column, quoted=bool(event.style))
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Node(list(self._items(depth)), line, column)
+        return self._mapping(line, column, depth)
+
+    def _items(self, depth: int) -> Iterator[Node]:
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            yield self._node(event, depth + 1)
+
+    def _mapping(self, line: int, column: int, depth: int) -> Node:
+        values: dict[str, Node] = {}
+        key_at: dict[str, tuple[int, int]] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._node(event, depth + 1)
+            if not isinstance(key.value, str):
+                self._refuse(key.line, key.column, f"a key is {_kind(key)}; keys must be plain text")
+            if key.value in key_at:
+                first = "{}:{}".format(*key_at[key.value])
+                self._refuse(
+                    key.line, key.column, f"key {key.value!r} is already given at {first}; each key may be given once"
+                )
+            key_at[key.value] = key.line, key.column
+            values[key.value] = self._node(next(self._events), depth + 1)
+        return Node(values, line, column, key_at=key_at)
+
+    def _refuse_event(self, event: Any, problem: str) -> NoReturn:
+        self._refuse(event.start_mark.line + 1, event.start_mark.column + 1, problem)
+
+    def _refuse(self, line: int, column: int, problem: str) -> NoReturn:
+        raise self._error(f"{self._path}:{line}:{column}: {problem}")
+
+
+def _kind(node: Node) -> str:
+    return {str: "a single text value", list: "a list", dict: "a mapping"}[type(node.value)]

@@ -1,0 +1,274 @@
+"""Patches that leave no trace: `Patcher` puts replacements in and takes every one of them out again.
+
+It knows neither tensors nor dtypes. A replacement is a plain function made from the original;
+`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how
+`wrapt.unwrap_object` finds the way back. `install` replaces attributes of the owners that define a function, `rebind`
+other references to it.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import wrapt
+
+from . import pickling
+
+logger = logging.getLogger("amp_patch")
+
+Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One attribute to replace: `owner.name` becomes `factory(original)`."""
+
+    owner: Any
+    name: str
+    factory: Factory
+
+
+class Place(Protocol):
+    """Somewhere that refers to a function without being asked for it by name each time: a global, a default argument,
+    an item of a table.
+    """
+
+    def owner(self) -> Any:
+        """Return the object whose attribute the place is; None if it is no attribute, or its owner is gone."""
+
+    @property
+    def key(self) -> Any:
+        """The name of the attribute."""
+
+    def read(self) -> Any:
+        """Return what is there; something that is nowhere else if nothing is."""
+
+    def write(self, value: Any) -> None:
+        """Put `value` there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebinding:
+    """A place, what it held, what it is to hold, and the function (or one of them) that this is about."""
+
+    place: Place
+    before: Any
+    after: Any
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    owner: Any
+    name: str
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+    is_new_attribute: (
+        bool  # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
+    )
+
+
+def _prepare(patch: Patch) -> _Installed:
+    _, _, original = wrapt.resolve_path(patch.owner, patch.name)
+    if isinstance(original, (staticmethod, classmethod)):
+        replacement: Any = type(original)(_make(patch, original.__func__))
+    else:
+        replacement = _make(patch, original)
+    return _Installed(patch.owner, patch.name, original, replacement, patch.name not in vars(patch.owner))
+
+
+def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement. It says that it is where it will be, since pickle stores a function as that."""
+    replacement = functools.update_wrapper(patch.factory(original), original)
+    if isinstance(patch.owner, types.ModuleType):
+        replacement.__module__, replacement.__qualname__ = patch.owner.__name__, patch.name
+    elif isinstance(patch.owner, type):
+        replacement.__module__, replacement.__qualname__ = (
+            patch.owner.__module__,
+            f"{patch.owner.__qualname__}.{patch.name}",
+        )
+    return replacement
+
+
+class Patcher:
+    """Installs patches all together or not at all, and undoes them last in, first out."""
+
+    def __init__(self) -> None:
+        self._installed: list[_Installed] = []
+        self._by_target: dict[tuple[int, str], list[_Installed]] = {}
+        self._rebound: list[Rebinding] = []
+        self._rebound_attributes: dict[tuple[int, Any], Rebinding] = {}
+
+    def __len__(self) -> int:
+        return len(self._installed) + len(self._rebound)
+
+    def install(self, patches: Iterable[Patch]) -> None:
+        """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes
+        out again.
+        """
+        prepared = [_prepare(patch) for patch in patches]
+        mark = len(self._installed)
+        try:
+            for item in prepared:
+                self._by_target.setdefault((id(item.owner), item.name), []).append(item)
+                self._installed.append(
+                    item
+                )  # logged before the attribute changes: an interrupt in between is undone as well
+                wrapt.wrap_object(item.owner, item.name, _return_replacement, (item,))  # type: ignore[arg-type]
+        except BaseException:
+            self._undo_down_to(mark)
+            raise
+
+    def rebind(self, rebindings: Iterable[Rebinding]) -> None:
+        """Write what each place is to hold; on any exception, the places written so far get back what they held."""
+        mark = len(self._rebound)
+        try:
+            for rebinding in rebindings:
+                self._rebound.append(rebinding)  # logged before it is written, as above
+                if (owner := rebinding.place.owner()) is not None:
+                    self._rebound_attributes[id(owner), rebinding.place.key] = rebinding
+                rebinding.place.write(rebinding.after)
+        except BaseException:
+            self._bind_back_down_to(mark)
+            raise
+
+    def undo(self) -> None:
+        """Take every patch out again. Calling it twice is harmless.
+
+        A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and
+        must be inert by then.
+        """
+        self._bind_back_down_to(0)
+        self._undo_down_to(0)
+
+    def forget(self, owner: Any, name: str) -> None:
+        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
+        of ours left in it.
+        """
+        forgotten = self._by_target.pop((id(owner), name), [])
+        self._installed = [item for item in self._installed if not any(item is other for other in forgotten)]
+        for item in forgotten:
+            pickling.retire(item.replacement)
+
+    def _bind_back_down_to(self, mark: int) -> None:
+        while len(self._rebound) > mark:
+            rebinding = self._rebound[-1]
+            if rebinding.place.read() is rebinding.after:  # else it is somebody else's by now, or was never written
+                rebinding.place.write(rebinding.before)
+            self._rebound.pop()
+        for key in [
+            key
+            for key, rebinding in self._rebound_attributes.items()
+            if not mark or not any(rebinding is kept for kept in self._rebound)
+        ]:
+            del self._rebound_attributes[key]
+
+    def _undo_down_to(self, mark: int) -> None:
+        stuck: list[str] = []
+        while len(self._installed) > mark:
+            item = self._installed[-1]
+            if not _remove(item):
+                stuck.append(f"{getattr(item.owner, '__name__', item.owner)}.{item.name}")
+            self._by_target[id(item.owner), item.name].remove(item)
+            self._installed.pop()
+            pickling.retire(item.replacement)
+        if stuck:
+            logger.warning(
+                "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
+                ", ".join(stuck),
+            )
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Put the originals back inside the block, for what reads functions instead of calling them."""
+        items = [item for item in reversed(self._installed) if vars(item.owner).get(item.name) is item.replacement]
+        rebindings = [rebinding for rebinding in reversed(self._rebound) if rebinding.place.read() is rebinding.after]
+        try:
+            for rebinding in rebindings:
+                rebinding.place.write(rebinding.before)
+            for item in items:
+                _put_back(item)
+            yield
+        finally:
+            for item in reversed(items):
+                setattr(item.owner, item.name, item.replacement)
+            for rebinding in reversed(rebindings):
+                rebinding.place.write(rebinding.after)
+
+    def is_patched(self, owner: Any, name: str) -> bool:
+        """Tell whether `owner.name` carries a patch of ours, or was rebound to one."""
+        return bool(self._by_target.get((id(owner), name))) or self._find_rebound(owner, name) is not None
+
+    def is_in_place(self, owner: Any, name: str) -> bool:
+        """Tell whether the patch of `owner.name` is still there, or below another one. Runs no code of the owner's."""
+        items = self._by_target.get((id(owner), name))
+        value = inspect.getattr_static(owner, name, None) if items else None
+        while value is not None:
+            if value is items[-1].replacement:  # type: ignore[index]
+                return True
+            value = inspect.getattr_static(value, "__wrapped__", None)
+        return False
+
+    def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
+        """Return what `owner.name` was before it was patched, or None if it is not patched."""
+        items = self._by_target.get((id(owner), name))
+        if items:
+            return items[0].original
+        rebinding = self._find_rebound(owner, name)
+        before = None if rebinding is None else rebinding.before
+        return before.__func__ if isinstance(before, staticmethod) else before
+
+    def _find_rebound(self, owner: Any, name: str) -> Rebinding | None:
+        rebinding = self._rebound_attributes.get((id(owner), name))
+        return rebinding if rebinding is not None and rebinding.place.owner() is owner else None
+
+    def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        """Yield each patched function with its replacement: of several replacements of one function, the last
+        one last.
+        """
+        for item in self._installed:
+            if isinstance(item.original, staticmethod):
+                yield item.original.__func__, item.replacement.__func__  # type: ignore[attr-defined]
+            elif not isinstance(item.original, classmethod):
+                yield item.original, item.replacement
+
+
+def _put_back(item: _Installed) -> None:
+    if item.is_new_attribute:
+        delattr(item.owner, item.name)
+    else:
+        setattr(item.owner, item.name, item.original)
+
+
+def _return_replacement(_: Any, item: _Installed) -> Any:
+    return item.replacement
+
+
+def _remove(item: _Installed) -> bool:
+    """Undo one patch; return False if something foreign sits on top of it."""
+    if isinstance(item.original, (staticmethod, classmethod)):  # wrapt would restore the function inside
+        if vars(item.owner).get(item.name) is item.replacement:
+            _put_back(item)
+            return True
+        return item.name not in vars(item.owner) or vars(item.owner)[item.name] is item.original
+    if vars(item.owner).get(item.name) is not item.replacement:
+        try:
+            current = wrapt.resolve_path(item.owner, item.name)[2]
+        except AttributeError:
+            return True
+        if current is item.original:
+            return True  # interrupted before it went in, or taken out already
+    try:
+        wrapt.unwrap_object(item.owner, item.name, item.replacement, missing_ok=True)
+    except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):
+        return False
+    if item.is_new_attribute and vars(item.owner).get(item.name) is item.original:
+        delattr(
+            item.owner, item.name
+        )  # a module that serves names through __getattr__: wrapt restores by assignment there
+    return vars(item.owner).get(item.name) is not item.replacement

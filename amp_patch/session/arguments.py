@@ -1,0 +1,136 @@
+"""The arguments of the public functions: read, and judged before anything is changed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config import Policy
+from ..dtypes import LOW_DTYPES
+from ..errors import ArgumentTypeError, ModelError
+from ..training import ids_beside_opaque
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+# ---- models ----
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """Return the models of `initialize`'s first argument (one module, or an iterable of them) as a list.
+
+    Raises ArgumentTypeError.
+    """
+    if isinstance(models, nn.Module):
+        return [models]
+    try:
+        result = list(models)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}"
+        ) from None
+    for model in result:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {type(model).__name__}")
+    return result
+
+
+def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
+    """Return everything that keeps `model` from being trained under `policy`, one sentence each.
+
+    `accept_low`: 16-bit parameters are no fault.
+    """
+    name = type(model).__name__
+    if isinstance(model, WRAPPERS):
+        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
+    problems: list[str] = []
+    if isinstance(model, torch.jit.ScriptModule):
+        return [
+            f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
+            " made from"
+        ]
+    lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
+    if lazy:
+        return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
+    if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
+        left_alone = ids_beside_opaque(model)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        low = [key for key, value in tensors if value.dtype in LOW_DTYPES and id(value) not in left_alone]
+        if low:
+            problems.append(
+                f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
+                " weights. Leave out .half() and .bfloat16(); initialize casts the model"
+            )
+    return problems
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def device_type_of(models: Sequence[nn.Module]) -> str:
+    """Return the device type of the models' parameters, such as "cuda"; raises ModelError if they are on several."""
+    types = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
+    if len(types) > 1:
+        raise ModelError(
+            f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
+        )
+    return types.pop() if types else "cpu"
+
+
+def describe(models: Sequence[nn.Module]) -> str:
+    """Return the class names of the models, for messages."""
+    return ", ".join(type(model).__name__ for model in models)
+
+
+# ---- optimizers ----
+
+
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer, following `.optim` through wrappers such as LARC.
+
+    Raises ArgumentTypeError if there is none.
+    """
+    inner = optimizer
+    while not isinstance(inner, Optimizer):
+        if not hasattr(inner, "optim"):
+            raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
+        inner = inner.optim
+    return inner
+
+
+def as_optimizers(optimizers: Any) -> list[Optimizer]:
+    """Return the torch optimizers in `initialize`'s or `scale_loss`'s argument (None, one, or an iterable) as a list.
+
+    Raises ArgumentTypeError.
+    """
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Optimizer) or hasattr(optimizers, "optim"):
+        return [unwrap_optimizer(optimizers)]
+    try:
+        items = list(optimizers)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"optimizers must be torch.optim.Optimizer objects, not {type(optimizers).__name__}"
+        ) from None
+    return [unwrap_optimizer(item) for item in items]
+
+
+def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool, use_masters: bool) -> list[str]:
+    """Return everything that keeps these optimizers from being bound, one sentence each."""
+    problems = []
+    for index, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        if any(optimizer is other for other in optimizers[:index]):
+            problems.append(f"the same {name} was passed twice")
+        elif hasattr(optimizer, "_amp_stash"):
+            problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
+        if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
+            problems.append(
+                "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"
+                " weights: use O0, O1 with a static loss_scale, or O4"
+            )
+    return problems

@@ -1,0 +1,180 @@
+"""The one session of the process: opening, replacing and closing it. The only mutable module state of the package."""
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..casting import Registration
+from ..config import Policy
+from ..errors import ModelError, OptimizerError, SessionError
+from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems
+from .session import Session
+
+
+class _State:
+    """The session in force, and what outlives sessions."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.session: Session | None = None
+        self.is_disabled = False  # initialize(enabled=False) was the last word
+        self.registered: list[Registration] = []
+
+
+state = _State()
+
+
+def initialize(
+    policy: Policy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    num_losses: int,
+    replace: bool,
+    accept_low: bool = False,
+) -> Session:
+    """Open a session for these objects, or bring them under the open one if its policy is the same. See
+    `amp_patch.initialize`.
+
+    With `accept_low`, models may hold 16-bit parameters already at any level.
+    """
+    with state.lock:
+        device_type = device_type_of(models)
+        _close_if_over()
+        session = state.session
+        if session is not None and not replace:
+            if session.policy != policy or session.device_type != device_type:
+                raise _conflict(session, policy)
+            _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
+            session.add_scalers(num_losses)
+            session.adopt(models, optimizers)
+            return session
+        with (
+            session.patcher.suspended() if session is not None else contextlib.nullcontext()
+        ):  # names are looked up as torch has them
+            session = Session(
+                policy, device_type, num_losses, registered=state.registered
+            )  # raises before anything is closed
+        reset()
+        _check(policy, models, optimizers, accept_low)
+        _open(session, models, optimizers)
+        return session
+
+
+def _open(session: Session, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
+    try:
+        session.open(models, optimizers)
+    except BaseException:
+        state.session = None
+        raise
+
+
+def _conflict(session: Session, policy: Policy) -> SessionError:
+    return SessionError(
+        f"opt_level {session.policy.opt_level} is in force for {describe(session.models()) or 'a session block'}, which"
+        f" is still in use, and {policy.opt_level} (or the same level with other options) was asked for. Pass all"
+        " models to one initialize call, or delete the old ones, or call amp.reset() first, or pass replace=True."
+    )
+
+
+def open_without_model(policy: Policy, device_type: str) -> Session:
+    """Open a session that belongs to no model and lasts until `reset`. Raises SessionError if one is in force."""
+    with state.lock:
+        _close_if_over()
+        if state.session is not None:
+            raise SessionError(
+                f"opt_level {state.session.policy.opt_level} is in force already: call amp.reset() first, or leave the"
+                " session block you are in"
+            )
+        session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
+        _open(session, [], [])
+        return session
+
+
+@contextlib.contextmanager
+def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
+    """A session that belongs to no model and lasts as long as the block. See `amp_patch.session`."""
+    session = open_without_model(policy, device_type)
+    try:
+        yield session
+    finally:
+        close(session)
+
+
+def close(session: Session) -> None:
+    """Undo what a session has done, if it is the one in force."""
+    with state.lock:
+        if state.session is session:
+            reset()
+
+
+def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:
+    problems = [problem for model in models for problem in find_model_problems(model, policy, accept_low)]
+    if problems:
+        raise ModelError("; ".join(problems))
+    problems = find_optimizer_problems(
+        optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights)
+    )
+    if problems:
+        raise OptimizerError("; ".join(problems))
+    for optimizer in optimizers if models else ():
+        known = {id(parameter) for model in models for parameter in model.parameters()}
+        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            warnings.warn(
+                f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
+                " was moved or copied?",
+                stacklevel=4,
+            )
+
+
+def _close_if_over() -> None:
+    """Close the session in force if all its models are gone, or if it was inherited through a fork."""
+    session = state.session
+    if session is None:
+        return
+    if session.process_id == os.getpid():
+        if session.models():
+            gc.collect()  # a model in a reference cycle is only gone after this
+        if session.models() or not session.has_models:
+            return
+    reset()
+
+
+def reset() -> None:
+    """Close the session in force, if there is one. See `amp_patch.reset`."""
+    with state.lock:
+        session, state.session = state.session, None
+        state.is_disabled = False
+        if session is not None:
+            session.close()
+
+
+def disable() -> None:
+    """Make the API a no-op, as `initialize(enabled=False)` asks.
+
+    Raises SessionError while another session is in use.
+    """
+    with state.lock:
+        _close_if_over()
+        if state.session is not None:
+            raise SessionError(
+                f"opt_level {state.session.policy.opt_level} is in force for {describe(state.session.models())}, which"
+                " is still alive: call amp.reset() before initialize(enabled=False)"
+            )
+        state.is_disabled = True
+
+
+def require() -> Session:
+    """Return the session in force; raises SessionError without one."""
+    if state.session is None:
+        raise SessionError(
+            "amp.initialize has not been called yet (or amp.reset() has been since): call it before anything else"
+        )
+    return state.session

@@ -1,0 +1,79 @@
+"""Whether an optimizer's `step` can skip on the device by itself, given the flag: torch's fused ones read it there."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+_GLOBAL_PRE_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks
+_GLOBAL_POST_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_post_hooks
+_STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
+
+
+class StepHook:
+    """A hook after the steps of every optimizer, which a skipped step may run as well:
+
+    `mark_updated` is called with what it stepped on.
+    """
+
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
+        self._mark_updated = mark_updated
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class DeviceSkip:
+    """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
+    flag on the device.
+
+    Only for torch's own `step` methods: what a subclass does around one would not be skipped. The same goes for hooks
+    on its steps.
+
+    Args:
+        optimizer: the optimizer.
+        step: its bound `step`, as it was before the session replaced it.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        is_scheduled = hasattr(step, "_wrapped_by_lr_sched")  # a plain function then, around the method
+        function = getattr(step, "__wrapped__" if is_scheduled else "__func__", None)
+        is_torchs = function is type(optimizer).step and inspect.unwrap(function) in _STEPS
+        self._is_fused = is_torchs and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def is_possible(self, optimizer: Any) -> bool:
+        """Tell whether the next step can skip by itself."""
+        if not self._is_fused or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return False
+        if _GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in _GLOBAL_POST_HOOKS.values()):
+            return False
+        return all(
+            group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))
+            for group in optimizer.param_groups
+        )
+
+
+def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """SGD's kernel leaves momentum uninitialised if it is to skip the very step that makes the buffers."""
+    return all(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        for parameter in parameters
+        if parameter.grad is not None
+    )
+
+
+def skip_by(
+    flag: Tensor, optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0.
+
+    Gradients are unscaled: no scale is handed on.
+    """
+    optimizer.found_inf = flag
+    try:
+        return step(*args, **kwargs)
+    finally:
+        del optimizer.found_inf

@@ -1,0 +1,146 @@
+"""`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
+
+import operator
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ..multi_tensor import Group, copy_, group_pairs
+
+Pair = tuple[Tensor, Tensor]
+"""A 16-bit parameter and its float32 master, of the same shape."""
+
+_get_version = operator.attrgetter("_version")
+
+
+class _State:
+    """Version counters and addresses of tensors, read and compared in a few calls for all of them: a step asks for
+    those of the whole model.
+    """
+
+    def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
+        self.versions = list(map(_get_version, tensors))
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
+        # first
+        is_same = before is not None and before.addresses == self.addresses
+        self.aliases: list[Tensor] = (
+            before.aliases if before is not None and is_same else [tensor.detach() for tensor in tensors]
+        )
+
+    def see(self, index: int, tensor: Tensor) -> None:
+        """Take over the state of one tensor."""
+        self.versions[index], self.addresses[index], self.aliases[index] = (
+            tensor._version,
+            tensor.data_ptr(),
+            tensor.detach(),
+        )
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _State) and self.versions == other.versions and self.addresses == other.addresses
+
+    def differs_at(self, index: int, other: "_State") -> bool:
+        return bool(self.versions[index] != other.versions[index] or self.addresses[index] != other.addresses[index])
+
+
+class Masters:
+    """The masters of a session.
+
+    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight
+    clipping) by themselves. Both sides' version counters and addresses as of the last copy tell which side moved; if
+    both did, the master counts.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._masters: list[Tensor] = []
+        self._index: dict[int, int] = {}  # by the parameter's id
+        self._index_of_master: dict[int, int] = {}
+        self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
+        self._groups: list[Group] | None = None  # of all, for pushing
+
+    def add(self, parameter: Tensor, master: Tensor) -> None:
+        """Register `master` (float32, same shape) as the master of `parameter`, in the place of one it had."""
+        index = self._index.setdefault(id(parameter), len(self._parameters))
+        if index == len(self._parameters):
+            self._parameters.append(parameter)
+            self._masters.append(master)
+            for seen in self._seen:
+                seen.versions.append(-1)
+                seen.addresses.append(-1)
+                seen.aliases.append(parameter)
+        else:
+            del self._index_of_master[id(self._masters[index])]
+            self._masters[index] = master
+        self._index_of_master[id(master)] = index
+        self._groups = None
+        self._see(index)
+
+    def keep_only(self, parameter_ids: Collection[int]) -> None:
+        """Forget the masters of all parameters but these."""
+        kept = [index for index, parameter in enumerate(self._parameters) if id(parameter) in parameter_ids]
+        self._parameters = [self._parameters[index] for index in kept]
+        self._masters = [self._masters[index] for index in kept]
+        for seen in self._seen:
+            seen.versions = [seen.versions[index] for index in kept]
+            seen.addresses = [seen.addresses[index] for index in kept]
+            seen.aliases = [seen.aliases[index] for index in kept]
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._index_of_master = {id(master): index for index, master in enumerate(self._masters)}
+        self._groups = None
+
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of `parameter`, or None."""
+        index = self._index.get(id(parameter))
+        return None if index is None else self._masters[index]
+
+    def mark_updated(self, masters: Iterable[Tensor]) -> None:
+        """Say that an optimizer stepped over these tensors: fused ones leave the version counter alone."""
+        if not self._masters:
+            return
+        for master in masters:
+            index = self._index_of_master.get(id(master))
+            if index is not None:
+                self._seen[1].versions[index] = -1
+
+    def push(self, pairs: Collection[Pair] | None = None) -> None:
+        """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
+        if pairs is None or len(pairs) == len(self._parameters):
+            if self._groups is None:
+                self._groups = group_pairs(self._parameters, self._masters)
+            copy_(self._groups)
+            self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
+        else:
+            self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
+
+    def pull(self) -> None:
+        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too."""
+        self._reconcile(pushing=False)
+
+    def sync(self) -> None:
+        """Bring both sides together, whichever moved."""
+        self._reconcile(pushing=True)
+
+    def _push_some(self, indices: list[int]) -> None:
+        copy_(group_pairs([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
+        for index in indices:
+            self._see(index)
+
+    def _see(self, index: int) -> None:
+        for seen, tensors in zip(self._seen, (self._parameters, self._masters), strict=True):
+            seen.see(index, tensors[index])
+
+    def _reconcile(self, *, pushing: bool) -> None:
+        parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
+        if (parameters, masters) == self._seen:
+            return
+        moved: list[int] = []
+        for index in range(len(self._parameters)):
+            if masters.differs_at(index, self._seen[1]):
+                moved.append(index)
+            elif parameters.differs_at(index, self._seen[0]):
+                copy_([([self._masters[index]], [self._parameters[index]])])
+                self._see(index)
+        if pushing and moved:
+            self._push_some(moved)

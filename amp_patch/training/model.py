@@ -1,0 +1,196 @@
+"""One model, as a session changes it: parameters cast in place, inputs and outputs cast by hooks, float32 state dicts.
+
+Everything is attached through torch's hook APIs, and every hook is a plain object that can be copied and pickled: a
+deep copy or a DataParallel replica runs the same casts on its own weights.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..casting import Mode, Switch, WeightLinks, compiling
+from ..config import ModuleRule, Policy
+from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from .masters import Masters
+from .model_hooks import CastInputs, CastOutputs, DoubtLinks, Float32StateDict, LoadMasters, RegionHooks, SyncMasters
+from .module_runs import decide_runs, find_borders
+
+
+class ModelBinding:
+    """One model under one policy.
+
+    `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        masters: Masters,
+        links: WeightLinks | None,
+        rules: Sequence[ModuleRule],
+        switch: Switch,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._policy = policy
+        self._masters = masters
+        self._links = links
+        self._switch = switch
+        self._runs, self.used_rules = decide_runs(model, rules)
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None once it is gone."""
+        return self._model()
+
+    def bind(self, float32_data: dict[int, Tensor]) -> None:
+        """Cast and hook the model.
+
+        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. While it is there,
+        undoing restores exactly that; the caller clears it once nothing can fail any more.
+        """
+        model, policy = self.model, self._policy
+        if model is None:
+            return
+        if policy.cast_model_type is not None:
+            self._cast_parameters(model, policy.cast_model_type, float32_data)
+            self._let_opaque_modules_be(model, policy.cast_model_type)
+            if policy.master_weights:
+                self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
+            self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
+            self._cast_at_borders(model, policy.cast_model_type)
+            for module in model.modules():
+                self._add(module.register_state_dict_post_hook(Float32StateDict(self._masters)))
+                self._add(module.register_load_state_dict_pre_hook(LoadMasters(self._masters)))
+        elif policy.low_dtype is not None:
+            self._open_regions(model, policy.low_dtype)
+        output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
+        if output_dtype is not None:
+            self._add(model.register_forward_hook(CastOutputs(output_dtype)))
+        if self._links is not None:
+            self._add(model.register_forward_hook(DoubtLinks(self._links)))
+
+    def undo(self) -> None:
+        """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.
+
+        Harmless twice.
+        """
+        self._undo.close()
+
+    def _add(self, handle: Any) -> None:
+        self._undo.callback(handle.remove)
+
+    def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
+        """Where functions are patched: a region around each module that runs otherwise than what holds it."""
+        borders = find_borders(model, self._runs)
+        if borders:
+            compiling.write_into_graphs(compiling.enter_in_graph, compiling.leave_in_graph)
+        for module, run in borders.items():
+            hooks = RegionHooks(self._switch, *((Mode.LOW, low) if run == "low" else (Mode.FLOAT32, torch.float32)))
+            self._add(module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True))
+            self._add(module.register_forward_hook(hooks.leave, always_call=True))
+
+    def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
+        """Where the model is cast: any module with weights of its own takes what the module before it gives, be that
+        the other dtype.
+        """
+        borders = find_borders(model, self._runs)
+        for module in model.modules() if self._runs else ():
+            run = self._runs.get(module)
+            owns = any(
+                tensor.dtype == (torch.float32 if run == "float32" else low)
+                for tensor in module.parameters(recurse=False)
+            )
+            if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
+                self._add(
+                    module.register_forward_pre_hook(
+                        CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
+                    )
+                )
+
+    def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their
+        neighbours in `dtype`.
+        """
+        for module in model.modules():
+            shown = _shown_dtype(module)
+            if shown is not None and shown != dtype:
+                self._add(module.register_forward_pre_hook(CastInputs(shown), with_kwargs=True))
+                self._add(module.register_forward_hook(CastOutputs(dtype)))
+
+    def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
+        cast: list[Tensor] = []
+        self._undo.callback(_restore_float32, cast, float32_data, self._masters)
+        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs):
+            if tensor.dtype == dtype:
+                continue
+            float32_data[id(tensor)] = tensor.data
+            cast.append(tensor)
+            _set_dtype(tensor, dtype)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+
+def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
+    """Yield each castable parameter and buffer once.
+
+    Left out are opaque tensors and what a module holds beside them; what a module rule keeps in float32, also where
+    another module holds it too; and, if they are kept, those of BatchNorm layers (of any kind, affine or not) that no
+    rule covers.
+    """
+    seen = ids_beside_opaque(model)
+    for module in model.modules():
+        is_kept = (
+            runs[module] == "float32"
+            if module in runs
+            else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        )
+        if is_kept:
+            seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in seen and is_castable(tensor):
+            seen.add(id(tensor))
+            yield tensor
+
+
+def _shown_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that the module's own opaque tensors show, or None if it has none."""
+    return next((tensor.dtype for tensor in _own_tensors(module) if is_opaque(tensor)), None)
+
+
+def ids_beside_opaque(model: nn.Module) -> set[int]:
+    """Return the ids of opaque tensors and of what their modules hold beside them, which fits them."""
+    return {
+        id(tensor) for module in model.modules() if _shown_dtype(module) is not None for tensor in _own_tensors(module)
+    }
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Cast in place, and the gradient with it; the Parameter object, and so every reference to it, stays."""
+    gradient, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+    tensor.data = tensor.data.to(dtype)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
+
+
+def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor], masters: Masters) -> None:
+    for tensor in tensors:
+        master = masters.get(tensor)
+        if tensor.dtype in LOW_DTYPES:
+            _set_dtype(tensor, torch.float32)
+            if id(tensor) in float32_data:
+                tensor.data = float32_data[id(tensor)]
+            elif master is not None:
+                tensor.data = master.data
+            if master is not None and master.grad is not None:
+                tensor.grad = master.grad

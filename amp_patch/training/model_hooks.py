@@ -1,0 +1,166 @@
+"""Hooks on models: plain objects that are copied and pickled with the module they sit on.
+
+A deep copy or a DataParallel replica runs the same casts on its own weights.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..casting import Mode, Switch, WeightLinks, cast_tree
+from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from .masters import Masters
+
+
+class CastInputs:
+    """Forward pre-hook: cast every castable tensor in the arguments to `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if is_castable(tensor) else tensor
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple([cast_tree(value, self._cast) for value in args]), {
+            name: cast_tree(value, self._cast) for name, value in kwargs.items()
+        }
+
+
+class CastOutputs(CastInputs):
+    """Forward hook: cast every castable tensor in the result to `dtype`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_tree(output, self._cast)
+
+
+class RegionHooks:
+    """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while
+    it runs.
+
+    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an exception. Inside `disable_casts`
+    both do nothing.
+    """
+
+    def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
+        self.switch = switch
+        self.mode = mode
+        self.cast = CastInputs(dtype)
+        self._entries = _EntriesByThread()
+        self._is_traced: list[bool] = []
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the inputs and open the region."""
+        if torch.compiler.is_dynamo_compiling():
+            self._is_traced.append(self.switch.is_on_here())
+            if not self._is_traced[-1]:
+                return args, kwargs
+            self.switch.enter_traced(self.mode)
+            return self.cast(module, args, kwargs)
+        if not self.switch.is_on_here():
+            self._entries.stack.append(None)
+            return args, kwargs
+        self._entries.stack.append(self.switch.enter(self.mode))
+        return self.cast(module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Close the region."""
+        if torch.compiler.is_dynamo_compiling():
+            if self._is_traced.pop():
+                self.switch.leave_traced()
+        elif self._entries.stack and (entry := self._entries.stack.pop()) is not None:
+            self.switch.leave(entry)
+
+
+class _EntriesByThread(threading.local):
+    """The regions that hooks of one module have open, innermost last; None for one that was not opened.
+
+    Copies start empty.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Mode, object] | None] = []
+
+    def __reduce__(self) -> tuple[type["_EntriesByThread"], tuple[()]]:
+        return _EntriesByThread, ()
+
+
+class _SessionHook:
+    """A hook that serves one model of one live session; a copy of it, and what is left after the session, does the part
+    that needs none.
+    """
+
+    def __init__(self, target: Any = None) -> None:
+        self._target = (lambda: None) if target is None else weakref.ref(target)
+
+    def __deepcopy__(self, memo: Any) -> "_SessionHook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type["_SessionHook"], tuple[()]]:
+        return type(self), ()
+
+
+class DoubtLinks(_SessionHook):
+    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used
+    again.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        links: WeightLinks | None = self._target()
+        if links is not None:
+            links.doubt_all()
+
+
+class SyncMasters(_SessionHook):
+    """Forward pre-hook: what was done to masters or to parameters since the last step shows in this forward."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is not None and not torch.compiler.is_compiling():
+            masters.sync()
+
+
+class Float32StateDict(_SessionHook):
+    """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none.
+
+    A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy
+    means those.
+    """
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is None:
+            return
+        masters.sync()
+        own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
+                continue
+            master = masters.get(tensor)
+            state_dict[prefix + name] = tensor.detach().float() if master is None else master.detach()
+
+
+class LoadMasters(_SessionHook):
+    """Load-state-dict pre-hook: copy the float32 values of this module's own parameters to their masters before torch
+    rounds them.
+    """
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is None:
+            return
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            master = None if parameter is None else masters.get(parameter)
+            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)

@@ -1,0 +1,158 @@
+"""`StepOutcomes`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the
+device where that can be helped.
+
+Also here: whether an optimizer's `step` can skip on the device by itself, given the flag.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ..errors import GradientOverflowError
+from ..reporting import find_stacklevel, say_on_every_rank
+from .loss_scaler import EarlyReading, LossScaler, OverflowCheck, combine_flags
+
+MAX_SKIPS_IN_A_ROW = 100
+"""A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
+
+
+class StepOutcome:
+    """What the checks before one `step` had found by then.
+
+    It is on its way to the host from the moment this is made.
+    """
+
+    def __init__(self, checks: Sequence[OverflowCheck]) -> None:
+        self._checks = checks
+        self._flags = [check.read_early() for check in checks]
+        # what the decision has made of the scales: by the time somebody asks, there may have been others
+        self._scales = {check.scaler: EarlyReading(check.scaler.scale) for check in checks if check.scaler.is_dynamic}
+
+    def is_known(self) -> bool:
+        """Tell whether the host has everything: nothing else here waits for the device then."""
+        return all(reading.is_here() for reading in (*self._flags, *self._scales.values()))
+
+    def find_overflowed(self, *, is_dynamic: bool) -> list[LossScaler]:
+        """Return the scalers of passes that overflowed: dynamic ones skip the step, static ones do not."""
+        pairs = zip(self._checks, self._flags, strict=True)
+        found = [check.scaler for check, flag in pairs if check.scaler.is_dynamic is is_dynamic and flag.value()]
+        return list(dict.fromkeys(found))
+
+    def get_scale(self, scaler: LossScaler) -> float:
+        """Return the scale that a dynamic scaler came to."""
+        return self._scales[scaler].value()
+
+    def get_flag(self) -> Tensor | None:
+        """Return the flag that the optimizer is to skip by, 0-dim float32, exactly 0.0 or 1.0; None if no pass can skip
+        a step.
+        """
+        dynamic = [check for check in self._checks if check.scaler.is_dynamic]
+        return combine_flags(dynamic) if dynamic else None
+
+
+class StepOutcomes:
+    """The outcomes of one optimizer's steps, in their order.
+
+    An outcome whose flag is still on its way is left until the next step, or until somebody asks.
+
+    Args:
+        scalers: those of the session: messages name them by number.
+        find_culprits: names of parameters whose gradients are not finite. Called where gradients may be gone; waits for
+            the device.
+        tell_skipped: called for each step with whether it was skipped.
+    """
+
+    def __init__(
+        self,
+        scalers: Sequence[LossScaler],
+        find_culprits: Callable[[], list[str]],
+        tell_skipped: Callable[[bool], None],
+    ) -> None:
+        self._scalers = scalers
+        self._find_culprits = find_culprits
+        self._tell_skipped = tell_skipped
+        self._pending: deque[StepOutcome] = deque()
+        self._taken = 0
+        self._skipped = 0
+        self._skips_in_a_row = 0
+        self._has_warned = False
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken. Waits for the device."""
+        self.settle()
+        return self._taken
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps were skipped. Waits for the device."""
+        self.settle()
+        return self._skipped
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Take in what became of a step, and tell of all that is known by now.
+
+        Raises GradientOverflowError after 100 skips in a row.
+        """
+        self._pending.append(outcome)
+        while self._pending and self._pending[0].is_known():
+            self._settle_first()
+        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise GradientOverflowError(
+                f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
+                f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
+                " data or the weights, or an op that needs float32."
+            )
+
+    def add_taken(self) -> None:
+        """Take in a step that no check was made for."""
+        if self._pending:
+            self.add(StepOutcome(()))
+            return
+        self._count(is_skip=False)
+
+    def settle(self) -> None:
+        """Tell of every step so far. Waits for the device if one is not known."""
+        while self._pending:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        outcome = self._pending.popleft()
+        overflowed = outcome.find_overflowed(is_dynamic=True)
+        self._count(is_skip=bool(overflowed))
+        for scaler in overflowed:
+            self._tell_of_overflow(scaler, outcome.get_scale(scaler))
+        if not self._has_warned and not overflowed and outcome.find_overflowed(is_dynamic=False):
+            names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
+            self._warn(
+                f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale"
+                ' never skips. Use a smaller loss_scale, or loss_scale="dynamic".',
+            )
+
+    def _count(self, *, is_skip: bool) -> None:
+        self._tell_skipped(is_skip)
+        if is_skip:
+            self._skipped += 1
+            self._skips_in_a_row += 1
+        else:
+            self._taken += 1
+            self._skips_in_a_row = 0
+
+    def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
+        say_on_every_rank(
+            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+            list(self._scalers).index(scaler),
+            scale,
+        )
+        if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
+            self._warn(
+                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any"
+                " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see"
+                " the op lists).",
+            )
+
+    def _warn(self, message: str) -> None:
+        self._has_warned = True
+        warnings.warn(message, stacklevel=find_stacklevel())

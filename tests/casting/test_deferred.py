@@ -1,0 +1,501 @@
+"""Listed ops of packages that are imported after the session has opened: patched then, and plain again after reset."""
+
+import gc
+import importlib
+import os
+import sys
+import textwrap
+import threading
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch.patching import import_hook
+
+X = torch.ones(2, 4)
+LOW = torch.bfloat16
+
+OPS = """
+    import torch
+
+    def roi_align(x, scale=1):
+        return x * scale
+
+    def double_(x, y):
+        return x.mul_(2), y
+
+    class Attention:
+        def forward(self, x):
+            return x
+
+        @staticmethod
+        def score(x):
+            return x
+"""
+LISTS = """
+    extends: bfloat16
+    whitelist: [lib_x.ops.roi_align, lib_x.ops.Attention.forward]
+    blacklist: [lib_x.ops.Attention.score, lib_x.ops.double_]
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Returns a function that writes modules, by dotted name, where they can be imported from.
+
+    They are forgotten after the test.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # a module that is rewritten within a second must not come from a cache
+    tops = set()
+
+    def write_modules(**sources):
+        for name, source in sources.items():
+            top, *rest = name.split("__")
+            tops.add(top)
+            path = tmp_path.joinpath(top, *rest)
+            is_package = path.is_dir() or any(other.startswith(f"{name}__") for other in sources)
+            path = path / "__init__.py" if is_package else path.with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+
+    yield write_modules
+    amp.reset()
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def lists(tmp_path):
+    path = tmp_path / "lists.yaml"
+    path.write_text(textwrap.dedent(LISTS))
+    return path
+
+
+@pytest.fixture
+def library(write):
+    write(lib_x="", lib_x__ops=OPS)
+
+
+def write_list(tmp_path, text):
+    path = tmp_path / "lists.yaml"
+    path.write_text(f"extends: bfloat16\n{text}\n")
+    return path
+
+
+def open_session(lists, level="O4"):
+    model = nn.Linear(4, 4)
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, lists=lists, verbosity=0)
+
+
+def import_ops():
+    return importlib.import_module("lib_x.ops")
+
+
+# ---- imported during the session -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("library")
+def test_an_op_is_patched_when_its_package_is_imported(lists):
+    _session = open_session(lists)
+    names = amp.stats().names_patched
+    ops = import_ops()
+    assert ops.roi_align(X).dtype is ops.Attention().forward(X).dtype is LOW
+    assert ops.Attention.score(X.to(LOW)).dtype is torch.float32
+    assert [value.dtype for value in ops.double_(X.to(LOW), X)] == [
+        LOW,
+        LOW,
+    ]  # in place: in the dtype of what it changes
+    assert amp.stats().names_patched == names + 4
+    with amp.disable_casts():
+        assert ops.roi_align(X).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("library")
+def test_reset_gives_the_originals_back(lists):
+    _session = open_session(lists)
+    ops = import_ops()
+    originals = {(ops, "roi_align"): None, (ops.Attention, "forward"): None, (ops.Attention, "score"): None}
+    for owner, name in originals:
+        assert amp.is_patched(owner, name)
+        originals[owner, name] = amp.get_original(owner, name)
+    amp.reset()
+    for (owner, name), original in originals.items():
+        assert vars(owner)[name] is original and not amp.is_patched(owner, name)
+        assert getattr(original, "__func__", original).__code__.co_filename == ops.__file__
+    assert ops.roi_align(X).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "how",
+    ["import lib_x.ops", "from lib_x.ops import roi_align", "from lib_x import ops", "import lib_x, lib_x.ops as o"],
+)
+def test_any_way_of_importing_counts(how, lists):
+    _session = open_session(lists)
+    exec(how, {})
+    assert sys.modules["lib_x.ops"].roi_align(X).dtype is LOW
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_an_op_is_found_at_any_depth(position, write, tmp_path):
+    """What is a module, and what a class or a function of the module, shows when it is imported."""
+    name = ("f", "sub_x.f", "sub_x.C.f")[position]
+    source = "def f(x):\n    return x\nclass C:\n    @staticmethod\n    def f(x):\n        return x\n"
+    write(lib_x=source, lib_x__sub_x=source)
+    _session = open_session(write_list(tmp_path, f"whitelist: [lib_x.{name}]"))
+    module = importlib.import_module("lib_x.sub_x" if position else "lib_x")
+    assert (module.C.f if position == 2 else module.f)(X).dtype is LOW
+
+
+def test_a_submodule_imported_later_than_its_package(write, lists):
+    write(lib_x="", lib_x__ops=OPS)
+    importlib.import_module("lib_x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _session = open_session(lists)
+        ops = import_ops()
+    assert ops.roi_align(X).dtype is LOW
+
+
+def test_a_name_that_the_package_passes_on_is_patched_where_the_list_says(write, tmp_path):
+    inner = "def f(x):\n    return x"
+    write(
+        lib_x="from .inner_x import f\nfrom .other_x import g",
+        lib_x__inner_x=inner,
+        lib_x__other_x="from .inner_x import f as g",
+    )
+    _session = open_session(write_list(tmp_path, "whitelist: [lib_x.f]"))
+    lib = importlib.import_module("lib_x")
+    assert lib.f(X).dtype is LOW
+    assert lib.g is lib.other_x.g is lib.inner_x.f is lib.f  # names of one and the same function
+    amp.reset()
+    assert lib.g is lib.other_x.g is lib.inner_x.f is lib.f and lib.f(X).dtype is torch.float32
+
+
+def test_an_op_that_has_the_name_of_its_module(write, tmp_path):
+    write(
+        lib_x="", lib_x__ops="from .roi_align import roi_align", lib_x__ops__roi_align="def roi_align(x):\n    return x"
+    )
+    _session = open_session(write_list(tmp_path, "whitelist: [lib_x.ops.roi_align]"))
+    assert import_ops().roi_align(X).dtype is LOW
+
+
+def test_a_name_that_stands_for_a_patched_function_of_torch_follows_its_own_rule(write, tmp_path):
+    write(lib_x="from torch.nn.functional import linear")
+    _session = open_session(write_list(tmp_path, "blacklist: [lib_x.linear]"))
+    lib = importlib.import_module("lib_x")
+    original = amp.get_original(torch.nn.functional, "linear")
+    assert lib.linear(X, X).dtype is torch.float32 and torch.nn.functional.linear(X, X).dtype is LOW
+    assert amp.get_original(lib, "linear") is original
+    amp.reset()
+    assert lib.linear is torch.nn.functional.linear is original
+
+
+@pytest.mark.usefixtures("library")
+def test_a_function_that_the_user_registered_keeps_the_users_rule(lists):
+    ops = import_ops()
+    amp.register_float_function(ops, "roi_align")
+    _session = open_session(lists)
+    assert ops.roi_align(X.to(LOW)).dtype is torch.float32
+    importlib.reload(ops)
+    assert not amp.is_patched(ops.Attention, "roi_align")
+
+
+@pytest.mark.usefixtures("library")
+def test_an_import_in_another_thread_counts(lists):
+    _session = open_session(lists)
+    threads = [threading.Thread(target=import_ops) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert import_ops().roi_align(X).dtype is LOW
+
+
+@pytest.mark.usefixtures("library")
+def test_an_import_while_the_session_is_opened_or_closed_loses_nothing(lists):
+    for _ in range(5):
+        for name in ("lib_x", "lib_x.ops"):
+            sys.modules.pop(name, None)
+        thread = threading.Thread(target=import_ops)
+        thread.start()
+        _session = open_session(lists)
+        thread.join()
+        ops = import_ops()
+        assert ops.roi_align(X).dtype is LOW
+        amp.reset()
+        assert ops.roi_align.__code__.co_filename == ops.__file__
+        assert find_changes() == []
+
+
+# ---- reloaded --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("imported_first", [True, False], ids=["imported before", "imported during"])
+def test_the_function_of_a_reloaded_module_is_patched_again(imported_first, lists, write):
+    ops = import_ops() if imported_first else None
+    _session = open_session(lists)
+    ops = import_ops()
+    names, old_class = amp.stats().names_patched, ops.Attention
+    write(lib_x__ops=OPS.replace("x * scale", "x * scale + 1"))
+    for _ in range(2):
+        assert importlib.reload(ops) is ops
+        assert torch.equal(ops.roi_align(X), X.to(LOW) + 1) and ops.roi_align(X).dtype is LOW
+        assert (
+            ops.Attention is not old_class and ops.Attention().forward(X).dtype is old_class().forward(X).dtype is LOW
+        )
+        assert amp.get_original(ops, "roi_align") is ops.roi_align.__wrapped__
+        assert not hasattr(ops.roi_align.__wrapped__, "__wrapped__")
+    assert amp.stats().names_patched == names + 4  # two more copies of the class
+    newest = amp.get_original(ops, "roi_align")
+    amp.reset()
+    assert ops.roi_align is newest and torch.equal(ops.roi_align(X), X + 1)
+    assert ops.Attention().forward(X).dtype is old_class().forward(X).dtype is torch.float32
+    assert find_changes() == []
+
+
+@pytest.mark.usefixtures("library")
+def test_reload_itself_is_given_back(lists):
+    reload = importlib.reload
+    _session = open_session(lists)
+    assert importlib.reload is not reload
+    amp.reset()
+    assert importlib.reload is reload
+    _session = open_session("bfloat16")
+    assert importlib.reload is reload
+
+
+@pytest.mark.usefixtures("library")
+def test_what_somebody_put_on_top_is_not_patched_again(lists):
+    _session = open_session(lists)
+    ops = import_ops()
+    ours = ops.roi_align
+
+    def theirs(*args):
+        return ours(*args)
+
+    theirs.__wrapped__ = ours
+    ops.roi_align = theirs
+    importlib.import_module("lib_x")
+    sys.modules["amp_patch.patching.import_hook"]._pass_on("lib_x", sys.modules["lib_x"])
+    assert ops.roi_align is theirs
+
+
+# ---- sessions come and go --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("library")
+def test_a_session_that_is_over_patches_nothing(lists):
+    session = open_session(lists)
+    amp.reset()
+    ops = import_ops()
+    assert not hasattr(ops.roi_align, "__wrapped__") and ops.roi_align(X).dtype is torch.float32
+    assert not hasattr(vars(ops.Attention)["forward"], "__wrapped__")
+    del session
+
+
+@pytest.mark.usefixtures("library")
+def test_a_session_without_these_lists_patches_nothing(lists):
+    open_session(lists)
+    gc.collect()
+    _session = open_session("bfloat16")
+    assert import_ops().roi_align(X).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("library")
+def test_sessions_share_one_hook_for_each_module(lists):
+    import wrapt.importer
+
+    for _ in range(5):
+        open_session(lists)
+        amp.reset()
+    assert [len(wrapt.importer._post_import_hooks[name]) for name in ("lib_x", "lib_x.ops", "lib_x.ops.Attention")] == [
+        1,
+        1,
+        1,
+    ]
+    _session = open_session(lists)
+    assert import_ops().roi_align(X).dtype is LOW
+    assert len(import_hook._watches) == 1
+    amp.reset()
+    assert len(import_hook._watches) == 0
+
+
+@pytest.mark.usefixtures("library")
+def test_a_session_is_not_kept_by_what_it_waits_for(lists):
+    model, optimizer = open_session(lists)
+    session = weakref.ref(sys.modules["amp_patch.session.current"].state.session)
+    amp.reset()
+    del model, optimizer
+    gc.collect()
+    assert session() is None
+
+
+@pytest.mark.usefixtures("library")
+def test_each_session_patches_a_package_that_stays(lists):
+    ops = None
+    for _ in range(3):
+        _session = open_session(lists)
+        ops = ops or import_ops()
+        assert ops.roi_align(X).dtype is LOW and not hasattr(ops.roi_align.__wrapped__, "__wrapped__")
+        amp.reset()
+        assert ops.roi_align(X).dtype is torch.float32 and not hasattr(ops.roi_align, "__wrapped__")
+
+
+@pytest.mark.usefixtures("library")
+def test_a_package_that_was_forgotten_is_waited_for_again(lists):
+    for _ in range(2):
+        _session = open_session(lists)
+        assert import_ops().roi_align(X).dtype is LOW
+        amp.reset()
+        del sys.modules["lib_x.ops"], sys.modules["lib_x"]
+
+
+@pytest.mark.usefixtures("library")
+def test_a_forked_child_imports_plainly(lists):
+    _session = open_session(lists)
+    child = os.fork()
+    if child == 0:
+        try:
+            ops = import_ops()
+            os._exit(0 if ops.roi_align(X).dtype is torch.float32 and not hasattr(ops.roi_align, "__wrapped__") else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert import_ops().roi_align(X).dtype is LOW
+
+
+# ---- entries that are wrong ------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no function": ("lib_x.ops.roi_algin", "'lib_x.ops' has no 'roi_algin'. Did you mean 'roi_align'?"),
+    "no method": ("lib_x.ops.Attention.forwards", "'lib_x.ops.Attention' has no 'forwards'. Did you mean 'forward'?"),
+    "no class": ("lib_x.ops.Atention.forward", "'lib_x.ops' has no 'Atention'. Did you mean 'Attention'?"),
+    "no module": ("lib_x.opps.roi_align", "'lib_x' has no 'opps'"),
+    "a class": (
+        "lib_x.ops.Attention",
+        "'lib_x.ops.Attention' is a class, a module, a constant or of the standard library",
+    ),
+    "through a foreign module": (
+        "lib_x.ops.torch.sum",
+        "leads through 'torch', which is no module or class of 'lib_x'",
+    ),
+}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("case", WRONG)
+def test_an_entry_that_turns_out_wrong_is_warned_of_once_with_its_place(case, tmp_path):
+    op, problem = WRONG[case]
+    path = write_list(tmp_path, f"whitelist: [lib_x.ops.roi_align, {op}]")
+    _session = open_session(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ops = import_ops()
+        assert len(caught) == 1  # when it was imported, at the latest
+        importlib.reload(ops)
+        importlib.reload(sys.modules["lib_x"])
+    assert len(caught) == 1 and caught[0].category is UserWarning
+    assert str(caught[0].message).startswith(f"{path}:2:34: ") and problem in str(caught[0].message)
+    assert (caught[0].filename, caught[0].lineno) == (str(path), 2)
+    assert ops.roi_align(X).dtype is LOW  # the others are patched all the same
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("how", ["warnings are errors", "a class that refuses"])
+def test_nothing_that_goes_wrong_breaks_the_import(how, tmp_path, write, caplog):
+    if how == "a class that refuses":
+        refuse = "class Meta(type):\n    def __setattr__(*a):\n        raise ZeroDivisionError\n"
+        write(lib_x__ops=f"{refuse}class C(metaclass=Meta):\n    def f(self): pass")
+    _session = open_session(write_list(tmp_path, "whitelist: [lib_x.ops.C.f, lib_x.ops.no]"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops = import_ops()
+    assert sys.modules["lib_x.ops"] is ops and sys.modules["lib_x"].ops is ops
+    assert "lib_x.ops" in caplog.text and ("ZeroDivisionError" in caplog.text) is (how == "a class that refuses")
+
+
+def test_an_entry_that_cannot_come_any_more_is_warned_of_when_the_session_opens(write, tmp_path):
+    write(lib_x="", lib_x__ops=OPS)
+    importlib.import_module("lib_x")
+    with pytest.warns(UserWarning, match=r"lists.yaml:2:13: 'lib_x' has no 'opps'"):
+        _session = open_session(write_list(tmp_path, "whitelist: [lib_x.opps.f]"))
+
+
+def test_what_a_module_serves_when_asked_is_not_asked_for(write, tmp_path):
+    write(lib_x="def __getattr__(name):\n    raise SystemExit(name)", lib_x__ops=OPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _session = open_session(write_list(tmp_path, "whitelist: [lib_x.lazy, lib_x.lazy.f, lib_x.ops.roi_align]"))
+        importlib.import_module("lib_x")
+        assert import_ops().roi_align(X).dtype is LOW
+
+
+def test_a_module_whose_import_fails_is_patched_when_it_succeeds(write, tmp_path):
+    write(lib_x="1 / 0")
+    _session = open_session(write_list(tmp_path, "whitelist: [lib_x.f]"))
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module("lib_x")
+    write(lib_x="def f(x):\n    return x")
+    assert importlib.import_module("lib_x").f(X).dtype is LOW
+
+
+def test_a_submodule_that_is_still_being_imported_is_waited_for(write, tmp_path):
+    write(
+        lib_x="",
+        lib_x__ops="import lib_x.helper\ndef f(x):\n    return x",
+        lib_x__helper="import lib_x.ops\ndef g(x):\n    return x",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _session = open_session(write_list(tmp_path, "whitelist: [lib_x.ops.f, lib_x.helper.g, lib_x.helper.ops.f]"))
+        ops = import_ops()
+    assert ops.f(X).dtype is sys.modules["lib_x.helper"].g(X).dtype is LOW
+
+
+def test_a_module_made_by_hand_is_no_trouble(tmp_path):
+    _session = open_session(write_list(tmp_path, "whitelist: [lib_x.sub_x.f]"))
+    sys.modules["lib_x"] = types.ModuleType("lib_x")
+    try:
+        open_session(write_list(tmp_path, "whitelist: [lib_x.sub_x.f]"))
+    finally:
+        del sys.modules["lib_x"]
+
+
+# ---- the hooks by themselves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("library")
+def test_a_watch_hears_of_what_it_watches_until_it_is_closed():
+    heard = []
+    watch, other = import_hook.ImportWatch(heard.append), import_hook.ImportWatch(heard.append)
+    watch.add(["lib_x.ops"])
+    other.add(["lib_x.ops"])
+    watch.close()
+    watch.close()
+    import_ops()
+    assert heard == ["lib_x.ops"]
+    watch.add(["lib_x"])
+    assert heard == ["lib_x.ops", "lib_x"]  # imported already
+
+
+@pytest.mark.usefixtures("library")
+def test_a_watch_that_nobody_holds_hears_nothing():
+    heard = []
+    watch = import_hook.ImportWatch(heard.append)
+    watch.add(["lib_x.ops"])
+    del watch
+    gc.collect()
+    import_ops()
+    assert heard == []

@@ -1,0 +1,75 @@
+"""Every op of every shipped list, in every spelling, on tiny inputs: results and gradients are those of the same call
+with its arguments cast by hand, and the floating results have the dtype that the rule says.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hand_casts import GIVEN, expected_of, find_fault, lows
+from op_samples import NO_SAMPLE, find_sample
+from torch import nn
+
+import amp_patch
+from amp_patch.config.op_lists import load_oplists
+from amp_patch.config.shipped import shipped_names
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{what}:UserWarning")
+    for what in ("deprecated", "in beta", "reduction. 'mean'")
+]
+
+# Why an op is left out.
+LEFT_OUT = {
+    **NO_SAMPLE,
+    **dict.fromkeys(
+        ("__rdiv__", "__rtruediv__"), "written in Python as reciprocal() * other, of which reciprocal is listed itself"
+    ),
+}
+
+
+OVERLAYS = ("fast",)
+
+
+def lists_of(name: str, low: torch.dtype) -> Any:
+    """What to ask `initialize` for: an overlay goes over the default list of the dtype."""
+    return [str(low).removeprefix("torch."), name] if name in OVERLAYS else name
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_op_has_a_sample(name: str) -> None:
+    spellings = [one for one in load_oplists(name).spellings if one.name not in NO_SAMPLE]
+    assert [f"{one.owner_name}.{one.name}" for one in spellings if find_sample(one.owner_name, one.name) is None] == []
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@lows
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_op_runs_as_if_cast_by_hand(name: str, low: torch.dtype, given: str) -> None:
+    lists = lists_of(name, low)
+    spellings = [one for one in load_oplists(lists).spellings if one.name not in LEFT_OUT]
+    calls = [(one, find_sample(one.owner_name, one.name), GIVEN[given](low)) for one in spellings]
+    expected = [expected_of(*call, low) for call in calls]
+    amp_patch.initialize(nn.Linear(2, 2), opt_level="O1", lists=lists, patch_torch_functions_type=low, verbosity=0)
+    faults = {
+        f"{call[0].owner_name}.{call[0].name}": find_fault(*call, wanted)
+        for call, wanted in zip(calls, expected, strict=True)
+    }
+    amp_patch.reset()
+    assert {op: fault for op, fault in faults.items() if fault} == {}
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [("matmul", "blacklist"), ("exp", "whitelist"), ("addcmul", "blacklist")],
+    ids=["low", "wide", "widest"],
+)
+def test_an_op_under_another_rule_than_the_list_says_is_noticed(op: str, wrong: str) -> None:
+    spelling = next(one for one in load_oplists("float16").spellings if one.name == op)
+    given = GIVEN["low"](torch.bfloat16)
+    expected = expected_of(dataclasses.replace(spelling, kind=wrong), find_sample("torch", op), given, torch.bfloat16)
+    amp_patch.initialize(
+        nn.Linear(2, 2), opt_level="O1", lists="float16", patch_torch_functions_type=torch.bfloat16, verbosity=0
+    )
+    assert find_fault(spelling, find_sample("torch", op), given, expected)

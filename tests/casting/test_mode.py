@@ -1,0 +1,289 @@
+"""`Switch`: regions nest, survive exceptions, belong to their thread, and a forked child casts nothing."""
+
+import _thread
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from amp_patch.casting import compiling
+from amp_patch.casting.mode import Mode, Switch
+
+
+@pytest.fixture
+def switch() -> Switch:
+    result = Switch()
+    result.turn_on()
+    return result
+
+
+def ask_in_thread(switch: Switch) -> bool:
+    """What `is_on_here` says in a Python thread of its own."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(switch.is_on_here()))
+    thread.start()
+    thread.join(timeout=30)
+    return answers[0]
+
+
+def ask_in_foreign_thread(switch: Switch) -> bool:
+    """What `is_on_here` says in a thread that Python's threading did not start, such as one of the autograd engine."""
+    answers: list[bool] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        answers.append(switch.is_on_here())
+        done.set()
+
+    _thread.start_new_thread(ask, ())
+    assert done.wait(timeout=30)
+    return answers[0]
+
+
+# ---- on and off ------------------------------------------------------------------------------------------------------
+
+
+def test_a_switch_is_off_until_it_is_turned_on_and_after_it_is_turned_off() -> None:
+    switch = Switch()
+    assert (switch.on, switch.is_on_here()) == (False, False)
+    switch.turn_on()
+    assert (switch.on, switch.is_on_here()) == (True, True)
+    switch.turn_off()
+    assert (switch.on, switch.is_on_here()) == (False, False)
+
+
+def test_no_region_turns_on_a_switch_that_is_off() -> None:
+    switch = Switch()
+    with switch.region(Mode.BY_LISTS):
+        assert not switch.is_on_here()
+
+
+def test_two_switches_know_nothing_of_each_other(switch: Switch) -> None:
+    other = Switch()
+    other.turn_on()
+    with switch.region(Mode.OFF):
+        assert not switch.is_on_here()
+        assert other.is_on_here()
+        assert other.regions == 0
+
+
+# ---- regions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_a_region_sets_the_value_inside_and_restores_it_after(switch: Switch, on: bool) -> None:
+    with switch.region(Mode.BY_LISTS if on else Mode.OFF):
+        assert switch.is_on_here() is on
+        assert switch.regions == 1
+    assert switch.is_on_here()
+    assert switch.regions == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit], ids=lambda error: error.__name__)
+def test_a_region_that_an_exception_leaves_is_closed(switch: Switch, error: type[BaseException]) -> None:
+    with pytest.raises(error), switch.region(Mode.OFF):
+        raise error
+    assert switch.is_on_here()
+    assert switch.regions == 0
+
+
+def test_nested_regions_go_back_one_by_one(switch: Switch) -> None:
+    seen = [switch.is_on_here()]
+    with switch.region(Mode.OFF):
+        seen.append(switch.is_on_here())
+        with switch.region(Mode.BY_LISTS):
+            seen.append(switch.is_on_here())
+            with switch.region(Mode.OFF):
+                seen.append(switch.is_on_here())
+            seen.append(switch.is_on_here())
+        seen.append(switch.is_on_here())
+    seen.append(switch.is_on_here())
+    assert seen == [True, False, True, False, True, False, True]
+    assert switch.regions == 0
+
+
+def test_an_exception_in_an_inner_region_keeps_the_outer_one(switch: Switch) -> None:
+    with switch.region(Mode.OFF):
+        with pytest.raises(ValueError, match="inner"), switch.region(Mode.BY_LISTS):
+            raise ValueError("inner")
+        assert not switch.is_on_here()
+        assert switch.regions == 1
+    assert switch.is_on_here()
+
+
+def test_a_region_used_as_a_decorator_may_be_entered_again_while_it_is_open(switch: Switch) -> None:
+    seen: list[bool] = []
+
+    @switch.region(Mode.OFF)
+    def visit(depth: int) -> None:
+        seen.append(switch.is_on_here())
+        if depth:
+            visit(depth - 1)
+        seen.append(switch.is_on_here())
+
+    visit(2)
+    visit(0)
+    assert seen == [False] * 8
+    assert switch.is_on_here()
+    assert switch.regions == 0
+
+
+def test_turning_off_inside_a_region_holds_after_it(switch: Switch) -> None:
+    with switch.region(Mode.BY_LISTS):
+        switch.turn_off()
+        assert not switch.is_on_here()
+    assert not switch.is_on_here()
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_belongs_to_the_thread_that_opened_it(switch: Switch) -> None:
+    with switch.region(Mode.OFF):
+        assert ask_in_thread(switch)
+        assert not switch.is_on_here()
+
+
+def test_two_threads_hold_opposite_regions_at_once(switch: Switch) -> None:
+    both_open = threading.Barrier(2, timeout=30)
+    both_asked = threading.Barrier(2, timeout=30)
+    answers: dict[bool, bool] = {}
+
+    def hold(on: bool) -> None:
+        with switch.region(Mode.BY_LISTS if on else Mode.OFF):
+            both_open.wait()
+            answers[on] = switch.is_on_here()
+            both_asked.wait()
+
+    threads = [threading.Thread(target=hold, args=(on,)) for on in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert answers == {False: False, True: True}
+    assert switch.regions == 0
+
+
+@pytest.mark.parametrize("ask", [ask_in_thread, ask_in_foreign_thread], ids=["python", "foreign"])
+def test_every_thread_is_on_while_no_region_is_open(switch: Switch, ask: Callable[[Switch], bool]) -> None:
+    assert ask(switch)
+    switch.turn_off()
+    assert not ask(switch)
+
+
+def test_a_foreign_thread_follows_the_region_that_turns_casts_off(switch: Switch) -> None:
+    with switch.region(Mode.OFF):
+        assert not ask_in_foreign_thread(switch)
+    assert ask_in_foreign_thread(switch)
+
+
+@pytest.mark.parametrize("outer", [None, False], ids=["alone", "in-an-off-region"])
+def test_a_foreign_thread_follows_the_region_that_keeps_casts_on(switch: Switch, outer: bool | None) -> None:
+    if outer is None:
+        with switch.region(Mode.BY_LISTS):
+            assert ask_in_foreign_thread(switch)
+    else:
+        with switch.region(Mode.BY_LISTS if outer else Mode.OFF), switch.region(Mode.BY_LISTS):
+            assert ask_in_foreign_thread(switch)
+
+
+# ---- fork ------------------------------------------------------------------------------------------------------------
+
+
+def exit_code_of_child(is_right: Callable[[], bool]) -> int:
+    """Fork; the child exits 0 if `is_right`, 1 if not, 2 if that raises."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that waits for a lock for ever is killed, and the test fails
+        try:
+            code = 0 if is_right() else 1
+        except BaseException:
+            code = 2
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+class TestFork:
+    def test_a_child_casts_nothing_and_the_parent_goes_on(self, switch: Switch) -> None:
+        assert exit_code_of_child(lambda: not switch.on and not switch.is_on_here()) == 0
+        assert switch.is_on_here()
+
+    def test_a_region_open_at_the_fork_is_closed_in_both(self, switch: Switch) -> None:
+        with switch.region(Mode.BY_LISTS):
+            assert exit_code_of_child(lambda: not switch.is_on_here()) == 0
+        assert switch.is_on_here()
+        assert switch.regions == 0
+
+    def test_a_child_may_open_regions_though_the_lock_was_held_at_the_fork(self, switch: Switch) -> None:
+        def opens_a_region() -> bool:
+            with switch.region(Mode.OFF):
+                return not switch.is_on_here()
+
+        with switch._lock:
+            assert exit_code_of_child(opens_a_region) == 0
+
+    def test_a_switch_made_in_the_child_works(self) -> None:
+        def own_switch_is_on() -> bool:
+            own = Switch()
+            own.turn_on()
+            return own.is_on_here()
+
+        assert exit_code_of_child(own_switch_is_on) == 0
+
+    def test_the_check_itself_can_fail(self, switch: Switch) -> None:
+        assert exit_code_of_child(lambda: switch.on) == 1
+
+
+def test_regions_may_be_left_in_any_order(switch: Switch) -> None:
+    first, second = switch.enter(Mode.OFF), switch.enter(Mode.LOW)
+    switch.leave(first)
+    assert switch.mode_here() is Mode.LOW
+    switch.leave(second)
+    assert switch.mode_here() is Mode.BY_LISTS
+
+
+# ---- what torch.compile sees -----------------------------------------------------------------------------------------
+
+
+def get_sign() -> tuple[bool, torch.dtype]:
+    """The autocast state that Dynamo guards by: of a device that nobody uses."""
+    return torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
+
+
+def test_each_mode_shows_in_the_autocast_state_of_the_thread_and_leaves_no_trace(switch: Switch) -> None:
+    before, seen = get_sign(), []
+    with pytest.raises(KeyError), switch.region(Mode.OFF):
+        seen.append(get_sign())
+        for mode in (Mode.LOW, Mode.FLOAT32, Mode.BY_LISTS):
+            with switch.region(mode):
+                seen.append(get_sign())
+        assert get_sign() == seen[0]
+        raise KeyError
+    assert get_sign() == before == seen[3] and not before[0]
+    assert len(set(seen)) == 4
+
+
+def test_another_thread_does_not_see_the_mode(switch: Switch) -> None:
+    before, seen = get_sign(), []
+    with switch.region(Mode.OFF):
+        thread = threading.Thread(target=lambda: seen.append(get_sign()))
+        thread.start()
+        thread.join(timeout=30)
+    assert seen == [before]
+
+
+def test_a_torch_without_such_a_device_goes_without(switch: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> torch.dtype:
+        raise RuntimeError(f"unknown device type {name}")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(torch, "get_autocast_dtype", refuse)
+        found = compiling._find_idle_device()
+    assert found is None
+    monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
+    with switch.region(Mode.OFF):
+        assert not switch.is_on_here() and not get_sign()[0]

@@ -1,0 +1,730 @@
+"""Links change nothing but the number of casts: whatever happens to the weights, outputs and gradients are, to the bit,
+those of a model that casts its weights afresh in each forward pass.
+"""
+
+import copy
+import gc
+import importlib
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch as amp
+from amp_patch.casting import weight_cache
+from amp_patch.casting.mode import Switch
+from amp_patch.casting.weight_cache import WeightLinks
+from amp_patch.casting.wrappers import OpCasts
+
+LOW = torch.bfloat16
+
+with (
+    warnings.catch_warnings()
+):  # torch scripts functions, with a warning for each, when this is first imported; that fails under patches
+    warnings.simplefilter("ignore")
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+# ---- models, written twice: as a user writes them, and with the casts by hand ----------------------------------------
+
+
+class Net(nn.Module):
+    """linear, relu, linear; the second weight is needed by the backward pass of the first."""
+
+    def __init__(self, seed: int = 0, inputs: int = 6, outputs: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first, self.second = nn.Linear(inputs, 8), nn.Linear(8, outputs)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.first.weight, self.first.bias).relu(), self.second.weight, self.second.bias)
+
+
+def by_hand(net: Net, x: Tensor) -> Tensor:
+    """`net(x)` with the weights cast afresh."""
+    weights = [parameter.to(LOW) for parameter in net.parameters()]
+    return F.linear(F.linear(x.to(LOW), weights[0], weights[1]).relu(), weights[2], weights[3])
+
+
+def batch(seed: int = 0, size: int = 5, width: int = 6) -> Tensor:
+    return torch.randn(size, width, generator=torch.Generator().manual_seed(100 + seed))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A float32 scalar whose gradient is another one at each element."""
+    weights = torch.linspace(0.5, 1.5, output.numel()).reshape(output.shape)
+    return (output.float() * weights).square().mean()
+
+
+def gradients_of(net: nn.Module) -> list[Tensor | None]:
+    gradients = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    return gradients
+
+
+def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert [value is None for value in values] == [value is None for value in expected]
+    assert all(
+        torch.equal(value, wanted)
+        for value, wanted in zip(values, expected, strict=True)
+        if value is not None and wanted is not None
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "dropped"], autouse=True)
+def is_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Links that are kept and refreshed, as on a GPU, and links that are dropped, as on a CPU."""
+    monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def net(is_kept: bool) -> Net:
+    """A model under O4, with an optimizer that stays alive."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.optimizer = optimizer  # type: ignore[assignment]
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    return net
+
+
+def assert_casts_are_fresh(net: Net, seed: int = 0) -> None:
+    """Forward and backward as they would be with fresh casts."""
+    x = batch(seed)
+    net.zero_grad()
+    output = net(x)
+    loss_of(output).backward()
+    gradients = gradients_of(net)
+    with amp.disable_casts():
+        expected = by_hand(net, x)
+        loss_of(expected).backward()
+    assert torch.equal(output, expected)
+    assert_equal_all(gradients, gradients_of(net))
+
+
+# ---- the frozen-weight test ------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda parameters, **how: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **how),
+    "Adam": lambda parameters, **how: torch.optim.Adam(parameters, lr=0.05, **how),
+    "AdamW": lambda parameters, **how: torch.optim.AdamW(parameters, lr=0.05, **how),
+    "Adagrad": lambda parameters, **how: torch.optim.Adagrad(parameters, lr=0.05, **how),
+}
+HOW = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@pytest.mark.parametrize("uses_scale_loss", [True, False], ids=["scale_loss", "plain-backward"])
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_ten_steps_are_bitwise_those_of_fresh_casts(
+    make_optimizer: Callable[..., Optimizer], how: dict[str, bool], uses_scale_loss: bool
+) -> None:
+    net, reference = Net(), Net()
+    start = copy.deepcopy(list(net.parameters()))
+    optimizer, expected = make_optimizer(net.parameters(), **how), make_optimizer(reference.parameters(), **how)
+    losses = []
+    for step in range(10):
+        expected.zero_grad()
+        loss = loss_of(by_hand(reference, batch(step)))
+        losses.append(loss.item())
+        loss.backward()
+        expected.step()
+    assert math.isfinite(losses[-1])
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss = loss_of(net(batch(step)))
+        assert loss.item() == losses[step]
+        if uses_scale_loss:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    assert_equal_all(list(net.parameters()), list(reference.parameters()))
+    assert not any(torch.equal(parameter, first) for parameter, first in zip(net.parameters(), start, strict=True))
+
+
+def test_a_step_of_an_optimizer_that_amp_has_not_seen_is_seen(net: Net) -> None:
+    foreign = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)  # it bumps no version
+    loss_of(net(batch())).backward()
+    foreign.step()
+    assert_casts_are_fresh(net)
+
+
+# ---- how many casts --------------------------------------------------------------------------------------------------
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts casts of tensors of the weights' shapes to the low dtype, one by one and many in a kernel."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.shapes = [parameter.shape for parameter in net.parameters()]
+        self.single = self.together = self.kernels = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW and args[0].shape in self.shapes:
+            self.single += 1
+        elif function is torch.ops.aten._foreach_copy_.default and args[0][0].dtype is LOW:
+            self.together += len(args[0])
+            self.kernels += 1
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("passes", [1, 3], ids=["one-forward", "three-forwards"])
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passes: int, is_kept: bool) -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, **how)
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    counts = []
+    with CastCounter(net) as counter:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = sum(loss_of(net(batch(index))) for index in range(passes))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            counts.append((counter.single, counter.together, counter.kernels))
+    assert counts == (
+        [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)]
+    )
+
+
+def test_accumulating_without_scale_loss_exits_casts_once(net: Net) -> None:
+    with CastCounter(net) as counter:
+        for index in range(3):
+            loss_of(net(batch(index))).backward()
+    assert (counter.single, counter.together) == (4, 0)
+
+
+def test_the_counter_sees_fresh_casts(net: Net) -> None:
+    with CastCounter(net) as counter, amp.disable_casts():
+        for _ in range(3):
+            by_hand(net, batch())
+    assert counter.single == 12
+
+
+# ---- edits of the weights --------------------------------------------------------------------------------------------
+
+
+def edit_in_place(net: Net) -> None:
+    with torch.no_grad():
+        net.second.weight.mul_(2)
+        net.first.bias.add_(1)
+
+
+def edit_through_detach(net: Net) -> None:
+    net.second.weight.detach().clamp_(-0.1, 0.1)
+
+
+def edit_by_setting_data(net: Net) -> None:
+    net.second.weight.data = net.second.weight.data * 2
+
+
+def edit_data_then_refresh(net: Net) -> None:
+    net.second.weight.data.mul_(2)
+    amp.refresh()
+
+
+def edit_by_numpy_then_refresh(net: Net) -> None:
+    net.second.weight.detach().numpy()[:] *= 2
+    amp.refresh()
+
+
+def edit_by_loading(net: Net) -> None:
+    net.load_state_dict(Net(seed=1).state_dict())
+
+
+def edit_by_assigning_a_state(net: Net) -> None:
+    net.load_state_dict(Net(seed=1).state_dict(), assign=True)
+
+
+def edit_by_vector(net: Net) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(Net(seed=1).parameters()).detach(), net.parameters())
+
+
+def edit_by_init(net: Net) -> None:
+    nn.init.constant_(net.second.weight, 0.25)
+
+
+def edit_by_a_new_parameter(net: Net) -> None:
+    net.second.weight = nn.Parameter(net.second.weight.detach() * 2)
+
+
+def edit_by_an_average(net: Net) -> None:
+    """Evaluate with averaged weights: set them in, run forward without gradients, and put the trained ones back."""
+    trained = [parameter.detach().clone() for parameter in net.parameters()]
+    net.optimizer.step()
+    for parameter in net.parameters():
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        net(batch(7))
+    for parameter, value in zip(net.parameters(), trained, strict=True):
+        parameter.data.copy_(value * 2)
+
+
+EDITS = {
+    edit.__name__.removeprefix("edit_"): edit
+    for edit in (
+        edit_in_place,
+        edit_through_detach,
+        edit_by_setting_data,
+        edit_data_then_refresh,
+        edit_by_numpy_then_refresh,
+        edit_by_loading,
+        edit_by_assigning_a_state,
+        edit_by_vector,
+        edit_by_init,
+        edit_by_a_new_parameter,
+        edit_by_an_average,
+    )
+}
+
+
+def run_with_gradients(net: Net) -> None:
+    loss_of(net(batch(3))).backward()
+
+
+def run_without_gradients(net: Net) -> None:
+    run_with_gradients(net)  # `edit_by_an_average` steps, and a step without gradients is none
+    with torch.no_grad():
+        net(batch(3))
+
+
+def run_twice_with_a_live_graph(net: Net) -> None:
+    run_with_gradients(net)
+    net.live_graph = loss_of(net(batch(4)))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("run", [run_with_gradients, run_without_gradients, run_twice_with_a_live_graph])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_after_an_edit_the_next_forward_runs_the_edited_weights(
+    net: Net, edit: Callable[[Net], None], run: Callable[[Net], None]
+) -> None:
+    run(net)
+    before = net(batch()).detach()
+    edit(net)
+    with torch.no_grad(), amp.disable_casts():
+        assert not torch.equal(by_hand(net, batch()), before)
+    assert_casts_are_fresh(net)
+    assert_casts_are_fresh(net, seed=1)
+
+
+def test_the_check_sees_an_edit_that_nobody_was_told_of(net: Net) -> None:
+    net(batch())
+    net.second.weight.data.mul_(2)
+    with pytest.raises(AssertionError):
+        assert_casts_are_fresh(net)
+
+
+# ---- requires_grad and grad modes ------------------------------------------------------------------------------------
+
+
+def test_freezing_and_unfreezing_a_weight(net: Net) -> None:
+    for requires_grad in (True, False, False, True, False, True):
+        net.first.weight.requires_grad_(requires_grad)
+        net.second.bias.requires_grad_(requires_grad)
+        assert_casts_are_fresh(net)
+
+
+def test_a_wholly_frozen_model_gives_an_output_without_a_graph(net: Net) -> None:
+    net(batch())
+    net.requires_grad_(False)
+    assert not net(batch()).requires_grad
+    net.requires_grad_(True)
+    assert_casts_are_fresh(net)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("is_first_use", [True, False], ids=["first-use", "later"])
+def test_a_forward_without_gradients_then_one_with(net: Net, first: Callable[[], Any], is_first_use: bool) -> None:
+    if not is_first_use:
+        assert_casts_are_fresh(net)
+        net.optimizer.step()
+    with first():
+        output = net(batch())
+        assert not output.requires_grad
+        assert torch.equal(output, by_hand(net, batch()))
+    assert_casts_are_fresh(net)
+
+
+def test_training_and_evaluation_in_turns_is_bitwise_training_alone() -> None:
+    trained = []
+    for evaluates in (False, True):
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
+        amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+        for step in range(4):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(net(batch(step))), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            if evaluates:
+                with torch.no_grad() if step % 2 else torch.inference_mode():
+                    net(batch(50 + step))
+        trained.append(list(net.parameters()))
+        amp.reset()
+    assert_equal_all(trained[0], trained[1])
+
+
+# ---- graphs that outlive things --------------------------------------------------------------------------------------
+
+
+def test_double_backward_is_that_of_fresh_casts(net: Net) -> None:
+    def run(forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(forward(x)), x, create_graph=True)
+        gradient.square().sum().backward()
+        return gradient, gradients_of(net)
+
+    gradient, gradients = run(net)
+    with amp.disable_casts():
+        expected, expected_gradients = run(lambda x: by_hand(net, x))
+    assert torch.equal(gradient, expected)
+    assert_equal_all(gradients, expected_gradients)
+
+
+def test_backward_twice_through_a_retained_graph_adds_up(net: Net) -> None:
+    loss = loss_of(net(batch()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    gradients = gradients_of(net)
+    with amp.disable_casts():
+        for _ in range(2):
+            loss_of(by_hand(net, batch())).backward()
+    assert_equal_all(gradients, gradients_of(net))
+
+
+def test_a_graph_that_is_alive_while_the_weights_are_replaced_gives_the_old_weights_gradients(net: Net) -> None:
+    with amp.disable_casts():
+        loss_of(by_hand(net, batch())).backward()
+    expected = gradients_of(net)
+    loss = loss_of(net(batch()))
+    net.second.weight.data = net.second.weight.data * 2
+    assert_casts_are_fresh(net, seed=1)
+    loss.backward()
+    assert_equal_all(gradients_of(net), expected)
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+@pytest.mark.parametrize(
+    "how", [{"foreach": True}, {"fused": True}, None], ids=["foreach-step", "fused-step", "in-place"]
+)
+def test_a_graph_that_is_alive_while_the_weights_change_in_place_is_right_or_refused(
+    net: Net, how: dict[str, bool] | None, mode: Callable[[], Any]
+) -> None:
+    with amp.disable_casts():
+        loss_of(by_hand(net, batch())).backward()
+    expected = gradients_of(net)
+    loss_of(net(batch(2))).backward()
+    loss = loss_of(net(batch()))
+    if how is None:
+        edit_in_place(net)
+    else:
+        torch.optim.Adam(net.parameters(), lr=0.1, **how).step()
+    net.zero_grad()
+    with mode():
+        net(batch(1))  # whatever this does to the links, the old graph may not use the new values
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        assert_equal_all(gradients_of(net), expected)
+
+
+OpCase = tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]
+OPS: dict[str, OpCase] = {
+    "linear": (F.linear, (3, 4), (3, 4)),
+    "matmul": (torch.matmul, (3, 4), (4, 3)),
+    "mm": (torch.mm, (3, 4), (4, 3)),
+    "matrix-vector": (torch.matmul, (3, 4), (4,)),
+    "bmm": (torch.bmm, (2, 3, 4), (2, 4, 3)),
+    "conv1d": (F.conv1d, (1, 2, 5), (2, 2, 3)),
+    "conv2d": (F.conv2d, (1, 2, 5, 5), (2, 2, 3, 3)),
+    "conv_transpose2d": (F.conv_transpose2d, (1, 2, 5, 5), (2, 2, 3, 3)),
+    "prelu": (F.prelu, (3, 4), (4,)),
+}
+
+
+def doubts(links: WeightLinks, _: nn.Parameter) -> None:
+    links.doubt_all()
+
+
+def doubts_by_a_step_without_a_gradient(links: WeightLinks, parameter: nn.Parameter) -> None:
+    links.mark_updated([parameter])
+
+
+@pytest.mark.parametrize("doubt", [doubts, doubts_by_a_step_without_a_gradient])
+@pytest.mark.parametrize(
+    ("op", "input_shape", "weight_shape"),
+    [pytest.param(*case, id=name) for name, case in OPS.items()],
+)
+def test_a_live_graph_outlives_a_doubt_about_weights_that_did_not_change(
+    op: Callable[[Tensor, Tensor], Tensor],
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    doubt: Callable[[WeightLinks, nn.Parameter], None],
+    is_kept: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(input_shape, generator=generator).requires_grad_()
+    weight = nn.Parameter(torch.randn(weight_shape, generator=generator))
+    links, switch = WeightLinks(LOW, "cpu"), Switch()
+    links.own([weight])
+    switch.turn_on()
+    replacement = OpCasts(switch, LOW, "cpu", links).whitelist(op)
+    expected = torch.autograd.grad(loss_of(op(x.to(LOW), weight.to(LOW))), (x, weight))
+    loss = loss_of(replacement(x, weight))
+    doubt(links, weight)
+    later = loss_of(replacement(x, weight))
+    assert_equal_all(list(torch.autograd.grad(loss, (x, weight))), list(expected))
+    assert_equal_all(list(torch.autograd.grad(later, (x, weight))), list(expected))
+
+
+# ---- two networks against each other ---------------------------------------------------------------------------------
+
+
+class ConvGenerator(nn.Module):
+    """Two convolutions: the second weight itself is what the graph saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.second = nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 1, 3, padding=1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x[:, None]).relu())[:, 0]
+
+
+def generate_by_hand(net: nn.Module, x: Tensor) -> Tensor:
+    weights = [parameter.to(LOW) for parameter in net.parameters()]
+    if isinstance(net, ConvGenerator):
+        return F.conv1d(
+            F.conv1d(x[:, None].to(LOW), weights[0], weights[1], padding=1).relu(), weights[2], weights[3], padding=1
+        )[:, 0]
+    return by_hand(net, x)
+
+
+def train_adversaries(make_generator: Callable[[], nn.Module], *, uses_amp: bool) -> list[Tensor]:
+    """G's graph is alive while D takes a step of its own."""
+    generator, discriminator = make_generator(), Net(seed=2)
+    of_g = torch.optim.Adam(generator.parameters(), lr=0.05, fused=True)
+    of_d = torch.optim.Adam(discriminator.parameters(), lr=0.05, fused=True)
+    if uses_amp:
+        amp.initialize([generator, discriminator], [of_g, of_d], opt_level="O4", verbosity=0, num_losses=2)
+    generate = generator if uses_amp else lambda x: generate_by_hand(generator, x)
+    judge = discriminator if uses_amp else lambda x: by_hand(discriminator, x)
+
+    def step(loss: Tensor, optimizer: Optimizer, loss_id: int) -> None:
+        optimizer.zero_grad()
+        if uses_amp:
+            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+
+    for index in range(4):
+        fake = generate(batch(index))
+        step(loss_of(judge(fake.detach())), of_d, 0)
+        generate(batch(20 + index))  # another forward of G while the first graph waits
+        step(-loss_of(judge(fake)), of_g, 1)
+    trained = [*generator.parameters(), *discriminator.parameters()]
+    amp.reset()
+    return trained
+
+
+@pytest.mark.parametrize("make_generator", [lambda: Net(seed=1, outputs=6), ConvGenerator], ids=["linear", "conv"])
+def test_a_generator_s_graph_outlives_the_discriminator_s_step(make_generator: Callable[[], nn.Module]) -> None:
+    assert_equal_all(
+        train_adversaries(make_generator, uses_amp=True), train_adversaries(make_generator, uses_amp=False)
+    )
+
+
+def test_a_frozen_discriminator_still_passes_gradients_to_the_generator(net: Net) -> None:
+    x = batch().requires_grad_()
+    assert_casts_are_fresh(net)
+    net.requires_grad_(False)
+    loss_of(net(x)).backward()
+    gradient = x.grad
+    with amp.disable_casts():
+        (expected,) = torch.autograd.grad(loss_of(by_hand(net, x)), x)
+    assert gradient is not None and torch.equal(gradient, expected)
+
+
+# ---- threads, checkpoints, transforms --------------------------------------------------------------------------------
+
+
+def test_two_threads_in_forward_at_once_get_what_each_gets_alone(net: Net) -> None:
+    rounds = 20
+    with amp.disable_casts():
+        expected = [
+            torch.autograd.grad(loss_of(by_hand(net, batch(seed))), list(net.parameters())) for seed in range(2)
+        ]
+    results: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    barrier = threading.Barrier(2, action=amp.refresh, timeout=60)  # links are in doubt when both start
+
+    def run(seed: int) -> None:
+        for index in range(rounds):
+            barrier.wait()
+            results[seed, index] = torch.autograd.grad(loss_of(net(batch(seed))), list(net.parameters()))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(results) == 2 * rounds
+    for (seed, _), gradients in results.items():
+        assert_equal_all(list(gradients), list(expected[seed]))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("is_off", [False, True], ids=["casts", "no-casts"])
+def test_a_checkpointed_forward_has_the_gradients_of_a_plain_one(net: Net, use_reentrant: bool, is_off: bool) -> None:
+    def run(checkpointed: bool) -> tuple[Tensor, list[Tensor | None]]:
+        x = batch().requires_grad_()
+        with amp.disable_casts() if is_off else torch.enable_grad():
+            output = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=use_reentrant) if checkpointed else net(x)
+        loss_of(output).backward()
+        return output, [x.grad, *gradients_of(net)]
+
+    output, gradients = run(checkpointed=True)
+    expected, expected_gradients = run(checkpointed=False)
+    assert output.dtype is (torch.float32 if is_off else LOW)
+    assert torch.equal(output, expected)
+    assert_equal_all(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_a_checkpoint_imported_by_name_trains_like_fresh_casts(use_reentrant: bool) -> None:
+    net, reference = Net(), Net()
+    optimizer, expected = (torch.optim.Adam(model.parameters(), lr=0.05, fused=True) for model in (net, reference))
+    for step in range(4):
+        expected.zero_grad()
+        loss_of(by_hand(reference, batch(step))).backward()
+        expected.step()
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(checkpoint(net, batch(step).requires_grad_(), use_reentrant=use_reentrant))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert_equal_all(list(net.parameters()), list(reference.parameters()))
+
+
+TRANSFORMS: dict[str, Callable[[Net], Any]] = {
+    "grad": lambda net: torch.func.grad(lambda x: loss_of(net(x)))(batch()),
+    "jvp": lambda net: torch.func.jvp(net, (batch(),), (batch(1),)),
+    "vmap": lambda net: torch.vmap(net)(batch()),
+    "functional_call": lambda net: torch.func.functional_call(net, {"first.bias": torch.zeros(8)}, (batch(),)),
+}
+
+
+@pytest.mark.parametrize("is_first_use", [True, False], ids=["first-use", "later"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
+def test_a_function_transform_leaves_links_that_train(
+    net: Net, transform: Callable[[Net], Any], is_first_use: bool
+) -> None:
+    if not is_first_use:
+        assert_casts_are_fresh(net)
+    transform(net)
+    assert_casts_are_fresh(net)
+
+
+# ---- which tensors are linked, and for how long ----------------------------------------------------------------------
+
+
+@amp.half_function
+def low_copy_of(tensor: Tensor) -> Tensor:
+    """What a whitelisted op is given for `tensor`."""
+    return tensor
+
+
+def test_a_parameter_of_a_bound_optimizer_is_linked_and_keeps_its_link(net: Net) -> None:
+    copies = [low_copy_of(parameter) for parameter in net.parameters()]
+    assert all(held.dtype is LOW for held in copies)
+    assert all(low_copy_of(parameter) is held for parameter, held in zip(net.parameters(), copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: torch.ones(2),
+        lambda net: nn.Parameter(torch.ones(2)),
+        lambda net: net.second.weight * 2,
+        lambda net: net.second.weight.t(),
+        lambda net: net.second.weight.detach(),
+    ],
+    ids=["tensor", "unowned-parameter", "result", "view", "detached"],
+)
+def test_any_other_tensor_is_cast_at_each_use(net: Net, make: Callable[[Net], Tensor]) -> None:
+    tensor = make(net)
+    assert low_copy_of(tensor) is not low_copy_of(tensor)
+    assert torch.equal(low_copy_of(tensor), tensor.to(LOW))
+
+
+def test_the_copies_are_freed_with_their_optimizer() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    copies = [weakref.ref(low_copy_of(parameter)) for parameter in net.parameters()]
+    gc.collect()
+    assert all(copy_() is not None for copy_ in copies)
+    del optimizer
+    gc.collect()
+    assert all(copy_() is None for copy_ in copies)
+    assert low_copy_of(net.first.weight) is not low_copy_of(net.first.weight)
+
+
+def test_a_parameter_of_two_optimizers_keeps_its_link_while_one_lives() -> None:
+    net = Net()
+    first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net.second.parameters(), lr=0.1)
+    amp.initialize(net, [first, second], opt_level="O4", verbosity=0)
+    shared, alone = weakref.ref(low_copy_of(net.second.weight)), weakref.ref(low_copy_of(net.first.weight))
+    del first
+    gc.collect()
+    assert shared() is low_copy_of(net.second.weight)
+    assert alone() is None
+
+
+def test_reset_frees_the_copies(net: Net) -> None:
+    copies = [weakref.ref(low_copy_of(parameter)) for parameter in net.parameters()]
+    amp.reset()
+    gc.collect()
+    assert all(copy_() is None for copy_ in copies)
+
+
+def test_the_model_can_be_freed_with_its_optimizer() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    loss_of(net(batch())).backward()
+    held = [weakref.ref(net), *(weakref.ref(parameter) for parameter in net.parameters())]
+    del net, optimizer
+    for _ in range(2):  # the first tells amp that the optimizer is gone, the second takes what amp kept for it
+        gc.collect()
+    assert [reference() for reference in held] == [None] * 5

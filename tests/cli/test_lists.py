@@ -1,0 +1,613 @@
+"""`amp-patch lists`: what its four tasks print, their exit codes, and the hook that runs one of them."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from amp_patch.cli import lists as listing
+from amp_patch.cli.main import main
+from amp_patch.config import explain
+from amp_patch.config.module_rules import ModuleRule
+from amp_patch.config.op_lists import OpLists, load_oplists
+from amp_patch.config.shipped import shipped_names
+from amp_patch.config.torch_autocast import get_rules
+from amp_patch.config.yaml_nodes import MAX_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Write = Callable[..., Path]
+Amp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a file into the current folder, and return its path from there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content: str | bytes, name: str = "mine.yaml") -> Path:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def lists(capsys: pytest.CaptureFixture[str]) -> Amp:
+    """Run `amp-patch lists` and return its exit code, what it printed, and what it complained of."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["lists", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+# ---- show ------------------------------------------------------------------------------------------------------------
+
+MINE = """\
+extends: base.yml
+blacklist: [{op: gelu, why: range}, {op: soon, optional: true}, {op: tanh, since: 99.1, until: 99.3}]
+whitelist:
+  - {op: torch.mm, why: speed}
+  - lib_not_imported.f
+neutral: [cat]
+"""
+BASE = "blacklist: [{op: mm, why: careful}, exp]\nsequence_promote: [cat]\n"
+
+
+def test_show_tells_rule_reason_and_place(write: Write, lists: Amp) -> None:
+    write(BASE, "base.yml")
+    code, shown, complaint = lists("show", write(MINE))
+    assert (code, complaint) == (0, "")
+    head, _, body = shown.partition("\n")
+    resolved = load_oplists("mine.yaml")
+    assert (
+        head
+        == f"mine.yaml: {len(resolved.spellings)} spellings on torch {torch.__version__}, digest {resolved.digest[:12]}"
+    )
+    assert (
+        body
+        == """
+whitelist: runs in the low dtype
+  torch.mm  speed  mine.yaml:4
+
+blacklist: runs in float32
+  mm    careful  base.yml:1  except torch.mm
+  exp            base.yml:1
+  gelu  range    mine.yaml:2
+
+neutral: taken off its list, so it runs in the dtype it is given
+  cat    mine.yaml:6
+
+missing: torch has no such op
+  soon  blacklist    mine.yaml:2
+
+deferred: takes effect when the package is imported
+  lib_not_imported.f  whitelist    mine.yaml:5
+
+kept out: since or until excludes this torch
+  tanh  blacklist    mine.yaml:2  since 99.1, until 99.3
+"""
+    )
+
+
+def test_show_spellings(write: Write, lists: Amp) -> None:
+    _, shown, _ = lists("show", write("blacklist: [exp, torch.fft.fft]\nneutral: [cat]"), "--spellings")
+    assert "    torch.exp, torch.Tensor.exp, torch.exp_ (match_self), torch.Tensor.exp_ (match_self)\n" in shown
+    assert "    torch.fft.fft\n" in shown
+    assert "    torch.cat, torch.concat, torch.concatenate\n" in shown
+
+
+def test_show_lays_lists_over_each_other(write: Write, lists: Amp) -> None:
+    path = write("whitelist: [softmax]")
+    _, shown, _ = lists("show", "float16", path)
+    assert re.search(r"^  softmax +mine\.yaml:1$", shown, flags=re.MULTILINE)
+    assert re.search(r"^  layer_norm +range +float16\.yaml:\d+$", shown, flags=re.MULTILINE)
+    assert shown.startswith(f"float16, mine.yaml: {len(load_oplists(['float16', path]).spellings)} spellings")
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_show_json_holds_the_resolved_list(name: str, lists: Amp) -> None:
+    code, shown, _ = lists("show", name, "--json")
+    data, resolved = json.loads(shown), load_oplists(name)
+    assert code == 0
+    assert (data["lists"], data["digest"], data["inplace_blacklist"]) == (
+        [name],
+        resolved.digest,
+        resolved.inplace_blacklist,
+    )
+    told = {
+        (spelling["name"], spelling["kind"], entry["path"], entry["line"])
+        for entry in data["entries"]
+        for spelling in entry["spellings"]
+    }
+    expected = {
+        (f"{s.owner_name}.{s.name}", s.kind, s.entry.path, s.entry.line)
+        for s in (*resolved.spellings, *resolved.neutral)
+    }
+    assert told == expected
+    assert [entry["op"] for entry in data["missing"]] == [entry.op for entry in resolved.missing]
+
+
+def test_show_json_holds_history_and_entries_without_effect(write: Write, lists: Amp) -> None:
+    write(BASE, "base.yml")
+    data = json.loads(lists("show", write(MINE), "--json")[1])
+    (mm,) = (entry for entry in data["entries"] if entry["op"] == "torch.mm")
+    (spelling,) = mm["spellings"]
+    assert [(entry["op"], entry["rule"], entry["path"], entry["line"]) for entry in spelling["overridden"]] == [
+        ("mm", "blacklist", "base.yml", 1)
+    ]
+    assert {key: [entry["op"] for entry in data[key]] for key in ("missing", "deferred", "other_torch")} == {
+        "missing": ["soon"],
+        "deferred": ["lib_not_imported.f"],
+        "other_torch": ["tanh"],
+    }
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+MANY = """\
+extends: [flaot16, nowhere.yaml]
+whitlist: [mm]
+blacklist:
+  - sofmax
+  - {op: exp, wy: range, since: new, until: [2]}
+  - [a]
+  - {why: x}
+  - {op: pow, optional: yes, why: {a: b}}
+  - mul
+promote: mm
+description: [a]
+neutral: [mul, bmm, torch.bmm]
+inplace_blacklist: mach
+"""
+
+
+def positions(printed: str) -> list[str]:
+    """The `line:column` of each printed line about mine.yaml, with the last words of what it says."""
+    return [match[1] for line in printed.splitlines() if (match := re.match(r"mine\.yaml:(\d+:\d+): \S", line))]
+
+
+def test_check_finds_every_fault_in_the_order_of_the_file(write: Write, lists: Amp) -> None:
+    code, printed, complaint = lists("check", write(MANY))
+    assert (code, complaint) == (1, "")
+    at = "1:11 2:1 4:5 5:15 5:33 5:45 6:5 7:5 8:25 8:35 10:10 11:14 12:11 12:21 13:20"
+    assert positions(printed) == at.split()
+    assert len(printed.splitlines()) == len(at.split()) + 1
+    for said in (
+        "mine.yaml:2:1: unknown key 'whitlist'; ",
+        "Did you mean 'float16'?",
+        "Did you mean 'softmax'?",
+        "Did you mean 'why'?",
+        "nowhere.yaml:1:1: there is no such file",
+        "'mul' is on neutral, but torch.mul is on blacklist by 'mul' at mine.yaml:9:5",
+    ):
+        assert said in printed
+
+
+def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lists: Amp) -> None:
+    write("whitelist: [sofmax]", "base.yaml")
+    write("extends: base.yaml\nblacklist: [nope_nope]", "a.yaml")
+    write("extends: [base.yaml, broken.yaml]\nneutral: [exp]", "b.yaml")
+    write("a: [", "broken.yaml")
+    code, printed, _ = lists("check", "a.yaml", write("{}"), "b.yaml")
+    assert code == 1
+    assert [line.partition(": ")[0] for line in printed.splitlines()] == [
+        "base.yaml:1:13",
+        "a.yaml:2:13",
+        "broken.yaml:2:1",
+    ]
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_check_has_nothing_to_say_of_a_shipped_list(name: str, lists: Amp) -> None:
+    assert lists("check", ROOT / "lists" / f"{name}.yaml") == (0, "", "")
+
+
+def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog: pytest.LogCaptureFixture) -> None:
+    write("blacklist: [exp, torch.tan, cos_]\npromote: [cross]", "base.yaml")
+    text = (
+        "neutral: [relu, torch.tan]\n"
+        "blacklist: [exp, sin_, torch.sin, torch.Tensor.sin, cos, cos_]\n"
+        "promote: [torch.cross, add]\n"
+    )
+    code, printed, _ = lists("check", write(f"extends: base.yaml\n{text}"))
+    assert code == 0
+    assert printed.splitlines() == [
+        "mine.yaml:2:11: warning: 'relu' is neutral, but it was on no list",
+        "mine.yaml:3:13: warning: 'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13",
+        (
+            "mine.yaml:3:18: warning: 'sin_' is on blacklist without this entry, as the in-place twin of 'torch.sin' at"
+            " mine.yaml:3:24"
+        ),
+        "mine.yaml:3:58: warning: 'cos_' is on blacklist without this entry, by 'cos_' at base.yaml:1:29",
+        "mine.yaml:4:11: warning: 'torch.cross' is on promote without this entry, by 'cross' at base.yaml:2:11",
+    ]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: float16\nblacklist: [torch.exp, gelu]\nneutral: [exp_]",  # the twin of one spelling is taken off
+        "whitelist: [mm, torch.Tensor.exp_]\nblacklist: [torch.Tensor.exp]",
+        "banned: [exp, exp_]",  # a ban has no twins
+        "extends: base.yaml\nblacklist: [tan, tan_]",  # base.yaml has tan_ on another list
+        "extends: float16\npromote: [softmax]",
+        "blacklist: [{op: soon, optional: true}]",
+        "blacklist: [lib_not_imported.f]",
+        "neutral: [relu, softmax]",  # an overlay: it extends nothing by itself
+    ],
+)
+def test_check_does_not_warn_of_entries_with_an_effect(text: str, write: Write, lists: Amp) -> None:
+    write("banned: [tan_]", "base.yaml")
+    code, printed, _ = lists("check", write(text))
+    assert (code, [line for line in printed.splitlines() if "torch.exp" not in line]) == (0, [])
+
+
+def test_check_keeps_warnings_for_files_without_faults(write: Write, lists: Amp) -> None:
+    code, printed, _ = lists("check", write("extends: [apex, flaot16]\nneutral: [relu]"))
+    assert (code, positions(printed)) == (1, ["1:17"])
+    code, printed, _ = lists("check", write("extends: [apex]\nneutral: [relu]"))
+    assert (code, positions(printed), "warning" in printed) == (0, ["2:11"], True)
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{prior}, *{prior}]\n" for prior, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+BAD_FILES = {
+    "10 MB": (b"whitelist: [mm]\n#" + b"x" * (10 << 20), "1:1", f"larger than {MAX_BYTES} bytes"),
+    "alias bomb": (LAUGHS, "1:4", "anchor &a is not allowed"),
+    "cycle": ("description: x\nextends: mine.yaml", "2:10", "the files extend each other: mine.yaml -> mine.yaml"),
+    "tab": ("whitelist:\n\t- mm\n", "2:1", "indent with spaces"),
+    "empty": ("", "1:1", "the file is empty"),
+    "byte order mark alone": (b"\xef\xbb\xbf", "1:1", "the file is empty"),
+    "UTF-16": ("whitelist: [mm]".encode("utf-16"), "1:1", "not UTF-8"),
+    "list of lists": ("whitelist: [[mm, bmm]]", "1:13", "must be a single text value, not a list"),
+    "lists all the way": ("[[mm]]", "1:1", "the file holds a list"),
+    "on": ("whitelist: [on]", "1:13", "has no op 'on'"),
+    "off": ("whitelist: [off]", "1:13", "has no op 'off'"),
+    "yes": ("whitelist: [yes]", "1:13", "has no op 'yes'"),
+    "null": ("whitelist: [~]", "1:13", "'~' is not an op name"),
+    "1e5": ("whitelist: [1e5]", "1:13", "'1e5' is not an op name"),
+    "1:30": ("whitelist: ['1:30']", "1:13", "'1:30' is not an op name"),
+    "on as a key": ("on: [mm]", "1:1", "unknown key 'on'"),
+    "dunder": ("whitelist: [__call__]", "1:13", "'__call__' is not an operator"),
+    "dotted dunder": ("whitelist: [torch.Tensor.__dlpack__]", "1:13", "is not an operator"),
+    "load": ("whitelist: [torch.load]", "1:13", "cannot be on a list"),
+    "system": ("whitelist: [os.system]", "1:13", "is not an op"),
+    "system by way of torch": ("whitelist: [torch.os.system]", "1:13", "'torch.os' is not a namespace of ops"),
+    "class": ("whitelist: [torch.Generator]", "1:13", "is a class"),
+    "constant": ("whitelist: [torch.float16]", "1:13", "is not a function"),
+    "number": ("whitelist: [pi]", "1:13", "is not a function"),
+    "two faults in a name": ("whitelist: [{op: [mm], wy: x}]", "1:18", "must be a single text value"),
+    "quoted newline": ('whitelist: ["mm\\nbmm"]', "1:13", r"'mm\nbmm' is not an op name"),
+}
+
+
+@pytest.mark.parametrize(("content", "position", "said"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_is_one_line_with_a_position(
+    content: str | bytes, position: str, said: str, write: Write, lists: Amp
+) -> None:
+    code, printed, complaint = lists("check", write(content))
+    assert (code, complaint) == (1, "")
+    first = printed.splitlines()[0]
+    assert first.startswith(f"mine.yaml:{position}: ") and said in first
+    assert positions(printed) == [position] if said != "must be a single text value" else ["1:18", "1:24"]
+    code, _, complaint = lists("show", "./mine.yaml")
+    assert (code, complaint.count("\n")) == (1, 1)
+    assert complaint.startswith("amp-patch lists: failed: mine.yaml:")
+
+
+def test_check_of_what_is_no_file(write: Write, lists: Amp, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    write("{}", "folder/inside.yaml")
+    code, printed, _ = lists("check", "folder", "absent.yaml", "float16", "pipe.yaml", "x" * 300, "a\nb")
+    assert code == 1
+    assert [
+        line.partition("1:1: ")[2].partition(";")[0].partition(":")[0] for line in printed.splitlines() if "1:1" in line
+    ] == [
+        "this is a directory",
+        "there is no such file",
+        "there is no such file",
+        "this is not a regular file",
+        "the file cannot be read",
+        "there is no such file",
+    ]
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(write: Write, lists: Amp) -> None:
+    code, printed, _ = lists("check", "\udcff.yaml", write("whitelist: [søftmax]"))
+    assert code == 1
+    assert printed.splitlines()[0].startswith("\\udcff.yaml:1:1: ")
+    assert positions(printed) == ["1:13"]
+
+
+# ---- diff ------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
+    path = write("blacklist: [gelu]\nwhitelist: [torch.nn.functional.softmax]\nneutral: [cat]")
+    code, printed, _ = lists("diff", "float16", f"float16,{path}")
+    assert code == 1
+    assert printed.splitlines() == [
+        "torch.nn.functional.softmax  blacklist -> whitelist",
+        "cat                          sequence_promote -> (unlisted)",
+        "gelu                         (unlisted) -> blacklist",
+    ]
+    assert lists("diff", path, path) == (0, "", "")
+    assert lists("diff", "float16,bfloat16", "bfloat16") == (0, "", "")
+
+
+def test_diff_json(write: Write, lists: Amp) -> None:
+    code, printed, _ = lists("diff", write("blacklist: [sin]"), write("promote: [torch.sin]", "b.yaml"), "--json")
+    assert code == 1
+    assert json.loads(printed) == {
+        "left": ["mine.yaml"],
+        "right": ["b.yaml"],
+        "differences": [
+            {"op": "torch.sin", "spellings": ["torch.sin"], "left": "blacklist", "right": "promote"},
+            {"op": "torch.Tensor.sin", "spellings": ["torch.Tensor.sin"], "left": "blacklist", "right": "unlisted"},
+        ],
+    }
+    assert json.loads(lists("diff", "apex", "apex", "--json")[1])["differences"] == []
+
+
+@pytest.mark.parametrize("device", listing.DEVICES)
+def test_diff_with_the_autocast_of_the_installed_torch(device: str, write: Write, lists: Amp) -> None:
+    path = write(yaml.safe_dump({rule: list(ops) for rule, ops in get_rules(device).items()}))
+    assert lists("diff", "torch", path, "--device", device) == (0, "", "")
+    other = next(name for name in listing.DEVICES if name != device)
+    code, printed, _ = lists("diff", path, "torch", "--device", other)
+    assert (code, "softmax" in printed) == (1, True)
+
+
+@pytest.mark.parametrize("side", ["flaot16", "absent.yaml", "float16,", "torch,float16", "bad.yaml"])
+def test_trouble_is_told_apart_from_a_difference(side: str, write: Write, lists: Amp) -> None:
+    write("whitelist: [sofmax]", "bad.yaml")
+    for sides in (("float16", side), (side, "torch")):
+        code, printed, complaint = lists("diff", *sides)
+        assert (code, printed, complaint.count("\n")) == (2, "", 1)
+        assert complaint.startswith("amp-patch lists: failed: ")
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_prints_rule_reason_history_and_effects(write: Write, lists: Amp) -> None:
+    write("blacklist: [{op: pow, why: range}]", "base.yaml")
+    code, printed, complaint = lists(
+        "explain", "pow", "--lists", write("extends: base.yaml\nwhitelist: [torch.pow]"), "--dtype", "bfloat16"
+    )
+    assert (code, complaint) == (0, "")
+    assert (
+        printed
+        == """\
+pow, by mine.yaml with bfloat16 as the low dtype
+
+torch.pow
+  rule              whitelist: runs in bfloat16
+  entry             torch.pow at mine.yaml:2
+  overrides         pow on blacklist at base.yaml:1, why: range
+  float16, float32  cast to bfloat16
+  bfloat16          as it is
+
+torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__
+  rule               blacklist: runs in float32
+  entry              pow at base.yaml:1, why: range
+  float16, bfloat16  cast to float32
+  float32            as it is
+
+torch.Tensor.__ipow__, torch.Tensor.pow_
+  rule                        blacklist: writes to its first argument, in the dtype of that
+  entry                       pow at base.yaml:1, why: range
+  float16, bfloat16, float32  cast to the dtype of the first argument
+
+float64, complex, integer and quantised arguments are left alone.
+A call with out= or dtype= runs as it was written.
+"""
+    )
+
+
+def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, lists: Amp) -> None:
+    paths = [write(f"{rule}: [cos]", f"{rule}.yaml") for rule in ("blacklist", "banned", "promote", "whitelist")]
+    told = re.findall(r"^  overrides +(.*)$", lists("explain", "torch.cos", "--lists", *paths)[1], flags=re.MULTILINE)
+    assert told[:3] == [
+        "cos on promote at promote.yaml:1",
+        "cos on banned at banned.yaml:1",
+        "cos on blacklist at blacklist.yaml:1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["relu"], "on no list, so it runs in the dtype it is given"),
+        (["linear"], "linear, by float16 with float16 as the low dtype"),
+        (["linear", "--dtype", "bfloat16"], "linear, by bfloat16 with bfloat16 as the low dtype"),
+        (["linear", "--lists", "bfloat16"], "with bfloat16 as the low dtype"),
+        (["linear", "--lists", "apex"], "with float16 as the low dtype"),
+        (["exp_", "--lists", "apex"], "float16, bfloat16  an error as the first argument, else cast to float32"),
+        (["binary_cross_entropy", "--lists", "apex"], "rule               banned: refuses 16-bit arguments"),
+        (["lib_not_imported.g"], "lib_not_imported is not imported, so the name cannot be looked up"),
+        (
+            ["lib_not_imported.f", "--lists", "mine.yaml"],
+            "lib_not_imported is not imported yet; the entry takes effect when it is",
+        ),
+        (
+            ["tanh", "--lists", "mine.yaml"],
+            "blacklist by mine.yaml:2, without effect: since 99.1, until 99.3 keeps it out on torch",
+        ),
+        (["soon", "--lists", "float16", "mine.yaml"], "blacklist by mine.yaml:2, without effect: torch"),
+        (
+            ["torch.concat", "--lists", "float16", "mine.yaml"],
+            "overrides                   cat on sequence_promote at base.yml:2",
+        ),
+    ],
+)
+def test_explain_tells(arguments: list[str], said: str, write: Write, lists: Amp) -> None:
+    write(BASE, "base.yml")
+    write(MINE)
+    code, printed, _ = lists("explain", *arguments)
+    assert code == 0
+    assert said in printed
+
+
+def test_explain_of_an_unknown_op_suggests_one(lists: Amp) -> None:
+    code, printed, complaint = lists("explain", "sofmax")
+    assert (code, printed) == (1, "")
+    assert (
+        complaint == f"amp-patch lists: failed: torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?\n"
+    )
+
+
+def test_explain_json(lists: Amp) -> None:
+    data = json.loads(lists("explain", "torch.exp", "--dtype", "bfloat16", "--json")[1])
+    assert (data["op"], data["lists"], data["low"]) == ("torch.exp", ["bfloat16"], "bfloat16")
+    assert [(ruling["spellings"], ruling["kind"], ruling["entry"]["op"]) for ruling in data["rulings"]] == [
+        (["torch.exp"], "blacklist", "exp"),
+        (["torch.exp_"], "match_self", "exp"),
+    ]
+    assert data["effects"]["blacklist"] == {
+        "float16": "cast to float32",
+        "bfloat16": "cast to float32",
+        "float32": "as it is",
+    }
+
+
+# ---- module rules ----------------------------------------------------------------------------------------------------
+
+
+def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
+    """The lists with module rules of these choosers and runs."""
+    return replace(lists, modules=tuple(ModuleRule(c, run, None, "range", "mine.yaml", 3, 5) for c, run in rules))
+
+
+def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
+    loaded = with_modules(load_oplists("apex"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
+    monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
+    shown = lists("show", "apex")[1]
+    assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low      range  mine.yaml:3\n" in shown
+    rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
+    assert json.loads(lists("show", "apex", "--json")[1])["modules"][0] == rule
+
+
+def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
+    loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
+    monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
+    told = (
+        "Within encoder.*.norm it runs in float32 (mine.yaml:3).\n"
+        "Within torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"
+    )
+    for op, is_told in {"linear": True, "softmax": True, "cat": False, "relu": False}.items():
+        assert (told in lists("explain", op, "--lists", "bfloat16")[1]) is is_told
+    assert [rule["run"] for rule in json.loads(lists("explain", "mm", "--json")[1])["modules"]] == ["float32", "low"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([("a", "low")], [("a", "low")], []),
+        (
+            [("a", "low")],
+            [("a", "float32"), ("b", "low")],
+            [("modules a", "low", "float32"), ("modules b", "unlisted", "low")],
+        ),
+        (
+            [("a", "low"), ("b", "float32")],
+            [("b", "float32"), ("a", "low")],
+            [("modules", "a low, b float32", "b float32, a low")],
+        ),
+    ],
+)
+def test_module_rules_are_compared(left: Sequence[Any], right: Sequence[Any], expected: Sequence[Any]) -> None:
+    apex = load_oplists("apex")
+    differences = explain.compare(with_modules(apex, *left), with_modules(apex, *right))
+    assert [(difference.op, difference.left, difference.right) for difference in differences] == expected
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "shwo float16",
+        "show",
+        "check",
+        "diff float16",
+        "diff torch apex --device tpu",
+        "explain",
+        "explain mm --dtype float32",
+    ],
+)
+def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lists", *arguments.split()])
+    assert left.value.code == 2
+    assert "usage: amp-patch lists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["show", "check", "diff", "explain"])
+def test_help(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lists", task, "--help"])
+    assert left.value.code == 0
+    assert f"usage: amp-patch lists {task}" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m amp_patch lists show float16 --json | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+# ---- the hook --------------------------------------------------------------------------------------------------------
+
+(HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+
+
+def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write: Write) -> None:
+    write("extends: float16\nneutral: [softmax]\n", "good_lists.yaml")
+    write("extends: flaot16\nneutral: [sofmax]\n", "bad_lists.yaml")
+    command = shlex.split(HOOK["entry"])
+    scripts = Path(sys.executable).parent
+    if (
+        shutil.which(command[0], path=scripts) is None
+    ):  # not installed into this environment: the module is the same command
+        command = [sys.executable, "-m", "amp_patch", *command[1:]]
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    outcomes = {}
+    for names in (["good_lists.yaml"], ["good_lists.yaml", "bad_lists.yaml"]):
+        done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True)
+        outcomes[names[-1]] = (
+            done.returncode,
+            [line.partition(": ")[0] for line in done.stdout.splitlines()],
+            done.stderr,
+        )
+    assert outcomes == {
+        "good_lists.yaml": (0, [], ""),
+        "bad_lists.yaml": (1, ["bad_lists.yaml:1:10", "bad_lists.yaml:2:11"], ""),
+    }
+
+
+def test_the_hook_is_for_files_named_as_lists() -> None:
+    assert (HOOK["id"], HOOK["language"]) == ("amp-patch-lists-check", "python")
+    named = ["my_lists.yaml", "lists.yml", "conf/op-list.yaml", "oplists.yaml", "a/b.lists.yml", "conf/amp_list.yaml"]
+    other = ["playlists.yaml", "lists/presets.yaml", "lists.yaml.bak", "lists.py", "checklist.yml"]
+    assert [name for name in named + other if re.search(HOOK["files"], name)] == named

@@ -1,0 +1,162 @@
+"""`amp-patch run`: a script sees what it sees under python, and `apex` besides."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_patch.cli.main import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+REPORT = """
+import sys
+
+is_main = sys.modules["__main__"].__dict__ is globals()
+print(__name__, __package__, sys.argv, sys.path[0], __file__, is_main, getattr(__spec__, "name", None))
+"""
+
+
+def run(*command, cwd, env=None):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def amp_patch_run(*arguments, cwd, env=None):
+    return run("-m", "amp_patch", "run", *arguments, cwd=cwd, env=env)
+
+
+# ---- as under python -------------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "arguments": (["sub/script.py", "--opt-level", "O9", "-m", "--", "x"], REPORT + "sys.exit(3)\n"),
+    "module": (["-m", "sub.script", "--lr", "0.1"], REPORT + "import sub.other\n"),
+    "package": (["-m", "sub", "-m"], ""),
+    "folder": (["sub", "x"], ""),
+    "archive": (["sub.zip", "x"], ""),
+    "message": (["sub/script.py"], "import sys\nsys.exit('no data')\n"),
+    "interrupt": (["sub/script.py"], "print('on')\nraise KeyboardInterrupt\n"),
+    "exception": (["sub/script.py"], "def f():\n    return 1 / 0\n\n\nprint('on')\nf()\n"),
+    "syntax": (["sub/script.py"], "print('on'\n"),
+    "at-exit": (
+        ["sub/script.py"],
+        (
+            "import atexit, pickle\n\n\n"
+            "class Box:\n"
+            "    pass\n\n\n"
+            "atexit.register(lambda: print(pickle.loads(pickle.dumps(Box())).__class__.__name__))\n"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_as_under_python(name, tmp_path):
+    arguments, source = PROGRAMS[name]
+    (tmp_path / "sub").mkdir()
+    for file, text in {"script.py": source, "other.py": "", "__init__.py": "", "__main__.py": REPORT}.items():
+        (tmp_path / "sub" / file).write_text(text)
+    shutil.make_archive(str(tmp_path / "sub"), "zip", tmp_path / "sub")
+    plain, ours = run(*arguments, cwd=tmp_path), amp_patch_run(*arguments, cwd=tmp_path)
+    assert ours.returncode == plain.returncode
+    assert ours.stdout == plain.stdout
+    own = [
+        line
+        for line in plain.stderr.splitlines()
+        if line != "Traceback (most recent call last):" and "<frozen runpy>" not in line
+    ]
+    assert ours.stderr.splitlines()[-len(own) :] == own if own else ours.stderr == ""
+
+
+# ---- apex in it ------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import sys
+
+import torch
+from apex import amp
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level=sys.argv[1], verbosity=0)
+level, dtype = amp._amp_state.opt_properties.opt_level, torch.sigmoid(torch.ones(2).half()).dtype
+print(level, model.weight.dtype, dtype, "theirs" in vars(amp))
+"""
+
+
+def test_options_come_before_the_script(tmp_path):
+    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\n" + TRAIN)
+    (tmp_path / "mine.yaml").write_text("blacklist: [torch.sigmoid]\n")
+    (tmp_path / "apex" / "amp").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "amp" / "__init__.py").write_text("theirs = True\n")
+    done = amp_patch_run("--opt-level", "O4", "--lists", "mine.yaml", "--force", "--", "script.py", "O2", cwd=tmp_path)
+    assert done.stdout == "O4 torch.float32 torch.float32 False\n", done.stderr
+    left_alone = amp_patch_run("script.py", "O2", cwd=tmp_path)
+    assert left_alone.returncode == 1 and "has amp itself and is left alone" in left_alone.stderr
+
+
+def test_an_error_of_amp_is_the_scripts_own(tmp_path):
+    (tmp_path / "script.py").write_text(TRAIN)
+    done = amp_patch_run("script.py", "o2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        'script.py", line 9, in <module>' in done.stderr
+        and "PolicyError: opt_level 'o2'" in done.stderr.splitlines()[-1]
+    )
+
+
+def test_spawned_processes_have_it_too(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch.multiprocessing as mp\n"
+        "from apex import amp\n\n\n"
+        "def work(rank, text):\n"
+        "    print(rank, text, amp.__name__)\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(work, args=('hello',), nprocs=1)\n"
+    )
+    done = amp_patch_run("script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "0 hello amp_patch.apex.amp\n"), done.stderr
+
+
+# ---- bad usage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param([], "name a script, or a module with -m", id="nothing"),
+        pytest.param(["--"], "name a script", id="nothing-after-dashes"),
+        pytest.param(["-m"], "name a script", id="no-module"),
+        pytest.param(["nowhere.py"], "no such file", id="no-file"),
+        pytest.param(["--opt-level", "o2", "x.py"], "Did you mean 'O2'?", id="level"),
+        pytest.param(["--lists", "float61", "x.py"], "Did you mean 'float16'?", id="list"),
+        pytest.param(["--lists", "nowhere.yaml", "x.py"], "nowhere.yaml", id="list-file"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_runs(options, said, capsys):
+    finders, argv = list(sys.meta_path), list(sys.argv)
+    with pytest.raises(SystemExit) as left:
+        main(["run", *options])
+    assert left.value.code == 2 and said in capsys.readouterr().err
+    assert (sys.meta_path, sys.argv) == (finders, argv)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "nowhere.module"], "No module named nowhere.module"),
+        (["-m", "json"], "json.__main__"),
+        (["."], "can't find '__main__' module"),
+    ],
+    ids=["module", "package", "folder"],
+)
+def test_what_cannot_run(arguments, said, tmp_path):
+    plain, ours = run(*arguments, cwd=tmp_path), amp_patch_run(*arguments, cwd=tmp_path)
+    assert ours.returncode == plain.returncode == 1
+    assert said in ours.stderr and "Traceback" not in ours.stderr

@@ -1,0 +1,349 @@
+"""What lists come to: the rules of one op with their reasons and history, what they do to arguments, and where two
+lists differ.
+"""
+
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_patch.casting.mode import Switch
+from amp_patch.casting.wrappers import OpCasts
+from amp_patch.config import op_lists
+from amp_patch.config.explain import SUMMARIES, Difference, Ruling, compare, describe_effects, explain
+from amp_patch.config.op_lists import OpLists, kind_of, load_oplists, make_oplists
+from amp_patch.config.op_names import get_op, is_augmented, is_inplace
+from amp_patch.config.shipped import shipped_names
+from amp_patch.errors import BannedOpError, OpListError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a list file and return its path."""
+
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def kinds(lists: OpLists) -> dict[str, str]:
+    """The kind of each spelling, by its full name, those of packages that are not imported too."""
+    deferred = {entry.op: kind_of(entry.op, entry.rule, lists.inplace_blacklist) for entry in lists.deferred}
+    return deferred | {f"{spelling.owner_name}.{spelling.name}": spelling.kind for spelling in lists.spellings}
+
+
+def by_spelling(rulings: tuple[Ruling, ...]) -> dict[str, Ruling]:
+    return {spelling: ruling for ruling in rulings for spelling in ruling.spellings}
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_spelling_is_explained_by_its_kind_and_entry(name: str) -> None:
+    lists = load_oplists(name)
+    for spelling in lists.spellings:
+        dotted = f"{spelling.owner_name}.{spelling.name}"
+        for op in (dotted, get_op((spelling.owner_name, spelling.name))):
+            ruling = by_spelling(explain(op, lists).rulings)[dotted]
+            assert (ruling.kind, ruling.entry) == (spelling.kind, spelling.entry)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (
+            "softmax",
+            {"blacklist": "torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"},
+        ),
+        ("exp", {"blacklist": "torch.exp torch.Tensor.exp", "match_self": "torch.exp_ torch.Tensor.exp_"}),
+        ("torch.exp", {"blacklist": "torch.exp", "match_self": "torch.exp_"}),
+        ("exp_", {"match_self": "torch.exp_ torch.Tensor.exp_"}),
+        ("torch.Tensor.__rpow__", {"blacklist": "torch.Tensor.__rpow__"}),
+        ("torch.Tensor.__ipow__", {"match_self": "torch.Tensor.__ipow__"}),
+        ("torch.concatenate", {"sequence_promote": "torch.concatenate"}),
+        ("torch.mul", {"unlisted": "torch.mul"}),
+        ("batch_norm", {"unlisted": "torch.batch_norm torch.nn.functional.batch_norm"}),
+    ],
+)
+def test_spellings_with_the_same_fate_are_told_together(op: str, expected: dict[str, str]) -> None:
+    rulings = explain(op, load_oplists("float16")).rulings
+    assert {ruling.kind: set(ruling.spellings) for ruling in rulings} == {
+        kind: set(names.split()) for kind, names in expected.items()
+    }
+    assert len(rulings) == len(expected)
+
+
+def test_a_ruling_tells_what_it_overrides(write: Write) -> None:
+    write("blacklist: [exp]", "base.yaml")
+    write("extends: base.yaml\npromote:\n  - {op: torch.exp, why: better}", "middle.yaml")
+    rulings = by_spelling(explain("exp", load_oplists(write("extends: middle.yaml\nwhitelist: [exp]"))).rulings)
+    told = {
+        name: [(entry.rule, Path(entry.path).name, entry.line, entry.why) for entry in ruling.overridden]
+        for name, ruling in rulings.items()
+    }
+    first, second = ("blacklist", "base.yaml", 1, ""), ("promote", "middle.yaml", 3, "better")
+    assert told == {
+        "torch.exp": [first, second],
+        "torch.exp_": [first, second],
+        "torch.Tensor.exp": [first],
+        "torch.Tensor.exp_": [first],
+    }
+    assert {(ruling.entry.rule, ruling.entry.line) for ruling in rulings.values() if ruling.entry} == {("whitelist", 2)}
+
+
+def test_a_neutral_entry_is_told_with_what_it_took_off(write: Write) -> None:
+    rulings = by_spelling(explain("exp", load_oplists(write("extends: float16\nneutral: [torch.exp]"))).rulings)
+    assert {name: ruling.kind for name, ruling in rulings.items()} == {
+        "torch.exp": "neutral",
+        "torch.exp_": "neutral",
+        "torch.Tensor.exp": "blacklist",
+        "torch.Tensor.exp_": "match_self",
+    }
+    assert [entry.op for entry in rulings["torch.exp_"].overridden] == ["exp"]
+
+
+def test_a_package_that_is_not_imported_is_told(write: Write) -> None:
+    lists = load_oplists(write("whitelist: [lib_not_imported.ops.f]"))
+    (listed,) = explain("lib_not_imported.ops.f", lists).rulings
+    assert (listed.kind, listed.package, listed.entry and listed.entry.line) == ("whitelist", "lib_not_imported", 1)
+    (unlisted,) = explain("lib_not_imported.ops.g", lists).rulings
+    assert (unlisted.kind, unlisted.package, unlisted.entry) == ("unlisted", "lib_not_imported", None)
+
+
+def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
+    text = (
+        "blacklist: [{op: soon, optional: true}, {op: tanh, since: 99.1}, {op: torch.erf, until: 1.2}, {op: mean,"
+        " until: 1.2}]"
+    )
+    lists = load_oplists(write(text))
+    assert [entry.op for entry in explain("soon", lists).missing] == ["soon"]
+    assert explain("soon", lists).rulings == ()
+    assert [entry.op for entry in explain("torch.fft.soon", lists).missing] == ["soon"]
+    dotted = load_oplists(write("blacklist: [{op: torch.fft.soon, optional: true}]"))
+    assert [entry.op for entry in explain("soon", dotted).missing] == ["torch.fft.soon"]
+    with pytest.raises(OpListError, match=r"has no op 'torch\.linalg\.soon'"):
+        explain("torch.linalg.soon", dotted)
+    tanh, erf = explain("tanh", lists), explain("torch.special.erf", lists)
+    assert [(entry.op, entry.since, entry.until) for entry in tanh.other_torch] == [("tanh", "99.1", "")]
+    assert {ruling.kind for ruling in tanh.rulings} == {"unlisted"}
+    assert erf.other_torch == ()
+    assert [(entry.op, entry.until) for entry in explain("erf", lists).other_torch] == [("torch.erf", "1.2")]
+
+
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [
+        ("sofmax", "Did you mean 'softmax'?"),
+        ("torch.load", "cannot be on a list"),
+        ("__init__", "not an operator"),
+        ("Tensor", "a class"),
+    ],
+)
+def test_a_name_that_is_no_op_is_refused(op: str, problem: str) -> None:
+    with pytest.raises(OpListError) as caught:
+        explain(op, load_oplists("float16"))
+    assert problem in str(caught.value)
+
+
+# ---- what becomes of arguments ---------------------------------------------------------------------------------------
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+def observe(kind: str, low: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    """The dtypes in which an op under a rule gets tensors of these dtypes, or an error's name in their place."""
+    switch, seen = Switch(), []
+    switch.turn_on()
+
+    def op(*args: Any) -> None:
+        seen.extend(args[0] if kind == "sequence_promote" else args)
+
+    tensors = [torch.ones(2, dtype=getattr(torch, dtype)) for dtype in dtypes]
+    try:
+        wrapper = OpCasts(switch, getattr(torch, low), "cpu", None).wrap(kind, op)
+        wrapper(tensors) if kind == "sequence_promote" else wrapper(*tensors)
+    except BannedOpError:
+        return ("an error",) * len(dtypes)
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in seen)
+
+
+def fate(dtype: str, got: str) -> str:
+    return got if got == "an error" else "as it is" if got == dtype else f"cast to {got}"
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in SUMMARIES if kind not in ("neutral", "unlisted")])
+def test_effects_are_what_the_casts_do(kind: str, low: str) -> None:
+    told = describe_effects(kind, low)
+    assert set(told) == set(FLOATS)
+    for dtype, other in product(FLOATS, FLOATS):
+        alone = fate(dtype, observe(kind, low, (dtype,))[0])
+        first, second = (
+            fate(dtype, got) for got in (observe(kind, low, (dtype, other))[0], observe(kind, low, (other, dtype))[1])
+        )
+        if kind in ("promote", "sequence_promote"):
+            is_cast = " beside " in told[dtype] and other in told[dtype].partition(" beside ")[2].split(" or ")
+            expected = told[dtype].partition(" beside ")[0] if is_cast else "as it is"
+            assert (alone, first, second) == ("as it is", expected, expected)
+        elif kind == "match_self":
+            assert told[dtype] == "cast to the dtype of the first argument"
+            assert (alone, first, second) == ("as it is", "as it is", fate(dtype, other))
+        elif kind == "inplace_error":
+            as_first, _, as_other = told[dtype].partition(" as the first argument, else ")
+            assert (alone, first) == (as_first, as_first)
+            assert second == ("an error" if other != "float32" else as_other or as_first)
+        elif kind == "banned":
+            assert alone == told[dtype]
+            assert (first == second == "an error") is ("an error" in (told[dtype], told[other]))
+        else:
+            assert {alone, first, second} == {told[dtype]}
+
+
+@pytest.mark.parametrize("kind", SUMMARIES)
+def test_other_dtypes_are_left_alone(kind: str) -> None:
+    assert (
+        set(describe_effects("unlisted", "float16").values())
+        == set(describe_effects("neutral", "float16").values())
+        == {"as it is"}
+    )
+    if kind not in ("neutral", "unlisted"):
+        for dtype in ("float64", "complex64", "int64", "bool"):
+            assert observe(kind, "float16", (dtype,)) == (dtype,)
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def shown(differences: tuple[Difference, ...]) -> list[tuple[str, str, str]]:
+    return [(difference.op, difference.left, difference.right) for difference in differences]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("blacklist: [softmax]", "", [("softmax", "blacklist", "unlisted")]),
+        ("", "whitelist: [torch.mm]", [("torch.mm", "unlisted", "whitelist")]),
+        ("blacklist: [acos]", "promote: [arccos]", [("acos", "blacklist", "promote")]),
+        ("blacklist: [exp]", "", [("exp", "blacklist", "unlisted")]),  # its twin goes without saying
+        ("blacklist: [exp]", "banned: [exp]", [("exp", "blacklist", "banned")]),
+        ("blacklist: [exp]", "blacklist: [exp]\ninplace_blacklist: error", [("exp_", "match_self", "inplace_error")]),
+        ("blacklist: [exp]", "blacklist: [exp]\nbanned: [torch.exp_]", [("torch.exp_", "match_self", "banned")]),
+        ("blacklist: [exp]", "whitelist: [torch.exp, torch.Tensor.exp]", [("exp", "blacklist", "whitelist")]),
+        ("promote: [mul]", "", [("mul", "promote", "unlisted")]),
+        ("promote: [mul]", "promote: [mul]\ninplace_blacklist: error", [("__imul__", "match_self", "promote")]),
+        (
+            "blacklist: [softmax]",
+            "blacklist: [torch.softmax, torch.Tensor.softmax, torch.special.softmax]",
+            [("torch.nn.functional.softmax", "blacklist", "unlisted")],
+        ),
+        ("blacklist: [torch.fft.fft]", "", [("torch.fft.fft", "blacklist", "unlisted")]),
+        ("whitelist: [lib.f]", "promote: [lib.f]", [("lib.f", "whitelist", "promote")]),
+        (
+            "whitelist: [lib.f_]",
+            "promote: [lib.f]",
+            [("lib.f_", "match_self", "unlisted"), ("lib.f", "unlisted", "promote")],
+        ),
+        ("whitelist: [zero_]", "", [("zero_", "match_self", "unlisted")]),
+        (
+            "blacklist: [exp, mm]",
+            "whitelist: [mm]\nblacklist: [exp]\nneutral: [tan]",
+            [("mm", "blacklist", "whitelist")],
+        ),
+    ],
+)
+def test_differences_are_told_by_op_and_by_spelling_where_those_differ(
+    write: Write, left: str, right: str, expected: list[tuple[str, str, str]]
+) -> None:
+    a, b = load_oplists(write(left or "{}", "a.yaml")), load_oplists(write(right or "{}", "b.yaml"))
+    assert shown(compare(a, b)) == expected
+    assert sorted(shown(compare(b, a))) == sorted((op, after, before) for op, before, after in expected)
+
+
+def test_float16_and_bfloat16_differ_as_the_latter_says() -> None:
+    gone = "square reciprocal rsqrt std var std_mean var_mean"
+    expected = dict.fromkeys(gone.split(), ("blacklist", "unlisted")) | {"rms_norm": ("blacklist", "promote")}
+    assert {
+        op: (left, right) for op, left, right in shown(compare(load_oplists("float16"), load_oplists("bfloat16")))
+    } == expected
+
+
+def check_comparison(left: OpLists, right: OpLists) -> None:
+    """Every spelling is told with its two kinds, or has the same kind on both sides, or is in-place and follows an op
+    that is told.
+    """
+    before, after = kinds(left), kinds(right)
+    differences = compare(left, right)
+    told = {spelling: difference for difference in differences for spelling in difference.spellings}
+    assert sum(len(difference.spellings) for difference in differences) == len(told)
+    for name in {*before, *after, *told}:
+        pair = before.get(name, "unlisted"), after.get(name, "unlisted")
+        if name in told:
+            assert pair == (told[name].left, told[name].right)
+        elif pair[0] != pair[1]:
+            owner_name, _, short = name.rpartition(".")
+            assert is_inplace(short) or is_augmented(short)
+            assert get_op((owner_name, short)) in {get_op(tuple(spelling.rsplit(".", 1))) for spelling in told}  # type: ignore[arg-type]
+    assert (differences == ()) is (left.digest == right.digest)
+    assert {(d.spellings, d.right, d.left) for d in compare(right, left)} == {
+        (d.spellings, d.left, d.right) for d in differences
+    }
+
+
+@pytest.mark.parametrize("right", shipped_names())
+@pytest.mark.parametrize("left", shipped_names())
+def test_shipped_lists_compare(left: str, right: str) -> None:
+    check_comparison(load_oplists(left), load_oplists(right))
+
+
+OPS = [
+    "exp",
+    "torch.exp",
+    "exp_",
+    "torch.Tensor.exp_",
+    "acos",
+    "torch.arccos",
+    "pow",
+    "__ipow__",
+    "torch.Tensor.__pow__",
+    "mul",
+    "lib.f",
+    "lib.f_",
+]
+LISTS = st.tuples(
+    st.dictionaries(st.sampled_from(OPS), st.sampled_from(op_lists.RULES), max_size=4),
+    st.sampled_from(["match", "error"]),
+)
+
+
+@given(st.lists(LISTS, min_size=2, max_size=2))
+@settings(max_examples=100, deadline=None)
+def test_any_lists_compare(sides: list[tuple[dict[str, str], str]]) -> None:
+    loaded = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rules, setting in sides:
+            # one file for each entry: within one file, several names of an op would be refused
+            for index, (op, rule) in enumerate(rules.items()):
+                Path(folder, f"{index}.yaml").write_text(f"{rule}: [{op}]")
+            path = Path(folder, "setting.yaml")
+            path.write_text(f"inplace_blacklist: {setting}")
+            loaded.append(load_oplists([path, *(Path(folder, f"{index}.yaml") for index in range(len(rules)))]))
+    check_comparison(*loaded)
+
+
+def test_lists_without_a_file_compare_like_those_of_one(write: Write) -> None:
+    rules = {"whitelist": ("mm", "torch.bmm"), "blacklist": ("exp",)}
+    assert (
+        compare(make_oplists(rules, "made"), load_oplists(write("whitelist: [mm, torch.bmm]\nblacklist: [exp]"))) == ()
+    )
+    assert make_oplists(rules, "made").names == ("made",)

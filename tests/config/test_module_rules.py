@@ -1,0 +1,454 @@
+"""Module rules: which modules a rule covers, and that those run in the dtype it says at every level, forward and
+backward.
+"""
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch as amp
+from amp_patch.config.op_lists import load_oplists
+from amp_patch.session.current import state
+from amp_patch.training.module_runs import decide_runs, find_borders
+
+LOW = torch.bfloat16
+PATCHING = ("O1", "O4")
+CASTING = ("O2", "O3", "O5")
+
+
+class Block(nn.Module):
+    """Matrix product, norm, softmax: one op of each list and one that is a module of its own.
+
+    Notes the dtype after each.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.dtypes = ()
+
+    def forward(self, x):
+        product = self.linear(x)
+        normed = self.norm(product)
+        result = torch.softmax(normed @ normed.transpose(0, 1) @ normed, -1)
+        if not torch.compiler.is_compiling():
+            self.dtypes = (product.dtype, normed.dtype, result.dtype)
+        return result
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rules, extends="bfloat16"):
+        path = tmp_path / f"list{len(list(tmp_path.iterdir()))}.yaml"
+        path.write_text(f"extends: {extends}\nmodules:\n" + "".join(f"  - {rule}\n" for rule in rules))
+        return str(path)
+
+    return write
+
+
+def make(level, lists, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, lists=lists, verbosity=0, **options)
+    return model, optimizer
+
+
+def batch():
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    ('match: "head"', {"head"}),
+    ('match: "blocks.*"', {"blocks.0", "blocks.1", "blocks.2"}),
+    ('match: "*"', {"blocks", "head"}),
+    ('match: "*.1.norm"', {"blocks.1.norm"}),
+    ('match: "**.norm"', {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"}),
+    ('match: "blocks.**.norm"', {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"}),
+    ('match: "blocks.?.lin*"', {"blocks.0.linear", "blocks.1.linear", "blocks.2.linear"}),
+    ('match: "re:^blocks\\\\.[02]$"', {"blocks.0", "blocks.2"}),
+    ('match: "re:norm"', {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"}),
+    ("type: torch.nn.LayerNorm", {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"}),
+    ("type: torch.nn.modules.linear.Linear", {"blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "head"}),
+    ("type: package_that_nobody_imported.Layer", set()),
+    ('match: "norm"', set()),
+    ('match: "block"', set()),
+]
+
+
+@pytest.mark.parametrize(("chooser", "expected"), CHOICES, ids=[chooser for chooser, _ in CHOICES])
+def test_a_rule_chooses_by_name_or_type(chooser, expected, write):
+    (rule,) = load_oplists(write([f"{{{chooser}, run: low}}"])).modules
+    assert {name for name, module in Net().named_modules() if rule.chooses(name, module)} == expected
+
+
+def test_two_stars_alone_choose_the_whole_model(write):
+    rules = load_oplists(write(['{match: "**", run: float32}'])).modules
+    model = Net()
+    assert decide_runs(model, rules)[0] == dict.fromkeys(model.modules(), "float32")
+    assert find_borders(model, decide_runs(model, rules)[0]) == {model: "float32"}
+
+
+def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
+    model = Net()
+    rules = [
+        '{match: "blocks.*", run: float32}',
+        "{type: torch.nn.LayerNorm, run: low}",
+        '{match: "blocks.0", run: low}',
+    ]
+    rules = load_oplists(write(rules)).modules
+    runs, used = decide_runs(model, rules)
+    names = {name: runs.get(module) for name, module in model.named_modules()}
+    assert names == {
+        "": None,
+        "head": None,
+        "blocks": None,
+        **dict.fromkeys(["blocks.0", "blocks.0.linear", "blocks.0.norm"], "low"),
+        **dict.fromkeys(["blocks.1", "blocks.1.linear", "blocks.2", "blocks.2.linear"], "float32"),
+        **dict.fromkeys(["blocks.1.norm", "blocks.2.norm"], "low"),
+    }
+    assert used == set(rules)
+    borders = {
+        name: run
+        for name, module in model.named_modules()
+        for border, run in find_borders(model, runs).items()
+        if border is module
+    }
+    assert borders == {
+        "blocks.0": "low",
+        "blocks.1": "float32",
+        "blocks.2": "float32",
+        "blocks.1.norm": "low",
+        "blocks.2.norm": "low",
+    }
+
+
+def test_a_file_that_comes_later_wins_and_another_digest_results(write):
+    first = write(['{match: "head", run: float32}'])
+    second = write(['{match: "**", run: low}'], extends="float16")
+    rules = load_oplists([first, second]).modules
+    assert [rule.run for rule in rules] == ["float32", "low"]
+    assert len({load_oplists(lists).digest for lists in ([first, second], [second, first], [first])}) == 3
+
+
+BAD = [
+    ("head", "an entry of modules is a mapping"),
+    ("{run: low}", "needs either 'match'"),
+    ('{match: "a", type: torch.nn.Linear, run: low}', "and not both"),
+    ('{match: "a", run: half}', "run is 'half'; allowed are low, float32"),
+    ('{match: "a"}', "needs the key 'run'"),
+    ('{match: "a..b", run: low}', "a part of the name is empty"),
+    ('{match: "re:(", run: low}', "is not a pattern"),
+    ("{type: LayerNorm, run: low}", "write it with its module"),
+    ('{macth: "a", run: low}', "unknown key 'macth'.*Did you mean 'match'"),
+    ('{match: ["a"], run: low}', "match must be a single text value"),
+]
+
+
+@pytest.mark.parametrize(("entry", "message"), BAD, ids=[entry for entry, _ in BAD])
+def test_a_fault_is_said_with_its_position(entry, message, write):
+    path = write([entry])
+    with pytest.raises(amp.OpListError, match=message) as raised:
+        load_oplists(path)
+    assert str(raised.value).startswith(f"{path}:3:")
+
+
+# ---- how they run where functions are patched ------------------------------------------------------------------------
+
+MIXED = ('{match: "blocks.0", run: float32}', '{match: "blocks.1", run: low}', '{match: "head", run: float32}')
+
+
+def run_by_hand(model, x):
+    """MIXED, written out."""
+
+    def linear(layer, x, dtype):
+        return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+
+    def norm(layer, x, dtype):
+        return F.layer_norm(x.to(dtype), (4,), layer.weight.to(dtype), layer.bias.to(dtype))
+
+    def block(layer, x, products, others):
+        x = norm(layer.norm, linear(layer.linear, x, products), others)
+        return torch.softmax((x.to(products) @ x.transpose(0, 1).to(products) @ x.to(products)).to(others), -1)
+
+    first, second, third = model.blocks
+    x = block(first, x, torch.float32, torch.float32)
+    x = block(second, x, LOW, LOW)
+    x = block(third, x, LOW, torch.float32)
+    return linear(model.head, x, torch.float32)
+
+
+@pytest.mark.parametrize("level", PATCHING)
+def test_ops_inside_follow_the_rule_bitwise(level, write):
+    torch.manual_seed(0)
+    reference = Net()
+    model, optimizer = make(level, write(MIXED))
+    for _ in range(3):
+        with amp.disable_casts():
+            expected = run_by_hand(reference, batch())
+        expected.square().sum().backward()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+        output = model(batch())
+        assert torch.equal(output, expected) and output.dtype is torch.float32
+        with amp.scale_loss(output.square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [block.dtypes for block in model.blocks] == [
+        (torch.float32,) * 3,
+        (LOW,) * 3,
+        (LOW, torch.float32, torch.float32),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_rule_by_type_takes_one_kind_of_layer_off_the_lists(write):
+    model, _ = make("O4", write(["{type: torch.nn.LayerNorm, run: low}"]))
+    model(batch())
+    assert [block.dtypes for block in model.blocks] == [(LOW, LOW, torch.float32)] * 3
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise KeyError("inside")
+
+
+def regions():
+    return state.session.switch.regions
+
+
+def test_an_exception_inside_closes_the_region(write):
+    model, _ = make("O4", write(MIXED))
+    model.blocks[1].norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch())
+    assert regions() == 0
+    model.blocks[1].norm._forward_hooks.clear()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    assert regions() == 0
+    assert torch.mm(batch(), batch().t()).dtype is LOW
+
+
+def test_disable_casts_wins_over_the_rules(write):
+    model, _ = make("O4", write(MIXED))
+    with amp.disable_casts():
+        model(batch())
+    assert {block.dtypes for block in model.blocks} == {(torch.float32,) * 3}
+    assert regions() == 0
+
+
+def test_a_module_that_calls_itself_and_others_nest(write):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.seen = []
+
+        def forward(self, x, depth=2):
+            self.seen.append(torch.mm(x, x.t()).dtype)
+            result = self(x, depth - 1) if depth else self.inner(x)
+            self.seen.append(torch.mm(x, x.t()).dtype)
+            return result
+
+    model = Recursive()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level="O4",
+        verbosity=0,
+        lists=write(['{match: "**", run: float32}', '{match: "inner", run: low}']),
+    )
+    assert model(batch()).dtype is LOW
+    assert set(model.seen) == {torch.float32}
+    assert regions() == 0
+
+
+def test_regions_belong_to_the_thread_that_runs_the_module(write):
+    model, _ = make("O4", write(['{match: "blocks.0", run: float32}']))
+    inside, seen = threading.Event(), threading.Event()
+    dtypes = []
+
+    def wait(*_):
+        inside.set()
+        assert seen.wait(10)
+
+    model.blocks[0].linear.register_forward_hook(wait)
+    thread = threading.Thread(target=model, args=(batch(),))
+    thread.start()
+    assert inside.wait(10)
+    dtypes.append(torch.mm(batch(), batch().t()).dtype)
+    seen.set()
+    thread.join()
+    assert dtypes == [LOW]
+    assert model.blocks[0].dtypes == (torch.float32,) * 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_checkpointed_part_is_recomputed_as_it_ran(use_reentrant, write):
+    gradients = []
+    for is_checkpointed in (False, True):
+        model, _ = make("O4", write(MIXED))
+        x = batch().requires_grad_()
+        hidden = checkpoint(model.blocks, x, use_reentrant=use_reentrant) if is_checkpointed else model.blocks(x)
+        model.head(hidden).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        amp.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# ---- how they run where the model is cast ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_weights_have_the_dtype_of_the_rule_and_inputs_are_cast_at_the_border(level, write):
+    model, optimizer = make(level, write(MIXED))
+    first, second, third = model.blocks
+    dtypes = [{parameter.dtype for parameter in part.parameters()} for part in (first, second, third, model.head)]
+    assert dtypes == [{torch.float32}, {LOW}, {LOW}, {torch.float32}]
+    output = model(batch())
+    assert [block.dtypes for block in model.blocks] == [(torch.float32,) * 3, (LOW,) * 3, (LOW,) * 3]
+    assert output.dtype is torch.float32 and not torch.equal(
+        output, output.to(LOW).float()
+    )  # the head's result was never rounded
+    with amp.scale_loss(output.square().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert all(
+        not torch.equal(model.state_dict()[name], before[name])
+        for name in ("blocks.0.linear.weight", "blocks.1.norm.bias", "head.weight")
+    )
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    amp.reset()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("run", ["low", "float32"])
+@pytest.mark.parametrize("level", CASTING)
+def test_a_rule_wins_over_keep_batchnorm_fp32(level, run, write):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
+    amp.initialize(model, opt_level=level, lists=write([f"{{type: torch.nn.BatchNorm2d, run: {run}}}"]), verbosity=0)
+    expected = LOW if run == "low" else torch.float32
+    assert {tensor.dtype for tensor in (*model[1].parameters(), *model[1].buffers()) if tensor.is_floating_point()} == {
+        expected
+    }
+    assert model(torch.randn(2, 1, 5, 5)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_weights_tied_to_a_float32_module_stay_float32(level, write):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.body = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.body(self.embedding(tokens)))
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, lists=write(['{match: "head", run: float32}']), verbosity=0)
+    assert (
+        model.embedding.weight is model.head.weight
+        and model.head.weight.dtype is torch.float32
+        and model.body.weight.dtype is LOW
+    )
+    with amp.scale_loss(model(torch.tensor([1, 2])).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [*PATCHING, *CASTING])
+def test_copies_follow_the_rules_and_saved_models_load(level, write):
+    model, _ = make(level, write(MIXED))
+    expected = model(batch())
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(batch()), expected)
+    with torch.no_grad():
+        twin.head.weight.zero_()
+        twin.head.bias.zero_()
+    assert not twin(batch()).any() and torch.equal(model(batch()), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded(batch()).shape == expected.shape
+    assert pickle.loads(pickle.dumps(model)).head.weight.dtype is model.head.weight.dtype
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", [*PATCHING, *CASTING])
+def test_a_compiled_model_follows_the_rules_in_one_graph(level, write):
+    model, _ = make(level, write(MIXED))
+    expected = model(batch())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(batch()), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("level", [*PATCHING, *CASTING])
+def test_a_rule_that_chooses_nothing_is_said_once(level, write):
+    lists = write(['{match: "tail", run: float32}', '{match: "head", run: float32}'])
+    with pytest.warns(UserWarning, match=r"list0\.yaml:3:5: the rule for 'tail' chooses no module") as caught:
+        make(level, lists)
+    assert len(caught) == 1
+
+
+def test_a_rule_may_be_for_one_of_several_models(write):
+    lists = write(['{match: "weight_holder", run: float32}', '{match: "head", run: float32}'])
+    other = nn.Module()
+    other.weight_holder = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize([Net(), other], opt_level="O2", lists=lists, verbosity=0)
+    assert other.weight_holder.weight.dtype is torch.float32
+
+
+def test_levels_that_patch_nothing_take_lists_for_their_module_rules_alone(write):
+    with pytest.raises(amp.PolicyError, match="there are none in these"):
+        amp.initialize(Net(), opt_level="O2", lists="bfloat16", verbosity=0)
+    with pytest.raises(amp.PolicyError, match="O0 runs everything in float32"):
+        amp.initialize(Net(), opt_level="O0", lists=write(MIXED), verbosity=0)
+
+
+def test_models_that_are_adopted_follow_the_rules_too(write):
+    lists = write(MIXED)
+    first, _ = make("O4", lists)
+    second, _ = make("O4", lists)
+    for model in (first, second):
+        model(batch())
+        assert model.blocks[0].dtypes == (torch.float32,) * 3

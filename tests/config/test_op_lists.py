@@ -1,0 +1,907 @@
+"""Op lists: what a name means, which lists conflict, how files lie over each other, and that no file can do more than
+name functions.
+"""
+
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_patch.config import op_lists, shipped
+from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
+from amp_patch.config.shipped import lists_dir, shipped_names
+from amp_patch.config.yaml_nodes import load_mapping
+from amp_patch.errors import OpListError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a list file and return its path."""
+
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def kinds(lists: OpLists) -> dict[str, str]:
+    """The kind of each spelling, by its full name."""
+    return {f"{spelling.owner_name}.{spelling.name}": spelling.kind for spelling in lists.spellings}
+
+
+def spelled(lists: OpLists, kind: str) -> set[str]:
+    return {name for name, k in kinds(lists).items() if k == kind}
+
+
+def dotted(owner: str, names: str) -> set[str]:
+    return {f"{owner}.{name}" for name in names.split()}
+
+
+# ---- shipped lists ---------------------------------------------------------------------------------------------------
+
+
+def test_shipped_names_are_the_list_files_without_the_presets() -> None:
+    assert {"float16", "bfloat16", "apex"} <= set(shipped_names())
+    assert "presets" not in shipped_names()
+    assert shipped_names() == tuple(sorted(shipped_names()))
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
+    lists = load_oplists(name)
+    used = {(spelling.entry.path, spelling.entry.line) for spelling in lists.spellings}
+    reported = {(entry.path, entry.line) for entry in lists.missing}
+    root = load_mapping(lists_dir() / f"{name}.yaml", OpListError)
+    path = str(lists_dir() / f"{name}.yaml")
+    assert isinstance(root.value, dict)
+    for rule in ("whitelist", "blacklist", "promote", "sequence_promote", "banned"):
+        for node in getattr(root.value.get(rule), "value", []):
+            assert (path, node.line) in used | reported, node
+            assert isinstance(node.value, dict) and node.value["why"].value in (
+                "range",
+                "kernel",
+                "speed",
+                "dtype-match",
+                "parity",
+            )
+    assert not lists.deferred
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_spelling_occurs_once_and_exists(name: str) -> None:
+    spellings = load_oplists(name).spellings
+    assert len({(spelling.owner_name, spelling.name) for spelling in spellings}) == len(spellings)
+    assert len({(id(spelling.owner), spelling.name) for spelling in spellings}) == len(spellings)
+    assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in spellings)
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_list_loads_alike_while_it_is_patched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = load_oplists(name)
+
+    def replacement_of(original: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args, **kwargs: original(*args, **kwargs)
+
+    for spelling in before.spellings:
+        if spelling.name not in ("eq", "__eq__", "ne", "__ne__"):  # pytest itself compares
+            monkeypatch.setattr(spelling.owner, spelling.name, replacement_of(getattr(spelling.owner, spelling.name)))
+    during = load_oplists(name)
+    monkeypatch.undo()
+    assert during == before
+
+
+def test_float16_defaults() -> None:
+    found = kinds(load_oplists("float16"))
+    low = (
+        "torch.nn.functional.linear torch.Tensor.__matmul__ torch.einsum"
+        " torch.nn.functional.scaled_dot_product_attention torch._VF.lstm"
+    )
+    wide = (
+        "torch.softmax torch.Tensor.softmax torch.special.log_softmax torch.nn.functional.layer_norm"
+        " torch.Tensor.__pow__ torch.Tensor.sum"
+    )
+    wide += (
+        " torch.nn.functional.cross_entropy torch.nn.functional.binary_cross_entropy torch.fft.rfft torch.linalg.svd"
+        " torch.Tensor.square"
+    )
+    assert {found[name] for name in low.split()} == {"whitelist"}
+    assert {found[name] for name in wide.split()} == {"blacklist"}
+    assert found["torch.Tensor.index_put_"] == found["torch.Tensor.exp_"] == "match_self"
+    assert found["torch.concat"] == "sequence_promote"
+    untouched = (
+        "add sub mul div eq lt __add__ __mul__ __rsub__ __truediv__ __iadd__ __lt__ relu mean gelu sigmoid cpu to add_"
+        " mul_"
+    )
+    assert not dotted("torch.Tensor", untouched) & found.keys()
+    assert not dotted("torch.nn.functional", "gelu relu batch_norm dropout embedding") & found.keys()
+
+
+def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None:
+    low, brain = kinds(load_oplists("float16")), kinds(load_oplists("bfloat16"))
+    gone = {name.rpartition(".")[2] for name in low.keys() - brain.keys()}
+    assert gone == {
+        "square",
+        "square_",
+        "reciprocal",
+        "reciprocal_",
+        "rsqrt",
+        "rsqrt_",
+        "std",
+        "var",
+        "std_mean",
+        "var_mean",
+    }
+    assert not brain.keys() - low.keys()
+    changed = {name: (low[name], brain[name]) for name in brain if low[name] != brain[name]}
+    assert changed == dict.fromkeys(["torch.rms_norm", "torch.nn.functional.rms_norm"], ("blacklist", "promote"))
+
+
+FUNCTIONAL_LOW = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear"
+FUNCTIONAL_FLOAT = """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
+    local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
+    hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+    soft_margin_loss triplet_margin_loss ctc_loss"""
+TORCH_CONV = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+TORCH_LOW = "prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm"
+TORCH_FLOAT = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum"
+    " var renorm"
+)
+TORCH_PROMOTE = "addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne"
+DUNDER_PROMOTE = """__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__
+    __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"""
+RECURRENT = "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell"
+INPLACE_ERROR = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
+INPLACE_MATCH = "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_"
+
+
+def test_apex_is_apex_and_nothing_else() -> None:
+    expected = {
+        "whitelist": (
+            dotted("torch.nn.functional", FUNCTIONAL_LOW)
+            | dotted("torch", f"{TORCH_CONV} {TORCH_LOW}")
+            | dotted("torch.Tensor", f"{TORCH_LOW} __matmul__")
+            | dotted("torch._VF", RECURRENT)
+        ),
+        "blacklist": (
+            dotted("torch.nn.functional", FUNCTIONAL_FLOAT)
+            | dotted("torch", TORCH_FLOAT)
+            | dotted("torch.Tensor", f"{TORCH_FLOAT} __ipow__ __pow__ __rpow__ cpu")
+        ),
+        "promote": (
+            dotted("torch", f"{TORCH_PROMOTE} bilinear") | dotted("torch.Tensor", f"{TORCH_PROMOTE} {DUNDER_PROMOTE}")
+        ),
+        "sequence_promote": dotted("torch", "cat stack"),
+        "banned": {"torch.nn.functional.binary_cross_entropy"},
+        "inplace_error": (
+            dotted("torch", INPLACE_ERROR)
+            | dotted("torch.Tensor", f"{INPLACE_ERROR} erfinv_ pow_ cumprod_ cumsum_ renorm_")
+        ),
+        "match_self": dotted("torch.Tensor", INPLACE_MATCH),
+    }
+    lists = load_oplists("apex")
+    assert lists.missing == ()
+    assert {kind: spelled(lists, kind) for kind in set(kinds(lists).values())} == expected
+
+
+# ---- what a name means -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("softmax", "torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"),
+        ("linear", "torch.nn.functional.linear"),
+        ("conv2d", "torch.conv2d torch.nn.functional.conv2d"),
+        (
+            "matmul",
+            "torch.matmul torch.linalg.matmul torch.Tensor.matmul torch.Tensor.__matmul__ torch.Tensor.__rmatmul__",
+        ),
+        ("norm", "torch.norm torch.Tensor.norm torch.linalg.norm"),
+        ("concatenate", "torch.cat torch.concat torch.concatenate"),
+        ("inv", "torch.inverse torch.Tensor.inverse torch.linalg.inv"),
+        ("lgamma", "torch.lgamma torch.Tensor.lgamma torch.Tensor.lgamma_ torch.special.gammaln"),
+        ("cond", "torch.linalg.cond"),  # torch.cond is control flow
+        ("solve", "torch.linalg.solve torch.Tensor.solve"),  # torch.solve only raises
+        ("torch.nn.functional.softmax", "torch.nn.functional.softmax"),
+        ("torch.Tensor.__matmul__", "torch.Tensor.__matmul__"),
+        ("torch.fft.rfft", "torch.fft.rfft"),
+        *((name, f"torch.{name} torch._VF.{name}") for name in RECURRENT.split()),
+    ],
+)
+def test_spellings_of_a_name(write: Write, op: str, expected: str) -> None:
+    lists = load_oplists(write(f"whitelist: [{op}]"))
+    assert kinds(lists).keys() == set(expected.split())
+    for spelling in lists.spellings:
+        owner = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}.get(
+            spelling.owner_name, spelling.owner
+        )
+        assert spelling.owner is owner and hasattr(owner, spelling.name)
+
+
+# ---- in-place twins --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "setting", "twin"),
+    [
+        ("whitelist", "", "match_self"),
+        ("promote", "", "match_self"),
+        ("blacklist", "", "match_self"),
+        ("blacklist", "match", "match_self"),
+        ("blacklist", "error", "inplace_error"),
+        ("whitelist", "error", "match_self"),
+    ],
+)
+def test_in_place_twins(write: Write, rule: str, setting: str, twin: str) -> None:
+    lists = load_oplists(write(f"inplace_blacklist: {setting or 'match'}\n{rule}: [exp, addcmul, softmax]"))
+    assert spelled(lists, twin) == {"torch.exp_", "torch.Tensor.exp_", "torch.Tensor.addcmul_"}
+    assert spelled(lists, rule) == kinds(lists).keys() - spelled(lists, twin)
+
+
+def test_twins_of_a_dotted_name_stay_with_its_owner(write: Write) -> None:
+    assert kinds(load_oplists(write("blacklist: [torch.Tensor.exp]"))).keys() == {
+        "torch.Tensor.exp",
+        "torch.Tensor.exp_",
+    }
+    assert kinds(load_oplists(write("blacklist: [torch.nn.functional.softmax]"))).keys() == {
+        "torch.nn.functional.softmax"
+    }
+
+
+def test_augmented_operators_write_in_place_unless_the_list_has_apex_s_ways(write: Write) -> None:
+    found = kinds(load_oplists(write("promote: [mul]\nblacklist: [pow]")))
+    assert (found["torch.Tensor.__imul__"], found["torch.Tensor.mul_"]) == ("match_self", "match_self")
+    assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("match_self", "match_self")
+    found = kinds(load_oplists(write("inplace_blacklist: error\npromote: [mul]\nblacklist: [pow]")))
+    assert (found["torch.Tensor.__imul__"], found["torch.Tensor.mul_"]) == ("promote", "match_self")
+    assert (found["torch.Tensor.__ipow__"], found["torch.Tensor.pow_"]) == ("blacklist", "inplace_error")
+
+
+def test_a_ban_holds_for_augmented_operators(write: Write) -> None:
+    found = kinds(load_oplists(write("banned: [mul, torch.Tensor.add_]")))
+    assert set(found.values()) == {"banned"}
+    assert {"torch.Tensor.__imul__", "torch.Tensor.__mul__", "torch.Tensor.add_"} <= found.keys()
+
+
+def test_ops_that_keep_statistics_are_not_whitelisted(write: Write) -> None:
+    with pytest.raises(OpListError, match=r":1:13: batch_norm writes its running statistics"):
+        load_oplists(write("whitelist: [batch_norm]"))
+    assert kinds(load_oplists(write("blacklist: [batch_norm]")))["torch.nn.functional.batch_norm"] == "blacklist"
+
+
+def test_an_in_place_op_named_outright_never_gets_a_cast_copy(write: Write) -> None:
+    assert set(kinds(load_oplists(write("whitelist: [exp_]\npromote: [torch.Tensor.add_]"))).values()) == {"match_self"}
+    assert set(kinds(load_oplists(write("inplace_blacklist: error\nblacklist: [exp_]"))).values()) == {"inplace_error"}
+
+
+def test_an_entry_for_the_twin_beats_the_rule(write: Write) -> None:
+    found = kinds(load_oplists(write("blacklist: [exp]\nbanned: [torch.Tensor.exp_]\nneutral: [torch.exp_]")))
+    assert found == {"torch.exp": "blacklist", "torch.Tensor.exp": "blacklist", "torch.Tensor.exp_": "banned"}
+
+
+def test_the_in_place_setting_of_an_overlay_covers_inherited_ops(write: Write) -> None:
+    found = kinds(load_oplists(write("extends: float16\ninplace_blacklist: error")))
+    assert found["torch.Tensor.exp_"] == "inplace_error"
+    assert found["torch.Tensor.addmm_"] == "match_self"
+
+
+# ---- files over files ------------------------------------------------------------------------------------------------
+
+
+def test_later_wins(write: Write) -> None:
+    first, second = write("whitelist: [exp, mm]", "a.yaml"), write("blacklist: [exp]", "b.yaml")
+    assert kinds(load_oplists([first, second]))["torch.exp"] == "blacklist"
+    assert kinds(load_oplists([second, first]))["torch.exp"] == "whitelist"
+    assert kinds(load_oplists([first, second]))["torch.mm"] == "whitelist"
+
+
+def test_a_dotted_name_overlays_one_spelling(write: Write) -> None:
+    found = kinds(load_oplists(["float16", str(write("whitelist: [torch.nn.functional.softmax]"))]))
+    assert (found["torch.nn.functional.softmax"], found["torch.softmax"]) == ("whitelist", "blacklist")
+
+
+def test_extends_comes_before_the_file(write: Write) -> None:
+    write("blacklist: [mm]\nwhitelist: [exp]", "base/base.yaml")
+    write("extends: base/base.yaml\nblacklist: [exp]", "middle.yml")
+    found = kinds(load_oplists(write("extends: [middle.yml]\npromote: [tan]")))
+    assert {found[f"torch.{op}"] for op in ("mm", "exp")} == {"blacklist"}
+    assert found["torch.tan"] == "promote"
+
+
+def test_a_file_reached_twice_counts_where_it_came_first(write: Write) -> None:
+    base, mine = write("whitelist: [exp]", "base.yaml"), write("extends: base.yaml\nblacklist: [exp]")
+    late = write("extends: base.yaml\nblacklist: [tan]", "late.yaml")
+    assert kinds(load_oplists([base, mine, late]))["torch.exp"] == "blacklist"
+
+
+def test_neutral_takes_an_op_and_its_twins_off(write: Write) -> None:
+    lists = load_oplists(write("extends: float16\nneutral: [exp, {op: torch.softmax}]"))
+    before = load_oplists("float16")
+    assert kinds(before).keys() - kinds(lists).keys() == {
+        "torch.exp",
+        "torch.Tensor.exp",
+        "torch.exp_",
+        "torch.Tensor.exp_",
+        "torch.softmax",
+    }
+    assert not kinds(lists).keys() - kinds(before).keys()
+
+
+def test_neutral_without_effect_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    path = write("extends: float16\nneutral: [relu, exp, exp_]")
+    load_oplists(path)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}:2:11: 'relu' is neutral, but it was on no list"
+    ]
+
+
+def test_a_later_list_may_put_a_neutral_op_back(write: Write) -> None:
+    off, on = write("neutral: [exp]", "off.yaml"), write("promote: [exp]", "on.yaml")
+    assert kinds(load_oplists(["float16", off, on]))["torch.exp"] == "promote"
+
+
+def test_names_and_digest(write: Write, tmp_path: Path) -> None:
+    text = "whitelist: [mm]\nblacklist: [{op: exp, why: range}]\n"
+    here, there = write(text), write("# moved\nblacklist: [exp]\nwhitelist: [mm]\n", "elsewhere/other.yml")
+    assert load_oplists(here).digest == load_oplists(there).digest == load_oplists([here, there]).digest
+    assert load_oplists(here).digest != load_oplists(write("whitelist: [mm, exp]")).digest
+    assert load_oplists(["float16", there]).names == ("float16", str(there))
+    assert len({load_oplists(name).digest for name in shipped_names()}) == len(shipped_names())
+    assert len(load_oplists("float16").digest) == 64
+
+
+def test_entry_positions(write: Write) -> None:
+    path = write("blacklist:\n  - exp\n  - {why: range, op: tan}\n")
+    assert {
+        (s.entry.op, s.entry.rule, s.entry.why, s.entry.path, s.entry.line, s.entry.column)
+        for s in load_oplists(path).spellings
+    } == {
+        ("exp", "blacklist", "", str(path), 2, 5),
+        ("tan", "blacklist", "range", str(path), 3, 22),
+    }
+
+
+def test_an_empty_list_is_allowed(write: Write) -> None:
+    assert load_oplists(write("description: nothing yet\nwhitelist:\nblacklist: []\n")).spellings == ()
+
+
+# ---- versions and missing ops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bounds", "running", "applies"),
+    [
+        ("since: 2.13", "2.13.0+cpu", True),
+        ("since: '2.13'", "2.12.9", False),
+        ("since: 2.9", "2.13.0", True),  # numbers, not text
+        ("until: 2.13", "2.13.0", False),
+        ("until: 2.13", "2.12.1", True),
+        ("until: 2.13.1", "2.13.0a0+git1234", True),
+        ("since: 2, until: 3", "2.13.0", True),
+        ("since: 2.10, until: 2.12", "2.12.0", False),
+    ],
+)
+def test_since_and_until(
+    write: Write, monkeypatch: pytest.MonkeyPatch, bounds: str, running: str, applies: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", running)
+    assert bool(load_oplists(write(f"blacklist: [{{op: exp, {bounds}}}]")).spellings) is applies
+
+
+def test_entries_for_other_versions_do_not_conflict(write: Write) -> None:
+    found = kinds(
+        load_oplists(
+            write(
+                "blacklist: [{op: exp, until: 2.1}, {op: no_such_op, until: 2.1}]\nwhitelist: [{op: exp, since: 2.1}]"
+            )
+        )
+    )
+    assert found["torch.exp"] == "whitelist"
+
+
+def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lists = load_oplists(
+        write("blacklist: [{op: soon_to_come, optional: true}, {op: torch.fft.soon, optional: 'true'}, exp]")
+    )
+    assert [entry.op for entry in lists.missing] == ["soon_to_come", "torch.fft.soon"]
+    assert spelled(lists, "blacklist") == {"torch.exp", "torch.Tensor.exp"}
+    monkeypatch.setattr(op_lists, "lists_dir", lambda: tmp_path)
+    shipped = load_oplists(write("blacklist: [soon_to_come]", "float16.yaml"))
+    assert [entry.op for entry in shipped.missing] == ["soon_to_come"]
+
+
+# ---- names outside torch ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """An imported package `somelib` with a module `somelib.ops`."""
+
+    def roi_align(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    roi_align.__module__ = "somelib.ops"
+    top, ops = types.ModuleType("somelib"), types.ModuleType("somelib.ops")
+    top.ops, ops.roi_align, ops.os, ops.SIZE, ops.getenv, top.linear = ops, roi_align, os, 3, os.getenv, F.linear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somelib", top)
+    monkeypatch.setitem(sys.modules, "somelib.ops", ops)
+    return ops
+
+
+@pytest.mark.usefixtures("package")
+def test_a_name_of_an_imported_package_resolves(write: Write, package: types.ModuleType) -> None:
+    lists = load_oplists(write("blacklist: [somelib.ops.roi_align]\nwhitelist: [somelib.linear]"))
+    entry = {spelling.name: spelling for spelling in lists.spellings}
+    assert lists.deferred == ()
+    assert entry["roi_align"] == Spelling(package, "somelib.ops", "roi_align", "blacklist", entry["roi_align"].entry)
+    assert entry["linear"].kind == "whitelist"
+
+
+def test_a_name_of_a_package_not_imported_is_deferred(
+    write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType
+) -> None:
+    path = write("blacklist: [somelib.ops.roi_align]")
+    resolved = load_oplists(path)
+    monkeypatch.delitem(sys.modules, "somelib")
+    monkeypatch.delitem(sys.modules, "somelib.ops")
+    lists = load_oplists(path)
+    assert [entry.op for entry in lists.deferred] == ["somelib.ops.roi_align"]
+    assert lists.spellings == ()
+    assert lists.digest == resolved.digest
+
+
+@pytest.mark.usefixtures("package")
+def test_a_submodule_not_imported_and_a_lazy_module_are_deferred_not_run(
+    write: Write, package: types.ModuleType
+) -> None:
+    def fail(name: str) -> object:
+        raise AssertionError(f"ran code for {name}")
+
+    package.__getattr__ = fail  # type: ignore[method-assign]
+    lists = load_oplists(write("blacklist: [somelib.other.f, somelib.ops.lazy]"))
+    assert [entry.op for entry in lists.deferred] == ["somelib.other.f", "somelib.ops.lazy"]
+
+
+def test_reading_a_list_imports_nothing(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("raise SystemExit('imported')", "trap.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    lists = load_oplists(write("blacklist: [trap.f, torchaudio.functional.resample, sqlite_x.y]"))
+    assert [entry.op for entry in lists.deferred] == ["trap.f", "torchaudio.functional.resample", "sqlite_x.y"]
+    assert set(sys.modules) == before
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [
+        ("somelib.ops.roi_algn", "Did you mean 'roi_align'?"),
+        ("somelib.ops.os.system", "leads through 'os'"),
+        ("somelib.ops.SIZE", "constant"),
+        ("somelib.ops.SIZE.real", "leads through 'SIZE'"),
+        ("somelib.ops", "a module"),
+        ("somelib.ops.getenv", "standard library"),
+        ("somelib.ops.__dict__", "not an operator"),
+        ("somelib.ops.__builtins__.eval", "not an op"),
+    ],
+)
+def test_bad_names_of_a_package(write: Write, op: str, problem: str, package: types.ModuleType) -> None:
+    package.ops = package
+    refused(write(f"blacklist: [{op}]"), "1:13", problem)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_finds_nothing_in_shipped_lists() -> None:
+    for name in shipped_names():
+        faults = check_oplists(lists_dir() / f"{name}.yaml")
+        assert (dict(faults.found), faults.warnings) == ({}, [])
+
+
+def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
+    """Each of these files has one fault per line, beside entries that are read as if it were not there."""
+    path = write(
+        "whitelist: [mm, sofmax]\n"
+        "blacklist: [exp, {op: tan, wy: x}]\n"
+        "promote: [{op: sin, optional: maybe}, exp]\n"
+        "neutral: relu\n"
+    )
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == [
+        "1:17:",
+        "2:28:",
+        "3:31:",
+        "3:39:",
+        "4:10:",
+    ]
+
+
+def test_an_entry_with_faulty_bounds_takes_no_place(write: Write) -> None:
+    path = write("blacklist: [{op: exp, until: x}, {op: exp, since: 2.1}, {op: only_in_old_torch, until: x}]")
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:30:", "1:88:"]
+
+
+def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
+    write("blacklist: [sofmax]", "base.yaml")
+    write("extends: base.yaml", "left.yaml")
+    write("extends: base.yaml", "right.yaml")
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+    write("blacklist: [", "base.yaml")
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+
+
+def test_cycles_are_one_fault_each(write: Write) -> None:
+    write("extends: [mine.yaml, b.yaml]\nblacklist: [sofmax]", "b.yaml")
+    found = check_oplists(write("extends: [b.yaml, mine.yaml]")).found
+    assert [(Path(fault.partition(":")[0]).name, "extend each other" in fault) for fault in found] == [
+        ("b.yaml", True),
+        ("b.yaml", True),
+        ("b.yaml", False),
+        ("mine.yaml", True),
+    ]
+
+
+RULED = [
+    (rule, op)
+    for rule in ("whitelist", "blacklist", "banned", "neutral")
+    for op in ("exp", "exp_", "torch.exp", "torch.exp_")
+]
+
+
+@pytest.mark.parametrize("base", RULED, ids=" ".join)
+def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: Write, base: tuple[str, str]) -> None:
+    lower = write(f"{base[0]}: [{base[1]}]", "base.yaml")
+    for rule, op in RULED:
+        upper = write(f"extends: base.yaml\n{rule}: [{op}]")
+        is_warned_of = any(warning.startswith(f"{upper}:") for warning in check_oplists(upper).warnings)
+        changes_rules = kinds(load_oplists(upper)) != kinds(load_oplists(lower))
+        assert not (is_warned_of and changes_rules), (rule, op)
+        assert is_warned_of or (rule, op) != base, (rule, op)
+
+
+# ---- history ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_spelling_knows_what_its_entry_overrides(write: Write) -> None:
+    first, second, third = (
+        write("blacklist: [exp]", "a.yaml"),
+        write("whitelist: [torch.exp]", "b.yaml"),
+        write("neutral: [exp]", "c.yaml"),
+    )
+    lists = load_oplists([first, second, third])
+    history = {f"{s.owner_name}.{s.name}": [entry.path for entry in s.overridden] for s in lists.neutral}
+    longer, shorter = [str(first), str(second)], [str(first)]
+    assert history == {
+        "torch.exp": longer,
+        "torch.exp_": longer,
+        "torch.Tensor.exp": shorter,
+        "torch.Tensor.exp_": shorter,
+    }
+    assert {entry.path for s in lists.neutral for entry in [s.entry]} == {str(third)}
+    assert not any(spelling.overridden for spelling in load_oplists("float16").spellings)
+
+
+def test_entries_for_other_versions_of_torch_are_kept_apart(write: Write) -> None:
+    lists = load_oplists(
+        write(
+            "blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\n"
+            "neutral: [{op: cos, since: 98.5, until: 99, why: x}]"
+        )
+    )
+    kept = [(entry.op, entry.rule, entry.since, entry.until, entry.line) for entry in lists.other_torch]
+    assert kept == [
+        ("exp", "blacklist", "", "1.2", 1),
+        ("tan", "blacklist", "99", "", 1),
+        ("cos", "neutral", "98.5", "99", 2),
+    ]
+    assert {spelling.entry.op for spelling in (*lists.spellings, *lists.neutral)} == {"sin"}
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(path: Path, position: str, *problems: str) -> None:
+    with pytest.raises(OpListError) as caught:
+        load_oplists(path)
+    assert str(caught.value).startswith(f"{path}:{position}: ")
+    for problem in problems:
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [
+        ("sofmax", "Did you mean 'softmax'?"),
+        ("torch.nn.functional.sofmax", "Did you mean 'torch.nn.functional.softmax'?"),
+        ("rfft", "Did you mean 'torch.fft.rfft'?"),
+        ("zzzzzzzzzz", "has no op 'zzzzzzzzzz'"),
+        ("Tensor", "a class"),
+        ("torch.Size", "a class"),
+        ("float32", "not a function"),
+        ("torch.nn", "a module"),
+        ("fft", "a module"),
+        ("torch.Tensor.shape", "not a function"),
+        ("torch.Tensor", "a class"),
+        ("nn", "a module"),
+        ("torch.nn.Linear", "not a namespace of ops"),
+        ("torch.nn.Linear.forward", "not a namespace of ops"),
+        ("torch.os.system", "not a namespace of ops"),
+        ("torch.jit.script", "not a namespace of ops"),
+        ("torch.serialization.load", "not a namespace of ops"),
+        ("torch.hub.load", "not a namespace of ops"),
+        ("torch._C._jit_init", "not a namespace of ops"),
+        ("torch.load", "cannot be on a list"),
+        ("save", "cannot be on a list"),
+        ("compile", "cannot be on a list"),
+        ("to", "cannot be on a list"),
+        ("torch.Tensor.float", "cannot be on a list"),
+        ("manual_seed", "not an op"),
+        ("torch.set_default_dtype", "not an op"),
+        ("torch.cond", "not an op"),
+        ("torch.vmap", "not an op"),
+        ("torch.nn.functional.has_torch_function", "not an op"),
+        ("torch.nn.functional.handle_torch_function", "not an op"),
+        ("__init__", "not an operator"),
+        ("__getattribute__", "not an operator"),
+        ("torch.Tensor.__torch_function__", "not an operator"),
+        ("torch.Tensor.__class__", "not an operator"),
+        ("torch.Tensor.__reduce_ex__", "not an operator"),
+        ("os.system", "not an op"),
+        ("subprocess.run", "not an op"),
+        ("builtins.eval", "not an op"),
+        ("amp_patch.initialize", "not an op"),
+        ("'a b'", "not an op name"),
+        ("'os.system(1)'", "not an op name"),
+        ("torch..mm", "not an op name"),
+        (".mm", "not an op name"),
+        ("torch.mm.", "not an op name"),
+        ("''", "not an op name"),
+        ("'2'", "not an op name"),
+        ("søftmax", "not an op name"),
+        ('"mm\\n"', "not an op name"),
+    ],
+)
+def test_names_that_no_list_may_hold(write: Write, op: str, problem: str) -> None:
+    refused(write(f"blacklist: [{op}]"), "1:13", problem)
+    refused(write(f"blacklist:\n  - {{why: range, op: {op}}}"), "2:22", problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "problem"),
+    [
+        ("whitlist: [mm]", "1:1", "Did you mean 'whitelist'?"),
+        ("description: x\nextend: float16", "2:1", "Did you mean 'extends'?"),
+        ("whitelist: mm", "1:12", "must be a list"),
+        ("whitelist: {op: mm}", "1:12", "must be a list"),
+        ("whitelist: ''", "1:12", "must be a list"),
+        ("whitelist: [[mm]]", "1:13", "single text value"),
+        ("whitelist: [{op: [mm]}]", "1:18", "single text value"),
+        ("whitelist: [{why: speed}]", "1:13", "needs the key 'op'"),
+        ("whitelist: [{}]", "1:13", "needs the key 'op'"),
+        ("whitelist: [{op: mm, wy: speed}]", "1:22", "Did you mean 'why'?"),
+        ("whitelist: [{op: mm, why: [speed]}]", "1:27", "single text value"),
+        ("whitelist: [{op: mm, since: new}]", "1:29", "torch version such as"),
+        ("whitelist: [{op: mm, since: 2.1.0.0}]", "1:29", "torch version such as"),
+        ("whitelist: [{op: mm, until: [2]}]", "1:29", "single text value"),
+        ("whitelist: [{op: mm, since: 2.12, until: 2.12.0}]", "1:42", "not later"),
+        ("whitelist: [{op: mm, optional: yes}]", "1:32", "allowed are true, false"),
+        ("inplace_blacklist: mach", "1:20", "Did you mean 'match'?"),
+        ("inplace_blacklist: [match]", "1:20", "single text value"),
+        ("description: [x]", "1:14", "single text value"),
+        ("extends: {a: b}", "1:10", "single text value"),
+        ("extends: [[a.yaml]]", "1:11", "single text value"),
+        ("extends: flaot16", "1:10", "Did you mean 'float16'?"),
+        ("extends: presets", "1:10", "not a shipped list"),
+        ("- mm", "1:1", "must hold a mapping"),
+        ("whitelist: [mm]\nwhitelist: [bmm]", "2:1", "already given at 1:1"),
+        ("whitelist: [!!python/name:os.system ]", "1:13", "tag"),
+        ("whitelist: [&a mm, *a]", "1:13", "anchor"),
+    ],
+)
+def test_bad_files(write: Write, text: str, position: str, problem: str) -> None:
+    refused(write(text), position, problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "other"),
+    [
+        ("whitelist: [exp]\nblacklist: [exp]", "2:13", "1:13"),
+        ("whitelist: [acos]\nblacklist: [arccos]", "2:13", "1:13"),
+        ("whitelist: [softmax]\nblacklist: [torch.Tensor.softmax]", "2:13", "1:13"),
+        ("blacklist: [torch.Tensor.__pow__]\npromote: [pow]", "2:11", "1:13"),
+        ("blacklist: [exp]\nneutral: [exp]", "2:11", "1:13"),
+        ("banned: [bmm]\nsequence_promote: [bmm]", "1:10", "2:20"),
+        ("whitelist: [mm, bmm, mm]", "1:22", "1:13"),
+        ("whitelist: [multiply, mul]", "1:23", "1:13"),
+        ("whitelist: [torch.mm, mm]", "1:23", "1:13"),
+        ("whitelist: [other_lib.f]\nblacklist: [other_lib.f]", "2:13", "1:13"),
+        ("whitelist: [{op: no_such, optional: true}]\nblacklist: [{op: no_such, optional: true}]", "2:18", "1:18"),
+    ],
+)
+def test_an_op_may_be_on_one_list_of_a_file_once(write: Write, text: str, position: str, other: str) -> None:
+    path = write(text)
+    refused(path, position, f"{path}:{other}", "once")
+
+
+def test_extends_cycles(write: Write) -> None:
+    write("extends: b.yaml", "a.yaml")
+    write("description: x\nextends: [float16, sub/../c.yaml]", "b.yaml")
+    path = write("extends: a.yaml", "c.yaml")
+    (path.parent / "sub").mkdir()
+    with pytest.raises(
+        OpListError, match=r"b\.yaml:2:20: the files extend each other: c\.yaml -> a\.yaml -> b\.yaml -> c\.yaml"
+    ):
+        load_oplists(path)
+    refused(write("extends: mine.yaml"), "1:10", "extend each other")
+
+
+def test_a_long_chain_of_extends_is_refused(write: Write) -> None:
+    for index in range(40):
+        path = write(f"extends: f{index - 1}.yaml" if index else "whitelist: [mm]", f"f{index}.yaml")
+        if index < op_lists.MAX_EXTENDS:
+            assert load_oplists(path).spellings
+    with pytest.raises(OpListError, match=r"f24\.yaml:1:10: more than 16 files extend each other"):
+        load_oplists(path)
+
+
+def test_extending_an_absent_file_names_that_file(write: Write) -> None:
+    path = write("extends: absent.yaml")
+    with pytest.raises(OpListError, match=r"absent\.yaml:1:1: there is no such file"):
+        load_oplists(path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("flaot16", "Did you mean 'float16'?"),
+        ("presets", "not a shipped list"),
+        ("", "not a shipped list"),
+        ("absent.yaml", "no such file"),
+        ("./absent", "no such file"),
+        (Path("absent"), "no such file"),
+        ("null\0byte.yaml", "cannot be read"),
+        ([], "non-empty"),
+        (None, "non-empty"),
+        (3, "non-empty"),
+        (["float16", None], "non-empty"),
+        (b"float16", "non-empty"),
+        (["float16", "apx"], "Did you mean 'apex'?"),
+    ],
+    ids=repr,
+)
+def test_bad_specs(spec: object, problem: str) -> None:
+    with pytest.raises(OpListError) as caught:
+        load_oplists(spec)  # type: ignore[arg-type]
+    assert problem in str(caught.value)
+
+
+def test_lists_are_looked_for_inside_the_package_then_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "pkg" / "config" / "shipped.py"))
+    with pytest.raises(OpListError, match="reinstall"):
+        lists_dir()
+    for folder in (tmp_path / "lists", tmp_path / "pkg" / "lists"):
+        folder.mkdir(parents=True)
+        (folder / "presets.yaml").write_text("")
+        assert lists_dir() == folder
+
+
+# ---- anything at all -------------------------------------------------------------------------------------------------
+
+
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "600"))
+
+
+def load_text(text: str | bytes) -> OpLists | None:
+    """The lists, or None where the file was refused. Fails unless a check finds the refusal, and finds nothing where
+    there was none.
+
+    All faults have a position and one line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "f.yaml")
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        found = check_oplists(path).found
+        for fault in found:
+            line, column, problem = fault.removeprefix(f"{path}:").split(":", 2)
+            assert int(line) >= 1 and int(column) >= 1 and problem.strip() and len(fault.splitlines()) == 1
+        try:
+            lists = load_oplists(path)
+        except OpListError as exc:
+            assert str(exc) in found
+            return None
+        assert not found
+        return lists
+
+
+@given(st.binary(max_size=100) | st.binary(max_size=60).map(lambda data: b"blacklist: [" + data + b"]"))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_any_bytes_give_lists_or_the_error(data: bytes) -> None:
+    lists = load_text(data)
+    assert lists is None or isinstance(lists, OpLists)
+
+
+NAMES = st.sampled_from(
+    [
+        "exp",
+        "pow",
+        "torch.mm",
+        "torch.Tensor.exp_",
+        "__pow__",
+        "os.system",
+        "nope",
+        "lib.f",
+        "cat",
+        "torch.nn",
+        "exp_",
+        "~",
+    ]
+)
+FIELDS = [
+    "why: x",
+    "since: 2.1",
+    "until: 2.1",
+    "until: 99",
+    "optional: true",
+    "optional: maybe",
+    "since: soon",
+    "why: [x]",
+    "wy: x",
+]
+ENTRIES = (
+    NAMES
+    | st.builds("{{op: {}, {}}}".format, NAMES, st.sampled_from(FIELDS))
+    | st.sampled_from(["{a: b}", "[exp]", "{}", "{op: [exp]}"])
+)
+KEYS = st.sampled_from([*op_lists.RULES, "extends", "description", "inplace_blacklist", "typo"])
+
+
+@given(st.lists(st.tuples(KEYS, st.lists(ENTRIES, max_size=4)), max_size=4))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_near_valid_files_give_consistent_lists_or_the_error(content: Sequence[tuple[str, list[str]]]) -> None:
+    lists = load_text("\n".join(f"{key}: [{', '.join(entries)}]" for key, entries in content) or "{}")
+    if lists is not None:
+        allowed = {"whitelist", "blacklist", "promote", "sequence_promote", "banned", "match_self", "inplace_error"}
+        assert {spelling.kind for spelling in lists.spellings} <= allowed
+        assert len(kinds(lists)) == len(lists.spellings)
+        assert all(hasattr(spelling.owner, spelling.name) for spelling in lists.spellings)
+        written = {entry.removeprefix("{op: ").partition(",")[0] for _, entries in content for entry in entries}
+        assert {spelling.entry.op for spelling in lists.spellings} <= written
+
+
+OPS = ["exp", "mm", "tan", "sum", "cat", "softmax", "matmul", "acos", "bmm", "log", "linear", "add"]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(OPS), st.sampled_from(op_lists.RULES), min_size=1), min_size=1, max_size=3)
+)
+@settings(max_examples=EXAMPLES // 3, deadline=None)
+def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict[str, str]]) -> None:
+    def text(rules: dict[str, str]) -> str:
+        return "\n".join(f"{rule}: [{', '.join(op for op in rules if rules[op] == rule)}]" for rule in op_lists.RULES)
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{index}.yaml") for index in range(len(layers) + 1)]
+        for path, rules in zip(
+            paths, [*layers, {op: rule for layer in layers for op, rule in layer.items()}], strict=True
+        ):
+            path.write_text(text(rules))
+        layered, flat = load_oplists(paths[:-1]), load_oplists(paths[-1])
+    assert kinds(layered) == kinds(flat)
+    assert layered.digest == flat.digest

@@ -1,0 +1,114 @@
+"""Presets and overrides: the shipped table, users' own levels, and faults with their position."""
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch as amp
+from amp_patch.config.policy import make_policy
+from amp_patch.config.shipped import shipped_presets
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+TABLE = {  # cast_model_type, patch_torch_functions, type, keep_batchnorm_fp32, master_weights, loss_scale
+    "O0": (F32, False, None, None, False, 1.0),
+    "O1": (None, True, F16, None, None, "dynamic"),
+    "O2": (F16, False, None, True, True, "dynamic"),
+    "O3": (F16, False, None, False, False, 1.0),
+    "O4": (None, True, BF16, None, None, 1.0),
+    "O5": (BF16, False, None, True, True, 1.0),
+}
+
+
+def properties(policy):
+    return (
+        policy.cast_model_type,
+        policy.patch_torch_functions,
+        policy.patch_torch_functions_type,
+        policy.keep_batchnorm_fp32,
+        policy.master_weights,
+        policy.loss_scale,
+    )
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_the_shipped_levels(level):
+    assert properties(make_policy(level, {}, device_type="cuda")) == TABLE[level]
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_on_the_cpu_float16_gives_way_to_bfloat16_and_needs_no_scale(level):
+    on_cpu = properties(make_policy(level, {}, device_type="cpu"))
+    assert on_cpu == tuple(BF16 if value is F16 else 1.0 if value == "dynamic" else value for value in TABLE[level])
+
+
+def test_overrides_replace_one_property_each():
+    policy = make_policy(
+        "O2", {"loss_scale": "64", "keep_batchnorm_fp32": "False", "cast_model_type": None}, device_type="cuda"
+    )
+    assert (policy.loss_scale, policy.keep_batchnorm_fp32, policy.cast_model_type) == (64.0, False, F16)
+    assert make_policy("O2", {"cast_model_type": False}, device_type="cuda").cast_model_type is None
+
+
+def test_lists_follow_the_low_dtype_unless_they_are_named():
+    assert make_policy("O1", {}, device_type="cuda").lists == ("float16",)
+    assert make_policy("O1", {}, device_type="cpu").lists == ("bfloat16",)
+    assert make_policy("O4", {"lists": ["bfloat16", "my.yaml"]}, device_type="cuda").lists == ("bfloat16", "my.yaml")
+    assert make_policy("O2", {}, device_type="cuda").lists == ()
+
+
+def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "Mine: {extends: O5, loss_scale: 16}\n"
+        "O2: {extends: O2, keep_batchnorm_fp32: false}\n"
+        "Small: {extends: Mine, master_weights: false}\n"
+    )
+    assert properties(make_policy("Mine", {}, device_type="cuda", presets=path)) == (
+        BF16,
+        False,
+        None,
+        True,
+        True,
+        16.0,
+    )
+    assert make_policy("O2", {}, device_type="cuda", presets=path).keep_batchnorm_fp32 is False
+    assert make_policy("O2", {}, device_type="cpu", presets=path).cast_model_type is BF16
+    assert make_policy("Small", {}, device_type="cuda", presets=path).master_weights is False
+    assert make_policy("O1", {}, device_type="cuda", presets=path).patch_torch_functions is True
+    monkeypatch.setenv("AMP_PATCH_PRESETS", str(path))
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level="Small", verbosity=0)
+    assert model.weight.dtype is BF16 and amp.stats().loss_scales == (16.0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mine.yaml"),
+        ("- O1\n", "mine.yaml:1:1"),
+        ("Mine: O1\n", r"mine.yaml:1:7: expected a mapping of properties"),
+        ("Mine: {extends: O9}\n", r"mine.yaml:1:17: opt_level 'O9' is not a preset"),
+        ("Mine: {extends: Other}\nOther: {extends: Mine}\n", "extends itself"),
+        ("Mine: {extends: Mine}\n", "extends itself"),
+        ("Mine: {extends: [O1, O2]}\n", "extends takes the name of one level"),
+        ("Mine: {loss_scal: 1}\n", r"mine.yaml:1:8: unknown property 'loss_scal'.*Did you mean 'loss_scale'"),
+        ("Mine: {loss_scale: huge}\n", r"mine.yaml:1:20: loss_scale: loss_scale='huge'"),
+        ("Mine: {master_weights: yes}\n", r"mine.yaml:1:24: master_weights: 'yes' is neither true nor false"),
+        ("Mine: {cast_model_type: float8}\n", r"mine.yaml:1:25: cast_model_type"),
+        ("Mine: {cpu: 3}\n", "mine.yaml:1:13: expected a mapping"),
+        ("Mine: {loss_scale: 1, loss_scale: 2}\n", "mine.yaml:1:23: .*loss_scale"),
+        ("Mine: {extends: !!python/object/apply:os.system [ls]}\n", "mine.yaml:1:17"),
+    ],
+)
+def test_faults_in_a_presets_file_come_with_their_position(text, message, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(amp.PolicyError, match=message):
+        make_policy("Mine", {}, device_type="cpu", presets=path)
+
+
+def test_the_shipped_file_is_the_only_place_that_knows_the_levels(tmp_path):
+    path = tmp_path / "presets.yaml"
+    path.write_text(shipped_presets().read_text().replace("\nO2:", "\nTwo:").replace("extends: O2", "extends: Two"))
+    assert properties(make_policy("Two", {}, device_type="cuda", presets=path)) == TABLE["O2"]

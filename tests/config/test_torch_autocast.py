@@ -1,0 +1,217 @@
+"""What torch.autocast does, as observed: held against torch's own C++ header and test tables, and against the lists
+that were generated from it.
+"""
+
+import importlib.util
+import logging
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+
+import amp_patch
+from amp_patch.config import torch_autocast
+from amp_patch.config.op_lists import load_oplists
+from amp_patch.config.shipped import lists_dir
+from amp_patch.config.torch_autocast import get_overload_rules, get_rules
+from amp_patch.errors import AmpError, OpListError
+
+HEADER = Path(torch.__path__[0], "include", "ATen", "autocast_mode.h")
+POLICIES = {
+    "AT_FORALL_LOWER_PRECISION_FP": "whitelist",
+    "AT_FORALL_FP32": "blacklist",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "blacklist",
+    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": "blacklist",
+    "AT_FORALL_PROMOTE": "promote",
+}
+# Registered beside the macros, in source files that are not shipped.
+BESIDE_THE_MACROS = {
+    "binary_cross_entropy": "banned",
+    "_cudnn_rnn": "whitelist",
+    "cudnn_convolution": "whitelist",
+    "cudnn_convolution_transpose": "whitelist",
+}
+devices = pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+
+
+def rules_in_header() -> dict[str, str]:
+    """The overloads of each macro in torch's header, which CUDA registers."""
+    found = {}
+    text = HEADER.read_text().replace("\\\n", " ")
+    for macro, rule in POLICIES.items():
+        body = re.search(rf"#define {macro}\(_\)(.*)", text)
+        assert body, f"{macro} is gone from {HEADER}"
+        if rule == "blacklist" and "ADD_NS" in body[1]:
+            found |= dict.fromkeys(re.findall(r'"([\w.]+)"', body[1]), rule)
+        else:
+            found |= {
+                ".".join(filter(None, groups)): rule for groups in re.findall(r"_\((\w+)(?:, *(\w+))?\)", body[1])
+            }
+    return found
+
+
+@pytest.mark.skipif(not HEADER.is_file(), reason="this build of torch ships no ATen/autocast_mode.h")
+def test_the_rules_for_cuda_are_those_of_torch_s_header() -> None:
+    assert get_overload_rules("cuda") == rules_in_header() | BESIDE_THE_MACROS
+
+
+CUDA_TABLES = {
+    "torch_fp16 nn_fp16 linalg_fp16": "whitelist",
+    "torch_fp32 nn_fp32": "blacklist",
+    "torch_need_autocast_promote": "promote",
+    "banned": "banned",
+}
+CPU_TABLES = {
+    "torch_16 nn_16": "whitelist",
+    "torch_fp32 nn_fp32": "blacklist",
+    "torch_need_autocast_promote": "sequence_promote",
+}
+TABLES = {"cuda": (AutocastTestLists, CUDA_TABLES), "cpu": (AutocastCPUTestLists, CPU_TABLES)}
+
+
+@devices
+def test_the_rules_are_those_that_torch_tests(device_type: str) -> None:
+    make, attributes = TABLES[device_type]
+    lists = make(torch.device("cpu"))
+    tested = {
+        entry[0]: rule for names, rule in attributes.items() for name in names.split() for entry in getattr(lists, name)
+    }
+    observed = {overload.partition(".")[0]: rule for overload, rule in get_overload_rules(device_type).items()}
+    assert len(tested) > 25
+    assert {name: observed.get(name) for name in tested} == tested
+
+
+@devices
+def test_every_kernel_is_understood(device_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    rules = get_overload_rules(device_type)
+    assert caplog.records == []
+    assert len(rules) > 100
+    assert {overload for overload in rules if overload.startswith("softmax")} == (
+        {"softmax.int"} if device_type == "cuda" else set()
+    )
+
+
+@devices
+def test_overloads_of_one_function_have_one_rule(device_type: str) -> None:
+    pairs = {(overload.partition(".")[0], rule) for overload, rule in get_overload_rules(device_type).items()}
+    assert len({function for function, _ in pairs}) == len(pairs)
+
+
+@devices
+def test_the_rules_make_a_list_without_duplicates_or_unknown_names(device_type: str, tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    rules = get_rules(device_type)
+    path.write_text("\n".join(f"{rule}: [{', '.join(ops)}]" for rule, ops in rules.items()))
+    lists = load_oplists(path)
+    assert lists.missing == lists.deferred == ()
+    assert {spelling.entry.op for spelling in lists.spellings} == {op for ops in rules.values() for op in ops}
+    assert all(list(ops) == sorted(ops) for ops in rules.values())
+
+
+def test_what_differs_between_the_devices() -> None:
+    cuda, cpu = get_rules("cuda"), get_rules("cpu")
+    assert {"softmax", "layer_norm", "exp", "pow", "sum"} <= set(cuda["blacklist"])
+    assert not {"softmax", "layer_norm", "exp", "pow", "sum"} & {op for ops in cpu.values() for op in ops}
+    assert (cuda["banned"], "banned" in cpu) == (("binary_cross_entropy",), False)
+    assert "binary_cross_entropy" in cpu["blacklist"]
+    assert (cpu["sequence_promote"], "sequence_promote" in cuda) == (("cat", "stack"), False)
+    assert {"mv", "addr"} <= set(cuda["whitelist"]) - set(cpu["whitelist"])
+    assert {"lstm", "gru", "rnn_tanh", "lstm_cell", "einsum"} <= set(cuda["whitelist"]) & set(cpu["whitelist"])
+
+
+@pytest.mark.parametrize("given", ["gpu", "CUDA", "cuda:0", "", "mps"])
+def test_another_device_type_is_refused(given: str) -> None:
+    with pytest.raises(OpListError, match=rf"^device type '{given}' .*\(cpu, cuda\)") as raised:
+        get_rules(given)
+    assert isinstance(raised.value, (AmpError, ValueError))
+
+
+# ---- what asking leaves behind ---------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("is_on", [True, False], ids=["autocast-on", "autocast-off"])
+def test_asking_leaves_autocast_as_it_was(device_type: str, is_on: bool) -> None:
+    expected = get_rules(device_type)
+    with torch.autocast("cpu", dtype=torch.float16, enabled=is_on, cache_enabled=False):
+        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+        assert get_rules(device_type) == expected
+        assert (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ) == before
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@devices
+def test_the_answer_does_not_depend_on_patches_thread_or_grad_mode(device_type: str) -> None:
+    expected, answers = get_rules(device_type), []
+    amp_patch.initialize(nn.Linear(2, 2), opt_level="O4", lists="apex", verbosity=0)
+    thread = threading.Thread(target=lambda: answers.append(get_rules(device_type)))
+    thread.start()
+    thread.join()
+    with torch.inference_mode():
+        answers.append(get_rules(device_type))
+    assert answers == [expected] * 2
+
+
+def test_asking_says_nothing_and_imports_no_compiler() -> None:
+    code = (
+        "import sys, amp_patch.config.torch_autocast as t; t.get_rules('cpu'); t.get_rules('cuda');"
+        " assert 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_kernel_that_is_not_understood_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    observe = torch_autocast._observe
+    monkeypatch.setattr(
+        torch_autocast,
+        "_observe",
+        lambda overload, device_type: None if overload == "exp" else observe(overload, device_type),
+    )
+    with caplog.at_level(logging.WARNING):
+        rules = get_overload_rules("cuda")
+    assert "exp" not in rules and "expm1" in rules
+    assert [record.getMessage() for record in caplog.records] == [
+        f"what autocast of torch {torch.__version__} does to exp on cuda is not understood, so no rule says it"
+    ]
+
+
+def test_an_argument_of_an_unknown_kind_is_not_understood() -> None:
+    assert torch_autocast._observe("to.prim_Device", "cuda") is None  # a Device without a default
+    assert torch_autocast._observe("relu", "cuda") is None  # no kernel, so no difference
+
+
+# ---- the committed files ---------------------------------------------------------------------------------------------
+
+
+def generator() -> ModuleType:
+    path = Path(amp_patch.__path__[0]).parent / "tools" / "generate_autocast_lists.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@devices
+def test_the_shipped_list_is_what_the_generator_writes(device_type: str) -> None:
+    text = (lists_dir() / f"autocast-{device_type}.yaml").read_text(encoding="utf-8")
+    recorded = re.search(r"^description: .* as of torch (\d+\.\d+\.\d+)$", text, re.M)
+    assert recorded
+    running = torch.__version__.partition("+")[0]
+    if recorded[1] != running:
+        pytest.skip(f"the list is of torch {recorded[1]}, and this is torch {running}")
+    assert generator().render(device_type) == text

@@ -1,0 +1,219 @@
+"""What the doctor says of the machine: verdicts on dtypes, and which package is found under the name apex without
+importing it.
+"""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_patch
+from amp_patch.cli.main import main
+from amp_patch.doctor import levels, machine
+from amp_patch.doctor.machine import ApexInstall, Machine
+from amp_patch.doctor.report import as_text
+
+SOUND = Machine(
+    "3.12.1", "0.1.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
+)
+
+
+@pytest.fixture(autouse=True)
+def presets_are_looked_up_anew():
+    levels.presets_in_force.cache_clear()
+    yield
+    levels.presets_in_force.cache_clear()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put a package apex of these files, and metadata with this summary, where Python looks first; importing it would
+    fail.
+    """
+
+    def put(files: list[str], summary: str | None = None, version: str = "0.1") -> Path:
+        for name in files:
+            (tmp_path / "apex" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "apex" / name).write_text("raise SystemExit('imported')\n")
+        if summary is not None:
+            info = tmp_path / f"apex-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\nSummary: {summary}\n"
+            )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "apex", raising=False)
+        importlib.invalidate_caches()
+        return tmp_path / "apex"
+
+    return put
+
+
+PYRAMID = "Pyramid toolkit to add Velruse, Flash Messages,CSRF, ReCaptcha and Sessions"
+
+
+@pytest.mark.parametrize(
+    ("files", "summary", "kind", "codes"),
+    [
+        pytest.param(
+            ["__init__.py", "amp/__init__.py", "optimizers/__init__.py"],
+            "PyTorch Extensions",
+            "with amp",
+            [],
+            id="with-amp",
+        ),
+        pytest.param(
+            ["__init__.py", "optimizers/__init__.py", "contrib/__init__.py"],
+            "PyTorch Extensions",
+            "without amp",
+            [],
+            id="without-amp",
+        ),
+        pytest.param(["__init__.py", "models.py", "lib/libapex.py"], PYRAMID, "pyramid", ["AMP901"], id="pyramid"),
+        pytest.param(["__init__.py"], "Something else", "other", ["AMP901"], id="other"),
+        pytest.param(["__init__.py"], None, "other", ["AMP901"], id="no-metadata"),
+        pytest.param(["setup.txt"], None, "other", ["AMP901"], id="folder-without-init"),
+    ],
+)
+def test_apex_is_told_by_its_files_and_never_imported(
+    files: list[str], summary: str | None, kind: str, codes: list[str], install
+) -> None:
+    folder = install(files, summary)
+    found = machine.find_apex()
+    assert (found.kind, found.location, found.version) == (kind, str(folder), "0.1" if summary else None)
+    assert "apex" not in sys.modules
+    assert [finding.code for finding in machine.machine_findings(replace(SOUND, apex=found))] == codes
+
+
+def test_no_apex_is_no_finding() -> None:
+    assert machine.find_apex() == ApexInstall("none", None, None)
+    assert list(machine.machine_findings(SOUND)) == []
+
+
+def test_a_module_named_apex_without_a_spec_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", type(sys)("apex"))
+    assert machine.find_apex().kind == "other"
+
+
+def test_the_standin_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("apex")
+    folder = str(Path(amp_patch.__file__).parent / "apex")
+    module.__spec__ = importlib.machinery.ModuleSpec("apex", None, is_package=True)
+    module.__spec__.submodule_search_locations = [folder]
+    monkeypatch.setitem(sys.modules, "apex", module)
+    assert machine.find_apex() == ApexInstall("stand-in", folder, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_fault"),
+    [
+        ("torch", "2.5.1+cu121", True),
+        ("torch", "2.6.0a0+git123", False),
+        ("torch", "2.10.0", False),
+        ("torch", "3", False),
+        ("wrapt", "2.3.9", True),
+        ("wrapt", "2.4.0", False),
+        ("PyYAML", "5.4.1", True),
+        ("PyYAML", None, True),
+        ("PyYAML", "unknown", True),
+    ],
+)
+def test_old_packages_are_an_error(name: str, version: str | None, is_fault: bool) -> None:
+    findings = list(machine.machine_findings(replace(SOUND, versions={**SOUND.versions, name: version})))
+    assert [(finding.code, finding.severity) for finding in findings] == [("AMP902", "error")] * is_fault
+    assert all(name in finding.message and name in finding.fix for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("capability", "verdicts"),
+    [
+        ((6, 1), {"float16": "slow", "bfloat16": "slow"}),
+        ((7, 0), {"float16": "fast", "bfloat16": "slow"}),
+        ((7, 5), {"float16": "fast", "bfloat16": "slow"}),
+        ((8, 0), {"float16": "fast", "bfloat16": "fast"}),
+        ((10, 0), {"float16": "fast", "bfloat16": "fast"}),
+        (None, {"float16": "unknown", "bfloat16": "unknown"}),
+    ],
+)
+def test_a_gpu_is_judged_by_its_compute_capability(
+    capability: tuple[int, int] | None, verdicts: dict[str, str]
+) -> None:
+    judged = machine.judge_gpu(capability)
+    assert {dtype.name: dtype.verdict for dtype in judged} == verdicts
+    assert capability is None or all(f"{capability[0]}.{capability[1]}" in dtype.evidence for dtype in judged)
+
+
+@pytest.mark.parametrize(("speed", "verdict"), [(0.015, "slow"), (1.0, "even"), (4.4, "fast")])
+def test_a_cpu_is_judged_by_its_speed_and_the_flags_are_named(speed: float, verdict: str) -> None:
+    (judged,) = machine.judge_cpu(("avx512_bf16",), {"bfloat16": speed})
+    assert (judged.name, judged.verdict) == ("bfloat16", verdict)
+    assert "avx512_bf16" in judged.evidence and f"{speed:g} times" in judged.evidence
+
+
+def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    monkeypatch.delattr(torch.cpu, "_is_amx_fp16_supported", raising=False)
+    assert machine.cpu_flags() == ("avx512_bf16",)
+
+
+def test_both_low_dtypes_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {torch.float32: 4.0, torch.float16: 8.0, torch.bfloat16: 1.0}
+    monkeypatch.setattr(machine, "_time_product", seconds.__getitem__)
+    assert machine.measure_cpu() == {"float16": 0.5, "bfloat16": 4.0}
+
+
+def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: type("Properties", (), {"name": f"card {index}"})
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(machine, "measure_cpu", lambda: {"float16": 0.5})
+    devices = machine.get_machine().devices
+    assert [device.name.partition(" ")[0] for device in devices] == ["cuda:0", "cuda:1", "cpu"]
+    assert [device.low_dtypes[1].verdict for device in devices[:2]] == ["slow", "fast"]
+
+
+def test_presets_that_cannot_be_used_are_an_error_and_the_shipped_ones_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    presets = tmp_path / "presets.yaml"
+    presets.write_text("Careful: {extends: O2, loss_scal: 128}\n")
+    monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))
+    script = tmp_path / "script.py"
+    script.write_text('import amp_patch as amp\namp.initialize(m, o, opt_level="Careful")\n')
+    assert main(["doctor", str(script)]) == 1
+    said = capsys.readouterr().out
+    assert "[AMP903]" in said and "loss_scal" in said and "[AMP201]" in said
+
+
+def test_levels_of_the_users_own_presets_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    presets = tmp_path / "presets.yaml"
+    presets.write_text("Careful: {extends: O2, loss_scale: 128}\n")
+    monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))
+    script = tmp_path / "script.py"
+    script.write_text('import amp_patch as amp\namp.initialize(m, o, opt_level="Careful")\noptimizer.step(closure)\n')
+    assert main(["doctor", str(script)]) == 0
+    assert "[AMP" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["none", "with amp", "without amp", "pyramid", "stand-in", "other"])
+def test_every_kind_of_apex_has_its_words(kind: str) -> None:
+    said = as_text(replace(SOUND, apex=ApexInstall(kind, "/somewhere", None)), [], 0)
+    assert "/somewhere" in said
+    assert said.endswith("0 errors, 0 warnings, 0 notes in 0 files")
+
+
+def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said and "float16" in said and "bfloat16" in said
+    assert "in 0 files" in said

@@ -1,0 +1,567 @@
+"""`Patcher`: all or nothing on the way in, and no trace on the way out, whatever others do to the same names in
+between.
+"""
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import wrapt
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from amp_patch.patching.patcher import Patch, Patcher
+
+ABSENT = object()
+
+
+def triple(value: int) -> int:
+    """Three times the value."""
+    return 3 * value
+
+
+class Base:
+    def double(self, value: int) -> int:
+        """Twice the value."""
+        return 2 * value
+
+
+class Child(Base):
+    def negate(self, value: int) -> int:
+        return -value
+
+
+class GrandChild(Child):
+    pass
+
+
+def plus_100(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) + 100
+
+    return wrapper
+
+
+def failing(_: Callable[..., Any]) -> Callable[..., Any]:
+    raise ZeroDivisionError("a factory that fails")
+
+
+def make_module(name: str = "a_module") -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.triple = triple  # type: ignore[attr-defined]
+    return module
+
+
+def make_serving_module() -> types.ModuleType:
+    """A module that serves `triple` through `__getattr__`, as torch.nn.quantized and lazily loaded packages do."""
+    module = types.ModuleType("serving")
+
+    def serve(name: str) -> Any:
+        if name == "triple":
+            return triple
+        raise AttributeError(name)
+
+    module.__getattr__ = serve  # type: ignore[method-assign]
+    return module
+
+
+def make_classes() -> tuple[type, type]:
+    """Fresh copies, so that no test can leave anything in another's class."""
+    base = type("FreshBase", (), {"double": Base.__dict__["double"]})
+    return base, type("FreshChild", (base,), {"negate": Child.__dict__["negate"]})
+
+
+def held(owner: Any, name: str) -> Any:
+    """What the owner itself holds under that name; ABSENT if it only inherits or serves it."""
+    return vars(owner).get(name, ABSENT)
+
+
+def call(owner: Any, name: str, value: int) -> int:
+    return getattr(owner() if isinstance(owner, type) else owner, name)(value)
+
+
+def targets() -> dict[str, tuple[Any, str]]:
+    base, child = make_classes()
+    return {
+        "module": (make_module(), "triple"),
+        "module-with-getattr": (make_serving_module(), "triple"),
+        "class": (base, "double"),
+        "class-that-inherits": (child, "double"),
+    }
+
+
+@pytest.fixture(params=list(targets()))
+def target(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    return targets()[request.param]
+
+
+# ---- one patch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_patch_acts_and_undo_leaves_no_trace(target: tuple[Any, str]) -> None:
+    owner, name = target
+    before, names_before, plain = held(owner, name), set(vars(owner)), call(owner, name, 7)
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    assert call(owner, name, 7) == plain + 100
+    assert len(patcher) == 1
+    patcher.undo()
+    assert call(owner, name, 7) == plain
+    assert held(owner, name) is before
+    assert set(vars(owner)) == names_before
+    assert len(patcher) == 0
+
+
+def test_undo_twice_is_undo_once(target: tuple[Any, str]) -> None:
+    owner, name = target
+    before = held(owner, name)
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    patcher.undo()
+    setattr(owner, name, plus_100(triple))  # somebody else's, put in after our undo
+    theirs = held(owner, name)
+    patcher.undo()
+    assert held(owner, name) is theirs
+    assert theirs is not before
+
+
+def test_a_patcher_installs_again_after_undo(target: tuple[Any, str]) -> None:
+    owner, name = target
+    before, plain = held(owner, name), call(owner, name, 2)
+    patcher = Patcher()
+    for _ in range(3):
+        patcher.install([Patch(owner, name, plus_100)])
+        assert call(owner, name, 2) == plain + 100
+        patcher.undo()
+        assert held(owner, name) is before
+
+
+def test_undo_of_a_patcher_that_installed_nothing_does_nothing() -> None:
+    Patcher().undo()
+
+
+def test_the_replacement_is_a_plain_function_with_the_original_s_name_and_docstring(target: tuple[Any, str]) -> None:
+    owner, name = target
+    original = getattr(owner, name)
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    replacement = held(owner, name)
+    assert type(replacement) is types.FunctionType
+    assert (replacement.__name__, replacement.__doc__) == (original.__name__, original.__doc__)
+    assert replacement.__wrapped__ is original
+
+
+def test_the_patcher_knows_what_it_patched(target: tuple[Any, str]) -> None:
+    owner, name = target
+    original = getattr(owner, name)
+    patcher = Patcher()
+    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name)) == (False, None)
+    patcher.install([Patch(owner, name, plus_100)])
+    assert patcher.is_patched(owner, name)
+    assert not patcher.is_patched(owner, "another")
+    assert not patcher.is_patched(make_module(), name)
+    assert patcher.get_original(owner, name) is original
+    assert list(patcher.functions()) == [(original, held(owner, name))]
+    patcher.undo()
+    assert (patcher.is_patched(owner, name), patcher.get_original(owner, name), list(patcher.functions())) == (
+        False,
+        None,
+        [],
+    )
+
+
+def test_a_patch_of_a_child_leaves_its_parent_and_a_patch_of_a_parent_reaches_its_child() -> None:
+    base, child = make_classes()
+    of_child, of_base = Patcher(), Patcher()
+    of_child.install([Patch(child, "double", plus_100)])
+    assert (base().double(1), child().double(1)) == (2, 102)
+    of_child.undo()
+    of_base.install([Patch(base, "double", plus_100)])
+    assert (base().double(1), child().double(1)) == (102, 102)
+    of_base.undo()
+    assert (base().double(1), child().double(1)) == (2, 2)
+    assert "double" not in vars(child)
+
+
+@pytest.mark.parametrize("base_first", [True, False], ids=["parent-first", "child-first"])
+def test_parent_and_child_patched_together_come_out_clean(base_first: bool) -> None:
+    base, child = make_classes()
+    double = held(base, "double")
+    patches = [Patch(base, "double", plus_100), Patch(child, "double", plus_100)]
+    patcher = Patcher()
+    patcher.install(patches if base_first else patches[::-1])
+    patcher.undo()
+    assert held(base, "double") is double
+    assert held(child, "double") is ABSENT
+
+
+def test_factories_see_every_name_as_it_was_before_the_first_patch_of_the_call() -> None:
+    base, child = make_classes()
+    seen: list[Any] = []
+
+    def looking(original: Callable[..., Any]) -> Callable[..., Any]:
+        seen.append(original)
+        return plus_100(original)
+
+    double = held(base, "double")
+    patcher = Patcher()
+    patcher.install([Patch(base, "double", looking), Patch(child, "double", looking)])
+    assert seen == [double, double]
+    assert child().double(1) == 102
+
+
+# ---- others patch the same name --------------------------------------------------------------------------------------
+
+
+def plain_closure(original: Callable[..., Any]) -> Callable[..., Any]:
+    def theirs(*args: Any) -> Any:
+        return original(*args) + 1000
+
+    return theirs
+
+
+def wraps_closure(original: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(original)(plain_closure(original))
+
+
+def unrelated(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: args[-1] + 5000
+
+
+@pytest.mark.parametrize("foreign", [plain_closure, wraps_closure, unrelated])
+def test_what_somebody_put_on_top_stays_and_goes_on_working(
+    target: tuple[Any, str], foreign: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, name = target
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    theirs = foreign(getattr(owner, name) if isinstance(owner, types.ModuleType) else held(owner, name))
+    setattr(owner, name, theirs)
+    answer = call(owner, name, 7)
+    with caplog.at_level(logging.WARNING, logger="amp_patch"):
+        patcher.undo()
+    assert held(owner, name) is theirs
+    assert call(owner, name, 7) == answer
+    assert not patcher.is_patched(owner, name)
+
+
+def test_a_patch_that_is_stuck_is_reported_once_and_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    module = make_module("torch_like")
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    module.triple = wraps_closure(module.triple)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, logger="amp_patch"):
+        patcher.undo()
+        patcher.undo()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "torch_like.triple" in messages[0]
+    assert "no longer casts" in messages[0]
+
+
+def test_a_clean_undo_reports_nothing(target: tuple[Any, str], caplog: pytest.LogCaptureFixture) -> None:
+    patcher = Patcher()
+    patcher.install([Patch(*target, plus_100)])
+    with caplog.at_level(logging.DEBUG, logger="amp_patch"):
+        patcher.undo()
+    assert caplog.records == []
+
+
+def test_a_foreign_patch_does_not_keep_the_other_names_in(caplog: pytest.LogCaptureFixture) -> None:
+    module, (base, child) = make_module(), make_classes()
+    double = held(base, "double")
+    patcher = Patcher()
+    patcher.install(
+        [Patch(base, "double", plus_100), Patch(module, "triple", plus_100), Patch(child, "double", plus_100)]
+    )
+    module.triple = plain_closure(module.triple)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, logger="amp_patch"):
+        patcher.undo()
+    assert held(base, "double") is double
+    assert held(child, "double") is ABSENT
+
+
+def test_a_wrapt_proxy_on_top_stays_while_ours_goes_from_under_it(target: tuple[Any, str]) -> None:
+    owner, name = target
+    before, plain = held(owner, name), call(owner, name, 7)
+
+    def add_1000(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **kwargs) + 1000
+
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    proxy = wrapt.wrap_function_wrapper(owner, name, add_1000)
+    assert call(owner, name, 7) == plain + 1100
+    patcher.undo()
+    assert held(owner, name) is proxy
+    assert call(owner, name, 7) == plain + 1000
+    wrapt.unwrap_object(owner, name, proxy)
+    assert call(owner, name, 7) == plain
+    if before is not ABSENT:
+        assert held(owner, name) is before
+
+
+def test_a_name_that_was_deleted_under_us_is_left_deleted() -> None:
+    module = make_module()
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    del module.triple  # type: ignore[attr-defined]
+    patcher.undo()
+    assert not hasattr(module, "triple")
+
+
+def test_a_name_that_was_restored_under_us_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    module = make_module()
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    module.triple = triple  # type: ignore[attr-defined]
+    with caplog.at_level(logging.DEBUG, logger="amp_patch"):
+        patcher.undo()
+    assert held(module, "triple") is triple
+    assert caplog.records == []
+
+
+def test_a_foreign_patch_below_ours_is_what_undo_restores() -> None:
+    module = make_module()
+    theirs = wraps_closure(module.triple)
+    module.triple = theirs  # type: ignore[attr-defined]
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    assert module.triple(1) == 1103
+    patcher.undo()
+    assert held(module, "triple") is theirs
+
+
+def test_two_patchers_on_one_name_come_out_in_reverse_order() -> None:
+    module = make_module()
+    first, second = Patcher(), Patcher()
+    first.install([Patch(module, "triple", plus_100)])
+    second.install([Patch(module, "triple", plus_100)])
+    assert module.triple(1) == 203
+    second.undo()
+    assert module.triple(1) == 103
+    first.undo()
+    assert held(module, "triple") is triple
+
+
+def test_one_name_patched_in_two_installs_comes_out_clean() -> None:
+    module = make_module()
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    patcher.install([Patch(module, "triple", plus_100)])
+    assert module.triple(1) == 203
+    patcher.undo()
+    assert held(module, "triple") is triple
+
+
+def test_get_original_of_a_name_patched_twice_is_what_it_was_before_both() -> None:
+    module = make_module()
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    patcher.install([Patch(module, "triple", plus_100)])
+    original = patcher.get_original(module, "triple")
+    patcher.undo()
+    assert original is triple
+
+
+# ---- failures half-way -----------------------------------------------------------------------------------------------
+
+
+class Interrupting(type):
+    """A metaclass whose classes may raise while an attribute is set: before it is in, or after."""
+
+    raise_before = raise_after = ""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == Interrupting.raise_before:
+            Interrupting.raise_before = ""
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+        if name == Interrupting.raise_after:
+            Interrupting.raise_after = ""
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def interrupted_class() -> Iterator[type]:
+    yield Interrupting("Interrupted", (Base,), {"negate": Child.__dict__["negate"]})
+    Interrupting.raise_before = Interrupting.raise_after = ""
+
+
+def test_a_factory_that_fails_leaves_every_name_as_it_was() -> None:
+    module, (base, child) = make_module(), make_classes()
+    double = held(base, "double")
+    patcher = Patcher()
+    with pytest.raises(ZeroDivisionError):
+        patcher.install(
+            [Patch(module, "triple", plus_100), Patch(child, "double", plus_100), Patch(base, "double", failing)]
+        )
+    assert (held(module, "triple"), held(base, "double"), held(child, "double")) == (triple, double, ABSENT)
+    assert len(patcher) == 0
+
+
+def test_a_name_that_does_not_exist_raises_before_anything_is_changed() -> None:
+    module = make_module()
+    patcher = Patcher()
+    with pytest.raises(AttributeError, match="no_such_name"):
+        patcher.install([Patch(module, "triple", plus_100), Patch(module, "no_such_name", plus_100)])
+    assert held(module, "triple") is triple
+    assert len(patcher) == 0
+
+
+@pytest.mark.parametrize("when", ["raise_before", "raise_after"])
+@pytest.mark.parametrize("name", ["negate", "double"], ids=["own", "inherited"])
+def test_an_interrupt_while_a_name_is_set_rolls_everything_back(interrupted_class: type, name: str, when: str) -> None:
+    module = make_module()
+    before = dict(vars(interrupted_class))
+    patcher = Patcher()
+    setattr(Interrupting, when, name)
+    with pytest.raises(KeyboardInterrupt):
+        patcher.install([Patch(module, "triple", plus_100), Patch(interrupted_class, name, plus_100)])
+    assert dict(vars(interrupted_class)) == before
+    assert held(module, "triple") is triple
+    assert len(patcher) == 0
+    assert not patcher.is_patched(module, "triple")
+
+
+def test_a_failed_install_keeps_what_an_earlier_one_put_in() -> None:
+    module, (base, _) = make_module(), make_classes()
+    double = held(base, "double")
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    with pytest.raises(ZeroDivisionError):
+        patcher.install([Patch(base, "double", failing)])
+    assert module.triple(1) == 103
+    assert held(base, "double") is double
+    assert len(patcher) == 1
+    patcher.undo()
+    assert held(module, "triple") is triple
+
+
+def test_a_rolled_back_second_patch_of_a_name_leaves_the_first_known() -> None:
+    module = make_module()
+    interrupted = Interrupting("Interrupted", (Base,), {})
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100)])
+    Interrupting.raise_before = "double"
+    with pytest.raises(KeyboardInterrupt):
+        patcher.install([Patch(module, "triple", plus_100), Patch(interrupted, "double", plus_100)])
+    assert module.triple(1) == 103
+    assert patcher.is_patched(module, "triple")
+    patcher.undo()
+    assert held(module, "triple") is triple
+
+
+# ---- any sequence ----------------------------------------------------------------------------------------------------
+
+
+class PatcherMachine(RuleBasedStateMachine):
+    """Two patchers and a stranger work on the same names in any order. A name that the stranger never covered while
+    ours was below must end up the identical object (or absent), and at every moment a call through any name gives the
+    original answer plus what is on it.
+    """
+
+    @initialize()
+    def start(self) -> None:
+        Interrupting.raise_before = Interrupting.raise_after = ""
+        base = Interrupting("MachineBase", (), {"double": Base.__dict__["double"], "negate": Child.__dict__["negate"]})
+        child = Interrupting("MachineChild", (base,), {})
+        self.names: list[tuple[Any, str]] = [
+            (make_module(), "triple"),
+            (make_serving_module(), "triple"),
+            (base, "double"),
+            (base, "negate"),
+            (child, "double"),
+        ]
+        self.before = [held(owner, name) for owner, name in self.names]
+        self.plain = [call(owner, name, 7) for owner, name in self.names]
+        self.patcher = Patcher()
+        self.installed: list[int] = []
+        self.foreign: dict[int, tuple[Any, Any]] = {}  # what the stranger put on top, and what was there before
+
+    def free(self, indexes: list[int]) -> list[int]:
+        return [index for index in dict.fromkeys(indexes) if index not in self.foreign]
+
+    @rule(indexes=st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    def install(self, indexes: list[int]) -> None:
+        chosen = self.free(indexes)
+        self.patcher.install([Patch(*self.names[index], plus_100) for index in chosen])
+        self.installed += chosen
+
+    @rule(indexes=st.lists(st.integers(0, 4), max_size=4))
+    def install_with_a_factory_that_fails(self, indexes: list[int]) -> None:
+        patches = [Patch(*self.names[index], plus_100) for index in self.free(indexes)]
+        with pytest.raises(ZeroDivisionError):
+            self.patcher.install([*patches, Patch(*self.names[0], failing)])
+
+    @rule(
+        indexes=st.lists(st.integers(0, 4), max_size=4),
+        interrupted=st.integers(2, 4),
+        when=st.sampled_from(["raise_before", "raise_after"]),
+    )
+    def install_with_an_interrupt(self, indexes: list[int], interrupted: int, when: str) -> None:
+        if interrupted in self.foreign:
+            return
+        name = self.names[interrupted][1]
+        chosen = [index for index in self.free(indexes) if self.names[index][1] != name]
+        setattr(Interrupting, when, name)
+        with pytest.raises(KeyboardInterrupt):
+            self.patcher.install(Patch(*self.names[index], plus_100) for index in [*chosen, interrupted])
+
+    @rule(index=st.integers(0, 4))
+    def stranger_patches(self, index: int) -> None:
+        if index not in self.foreign:
+            owner, name = self.names[index]
+            below = held(owner, name)
+            theirs = wraps_closure(getattr(owner, name))
+            self.foreign[index] = (theirs, below)
+            setattr(owner, name, theirs)
+
+    @rule(index=st.integers(0, 4))
+    def stranger_unpatches(self, index: int) -> None:
+        if index in self.foreign:
+            owner, name = self.names[index]
+            below = self.foreign.pop(index)[1]
+            delattr(owner, name) if below is ABSENT else setattr(owner, name, below)
+
+    @rule()
+    def undo(self) -> None:
+        covered = [index for index in self.foreign if index in self.installed]
+        self.patcher.undo()
+        assert len(self.patcher) == 0
+        for index in covered:  # left in place, as the contract says; the stranger now takes both off
+            owner, name = self.names[index]
+            assert held(owner, name) is self.foreign.pop(index)[0]
+            delattr(owner, name) if self.before[index] is ABSENT else setattr(owner, name, self.before[index])
+        self.installed.clear()
+        for index, (owner, name) in enumerate(self.names):
+            assert held(owner, name) is (self.foreign[index][0] if index in self.foreign else self.before[index])
+
+    @invariant()
+    def calls_give_what_is_on_them(self) -> None:
+        if not hasattr(self, "names"):
+            return
+        for index, (owner, name) in enumerate(self.names):
+            if index == 4 and self.before[4] is held(owner, name):
+                continue  # inherits whatever the parent has
+            if index == 4:
+                assert call(owner, name, 7) >= self.plain[index] + 100
+            else:
+                assert call(owner, name, 7) == self.plain[index] + 100 * self.installed.count(index) + 1000 * (
+                    index in self.foreign
+                )
+            assert self.patcher.is_patched(owner, name) is (index in self.installed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "names"):
+            for index in list(self.foreign):
+                self.stranger_unpatches(index)
+            self.undo()
+
+
+PatcherMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=20, deadline=None)
+TestPatcherMachine = PatcherMachine.TestCase

@@ -1,0 +1,862 @@
+"""References to patched functions outside torch: found wherever a program keeps them, given back exactly, and never by
+running its code.
+"""
+
+import copy
+import functools
+import gc
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch.patching import pickling, references
+from amp_patch.patching.patcher import Patch, Patcher
+
+X = torch.ones(2, 4)
+LOW = torch.bfloat16
+LISTS = "extends: bfloat16\nwhitelist: [gelu, silu]\nblacklist: [torch.Tensor.sinc]\n"
+
+
+@pytest.fixture
+def lists(tmp_path):
+    """A list that whitelists two functions that torch writes in C and in Python, and blacklists a method."""
+    path = tmp_path / "lists.yaml"
+    path.write_text(LISTS)
+    return path
+
+
+@pytest.fixture
+def make_package(tmp_path, monkeypatch):
+    """Returns a function that writes modules, by dotted name, where they can be imported from.
+
+    They are forgotten after the test.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    tops = set()
+
+    def make(sources):
+        for name, source in sources.items():
+            top, *rest = name.split(".")
+            tops.add(top)
+            is_package = any(other.startswith(f"{name}.") for other in sources)
+            path = (
+                tmp_path.joinpath(top, *rest, "__init__.py")
+                if is_package
+                else tmp_path.joinpath(top, *rest).with_suffix(".py")
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+
+    yield make
+    amp.reset()
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        del sys.modules[name]
+
+
+def open_session(lists="bfloat16", model=None, **options):
+    model = nn.Linear(4, 4) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", lists=lists, verbosity=0, **options)
+    return model, optimizer
+
+
+# ---- one kind of place at a time -------------------------------------------------------------------------------------
+
+PLACES = {
+    "global": ("from torch.nn.functional import gelu", lambda m, x: m.gelu(x)),
+    "global of another name": ("import torch\nact = torch.nn.functional.silu", lambda m, x: m.act(x)),
+    "class attribute, builtin": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.gelu",
+        lambda m, x: m.C().act(x),
+    ),
+    "class attribute, called on the class": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.gelu",
+        lambda m, x: m.C.act(x),
+    ),
+    "class attribute, function": (
+        "import torch.nn.functional as F\nclass C:\n    act = F.silu",
+        lambda m, x: m.C.act(x),
+    ),
+    "staticmethod": (
+        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.silu)",
+        lambda m, x: m.C().act(x),
+    ),
+    "static builtin": (
+        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.gelu)",
+        lambda m, x: m.C().act(x),
+    ),
+    "nested class": (
+        "import torch.nn.functional as F\nclass C:\n    class D:\n        act = F.gelu",
+        lambda m, x: m.C.D().act(x),
+    ),
+    "default": (
+        "import torch.nn.functional as F\ndef f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "keyword default": (
+        "import torch.nn.functional as F\ndef f(x, *, act=F.gelu):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "default of a method": (
+        "from torch.nn import functional\nclass C:\n    def f(self, x, act=functional.gelu):\n        return act(x)",
+        lambda m, x: m.C().f(x),
+    ),
+    "default of a class method": (
+        (
+            "import torch\n"
+            "class C:\n"
+            "    @classmethod\n"
+            "    def f(cls, x, act=torch.nn.functional.gelu):\n"
+            "        return act(x)"
+        ),
+        lambda m, x: m.C.f(x),
+    ),
+    "default of a decorated function": (
+        "import torch\n@torch.no_grad()\ndef f(x, act=torch.nn.functional.gelu):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "closure": (
+        (
+            "import torch.nn.functional as F\n"
+            "def make(act):\n"
+            "    def f(x):\n"
+            "        return act(x)\n"
+            "    return f\n"
+            "f = make(F.gelu)"
+        ),
+        lambda m, x: m.f(x),
+    ),
+    "closure in a closure": (
+        (
+            "import torch.nn.functional as F\n"
+            "def same(f):\n"
+            "    return lambda *a: f(*a)\n"
+            "def make(g):\n"
+            "    return same(lambda x: g(x))\n"
+            "f = make(F.gelu)"
+        ),
+        lambda m, x: m.f(x),
+    ),
+    "table": (
+        "import torch.nn.functional as F\nACT = {'gelu': F.gelu, 'own': lambda x: x}",
+        lambda m, x: m.ACT["gelu"](x),
+    ),
+    "list": ("import torch.nn.functional as F\nACTS = [None, F.gelu]", lambda m, x: m.ACTS[1](x)),
+    "table of tables": (
+        "import torch.nn.functional as F\nACT = {'a': {'gelu': F.gelu}}",
+        lambda m, x: m.ACT["a"]["gelu"](x),
+    ),
+    "ordered table": (
+        "import collections, torch\nACT = collections.OrderedDict(g=torch.nn.functional.gelu)",
+        lambda m, x: m.ACT["g"](x),
+    ),
+    "table of a class": (
+        "import torch.nn.functional as F\nclass C:\n    ACT = {'gelu': [F.gelu]}",
+        lambda m, x: m.C().ACT["gelu"][0](x),
+    ),
+    "data class": (
+        (
+            "import dataclasses, typing, torch\n"
+            "@dataclasses.dataclass\n"
+            "class C:\n"
+            "    act: typing.Any = torch.nn.functional.gelu"
+        ),
+        lambda m, x: m.C().act(x),
+    ),
+    "a table filled from another module": (
+        "from library_x.ops import table\nACT = {'gelu': table['gelu']}",
+        lambda m, x: m.ACT["gelu"](x),
+    ),
+}
+
+
+def describe(module):
+    """Everything that a module, its classes, functions and tables hold, by identity."""
+    held, pending = {}, [("", vars(module))]
+    while pending:
+        path, value = pending.pop()
+        held[path] = (type(value), id(value))
+        if isinstance(value, dict) and not path.endswith("__builtins__"):
+            pending += [
+                (f"{path}.{key}", item)
+                for key, item in value.items()
+                if key not in ("__builtins__", "__spec__", "__loader__")
+            ]
+        elif isinstance(value, (list, tuple)):
+            pending += [(f"{path}.{index}", item) for index, item in enumerate(value)]
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            pending += [
+                (f"{path}.{key}", item) for key, item in vars(value).items() if key not in ("__dict__", "__weakref__")
+            ]
+        elif isinstance(value, (staticmethod, classmethod)):
+            pending.append((f"{path}.__func__", value.__func__))
+        elif isinstance(value, types.FunctionType):
+            pending += [
+                (f"{path}.{name}", getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__closure__")
+            ]
+        elif isinstance(value, types.CellType):
+            pending.append((f"{path}.cell", value.cell_contents))
+    return held
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_is_rebound_and_given_back_exactly(place, make_package, lists):
+    source, call = PLACES[place]
+    make_package(
+        {
+            "program_x": source,
+            "library_x": "",
+            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
+        }
+    )
+    module = importlib.import_module("program_x")
+    before, plain = describe(module), call(module, X)
+    for _ in range(2):
+        session = open_session(lists)
+        assert call(module, X).dtype is LOW
+        with amp.disable_casts():
+            assert call(module, X).dtype is torch.float32
+        amp.reset()
+        assert describe(module) == before
+        assert torch.equal(call(module, X), plain)
+        del session
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_was_made_during_a_session_gets_the_original(place, make_package, lists):
+    source, call = PLACES[place]
+    make_package(
+        {
+            "program_x": source,
+            "library_x": "",
+            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
+        }
+    )
+    _session = open_session(lists)
+    module = importlib.import_module("program_x")
+    amp.reset()
+    held = {identity for _, identity in describe(module).values()}
+    assert held & {id(F.gelu), id(F.silu)} and not held & set(pickling.get_originals())
+    assert call(module, X).dtype is torch.float32
+
+
+def test_a_program_run_as_a_script_is_rebound(tmp_path):
+    script = """
+        import torch, torch.nn.functional as F, amp_patch as amp
+        ACT = {"gelu": F.gelu}
+        def f(x, act=F.gelu):
+            return act(x)
+        model = torch.nn.Linear(2, 2)
+        amp.initialize(model, opt_level="O4", lists="lists.yaml", verbosity=0)
+        assert ACT["gelu"](torch.ones(2)).dtype is f(torch.ones(2)).dtype is torch.bfloat16
+        amp.reset()
+        assert ACT["gelu"] is F.gelu and f.__defaults__ == (F.gelu,)
+    """
+    (tmp_path / "lists.yaml").write_text(LISTS)
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "script.py"], cwd=tmp_path, check=True)
+
+
+def test_methods_of_tensors_are_rebound_too(make_package, lists):
+    make_package(
+        {
+            "program_x": (
+                "import torch\n"
+                "OPS = {'sinc': torch.Tensor.sinc}\n"
+                "class Mine(torch.Tensor):\n"
+                "    my_sinc = torch.Tensor.sinc"
+            )
+        }
+    )
+    module = importlib.import_module("program_x")
+    original = module.OPS["sinc"]
+    _session = open_session(lists)
+    assert (
+        module.OPS["sinc"](X.bfloat16()).dtype is X.bfloat16().as_subclass(module.Mine).my_sinc().dtype is torch.float32
+    )
+    amp.reset()
+    assert module.OPS["sinc"] is vars(module.Mine)["my_sinc"] is original
+
+
+def test_what_the_user_changed_during_the_session_stays(make_package, lists):
+    source = """
+        import torch.nn.functional as F
+        act = F.gelu
+        ACT = {"gelu": F.gelu, "gone": F.gelu}
+        ACTS = [F.gelu, F.gelu]
+        class C:
+            act = F.gelu
+        def f(x, act=F.gelu):
+            return act(x)
+    """
+    make_package({"program_x": source})
+    module = importlib.import_module("program_x")
+    _session = open_session(lists)
+    module.act = module.ACT["gelu"] = module.C.act = mine = abs
+    del module.ACT["gone"], module.ACTS[0]
+    module.f.__defaults__ = (mine,)
+    amp.reset()
+    assert module.act is module.C.act is mine and {"gelu": mine} == module.ACT and module.f.__defaults__ == (mine,)
+    assert [F.gelu] == module.ACTS
+
+
+def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
+    make_package(
+        {"program_x": "import torch.nn.functional as F\nclass C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass"}
+    )
+    module = importlib.import_module("program_x")
+    _session = open_session(lists)
+    gone = weakref.ref(module.C), weakref.ref(module.f)
+    del module.C, module.f
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    amp.reset()
+
+
+# ---- what must not happen --------------------------------------------------------------------------------------------
+
+TRAPS = """
+    import torch.nn.functional as F
+    import types
+
+    def fail(*args):
+        raise AssertionError("ran the program's code")
+
+    class Meta(type):
+        __getattribute__ = __setattr__ = fail
+
+    class Guarded(metaclass=Meta):
+        act = F.gelu
+
+    class Descriptor:
+        __get__ = __set__ = fail
+
+    class Plain:
+        attribute = Descriptor()
+        prop = property(fail)
+        act = F.gelu
+
+    class Instance:
+        __getattribute__ = __getattr__ = __eq__ = __hash__ = __len__ = __iter__ = __bool__ = fail
+
+    class Table(dict):
+        __getitem__ = __setitem__ = __iter__ = items = values = keys = get = __len__ = fail
+
+    class Array(list):
+        __getitem__ = __setitem__ = __iter__ = __len__ = fail
+
+    class Liar:
+        __class__ = property(fail)
+
+    instance, liar, plain = object.__new__(Instance), object.__new__(Liar), Plain()
+    table, array = Table(gelu=F.gelu), Array([F.gelu])
+
+    def __getattr__(name):
+        fail()
+"""
+
+
+def test_no_code_of_the_program_is_run(make_package, lists):
+    make_package({"program_x": TRAPS})
+    module = importlib.import_module("program_x")
+    lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
+    namespace_of, attributes_of = references.namespace_of, references.attributes_of
+    namespace_of(lazy)["gelu"] = F.gelu
+    sys.modules.update({"lazy_x": lazy, "no_module_x": module.instance})
+    try:
+        _session = open_session(lists)
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        held += [module.plain.act, attributes_of(module.Guarded)["act"].__func__]
+        assert all(value is F.gelu and value(X).dtype is LOW for value in held)
+        amp.reset()
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        assert all(
+            value is F.gelu
+            for value in (*held, attributes_of(module.Plain)["act"], attributes_of(module.Guarded)["act"])
+        )
+    finally:
+        del sys.modules["lazy_x"], sys.modules["no_module_x"]
+
+
+def test_nothing_is_imported(make_package, lists):
+    make_package({"program_x": "import torch.nn.functional as F\nACT = [F.gelu]"})
+    importlib.import_module("program_x")
+    _session = open_session(lists)
+    amp.reset()
+    before = set(sys.modules)
+    _session = open_session(lists)
+    amp.reset()
+    assert set(sys.modules) == before
+
+
+def test_modules_of_torch_are_left_alone(lists):
+    defaults = {
+        (c, f): vars(c)[f].__defaults__
+        for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        for f in ("__init__", "forward")
+    }
+    _session = open_session(lists)
+    assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
+
+
+def test_keys_of_tables_stay(make_package, lists):
+    make_package({"program_x": "import torch.nn.functional as F\nHANDLERS = {F.gelu: 'mine'}\ngelu = F.gelu"})
+    module = importlib.import_module("program_x")
+    original = module.gelu
+    _session = open_session(lists)
+    assert module.gelu is not original and {original: "mine"} == module.HANDLERS
+
+
+def test_a_replacement_keeps_its_own_original(make_package, lists):
+    """The closure of a replacement refers to the original: bound to the replacement, it would call itself for ever."""
+    source = """
+        def shout(x):
+            return x
+        def wrap(original):
+            def replacement(*args):
+                return original(*args) + 1
+            return replacement
+    """
+    make_package({"program_x": source})
+    module = importlib.import_module("program_x")
+    patcher = Patcher()
+    patcher.install([Patch(module, "shout", module.wrap)])
+    references.bind([(patcher, references.functions_of(patcher))], [])
+    assert module.shout(1) == 2
+    references.undo([patcher], [])
+    assert module.shout(1) == 1
+
+
+def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monkeypatch):
+    make_package(
+        {
+            "plain_x": "",
+            "plain_x.a": "def f(x=1):\n    pass",
+            "user_x": "",
+            "user_x.a": "import torch",
+            "user_x.b": "def f(x=1):\n    pass",
+        }
+    )
+    for name in ("plain_x.a", "user_x.a", "user_x.b"):
+        importlib.import_module(name)
+    visited = []
+    search_module = references.Search._search_module
+    monkeypatch.setattr(
+        references.Search,
+        "_search_module",
+        lambda self, name, module: (visited.append(name), search_module(self, name, module)),
+    )
+    _session = open_session(lists)
+    assert {"user_x", "user_x.a", "user_x.b"} <= set(visited)
+    assert not {
+        name
+        for name in visited
+        if name.partition(".")[0] in ("plain_x", "numpy", "sympy", "torch", "os", "collections")
+    }
+
+
+def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_closes(monkeypatch):
+    walks = []
+    search = references.Search.search_modules
+    monkeypatch.setattr(references.Search, "search_modules", lambda self: (walks.append(1), search(self)))
+    for level, options in (("O1", {"loss_scale": "dynamic"}), ("O2", {}), ("O4", {})):
+        amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **options)
+        assert len(walks) == 1
+        amp.reset()
+        assert len(walks) == 2
+        walks.clear()
+    amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    amp.reset()
+    assert walks == []
+
+
+# ---- what cannot be rebound ------------------------------------------------------------------------------------------
+
+STUCK = """
+    import functools, types
+    import torch.nn.functional as F
+
+    class Slots:
+        __slots__ = ("act",)
+    class Instance:
+        pass
+    partial = functools.partial(F.gelu, approximate="tanh")
+    pair = ("gelu", F.gelu)
+    frozen = types.MappingProxyType({"gelu": F.gelu})
+    members = frozenset([F.gelu])
+    slots, instance = Slots(), Instance()
+    slots.act = instance.act = F.gelu
+    DEEP = {"a": {"b": {"c": F.gelu}}}
+    HALF = {"fine": F.gelu, "stuck": functools.partial(F.gelu)}
+    class C:
+        act = functools.partialmethod(F.gelu)
+    fine, NAMES = F.gelu, ("gelu",)
+"""
+
+
+def warnings_of(open_it):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        open_it()
+    return [w for w in caught if "cannot be exchanged" in str(w.message)]
+
+
+def test_what_cannot_be_rebound_is_named_in_one_warning(make_package, lists):
+    make_package({"program_x": STUCK})
+    module = importlib.import_module("program_x")
+    before = describe(module)
+    (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
+    named = {name for name in vars(module) if f"program_x.{name} (" in str(warning.message)}
+    assert named == {"partial", "pair", "frozen", "members", "slots", "instance", "DEEP", "HALF"}
+    assert "program_x.C.act (partialmethod)" in str(warning.message) and "program_x.partial (partial)" in str(
+        warning.message
+    )
+    assert "more" not in str(warning.message)
+    assert warning.filename == __file__
+    assert module.HALF["fine"] is module.fine is F.gelu
+    amp.reset()
+    assert describe(module) == before
+
+
+def test_a_long_list_of_what_cannot_be_rebound_is_cut(make_package, lists):
+    make_package(
+        {"program_x": "import torch.nn.functional as F\n" + "\n".join(f"pair_{i} = (F.gelu, {i})" for i in range(14))}
+    )
+    importlib.import_module("program_x")
+    (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
+    assert str(warning.message).count("program_x.pair_") == 10 and "and 4 more" in str(warning.message)
+
+
+def test_nothing_is_warned_of_where_everything_could_be_rebound(make_package, lists):
+    source = (
+        "import torch.nn.functional as F\n"
+        "TABLE = {'gelu': F.gelu}\n"
+        "class R:\n"
+        "    pass\n"
+        "r = R()\n"
+        "r.table = TABLE\n"
+        "r.space = globals()"
+    )
+    make_package({"program_x": source})
+    importlib.import_module("program_x")
+    assert warnings_of(lambda: open_session(lists)) == []
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.act(self.linear(x))
+
+
+def make_encoder():
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, activation=F.gelu, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    "make", [make_encoder, lambda: nn.Sequential(Block(F.gelu), Block(F.silu))], ids=["encoder layer", "own"]
+)
+def test_functions_that_a_model_holds_are_rebound_and_given_back(make, lists):
+    model = make()
+    holders = {
+        (module, name): vars(module)[name]
+        for module in model.modules()
+        for name in ("act", "activation")
+        if name in vars(module)
+    }
+    assert holders
+    open_session(lists, model)
+    for (module, name), original in holders.items():
+        assert vars(module)[name] is getattr(F, original.__name__) is not original
+        assert amp.is_patched(module, name) and amp.get_original(module, name) is original
+        assert vars(module)[name](X).dtype is LOW
+    amp.reset()
+    for (module, name), original in holders.items():
+        assert vars(module)[name] is original
+        assert not amp.is_patched(module, name) and amp.get_original(module, name) is original
+
+
+def test_models_that_a_session_adopts_are_rebound_too(lists):
+    first, second = Block(F.gelu), Block(F.gelu)
+    original = first.act
+    open_session(lists, first)
+    assert second.act is original
+    open_session(lists, second)
+    assert second.act is first.act is F.gelu is not original
+    amp.reset()
+    assert second.act is first.act is original
+
+
+def test_a_model_that_could_not_be_adopted_keeps_its_own_functions(lists, monkeypatch):
+    first, second = Block(F.gelu), Block(F.gelu)
+    original = first.act
+    open_session(lists, first)
+
+    class Interrupted(references.InstanceAttribute):
+        def write(self, value):
+            super().write(value)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(references, "InstanceAttribute", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        amp.initialize(second, opt_level="O4", lists=lists, verbosity=0)
+    assert vars(second)["act"] is original and not second._forward_hooks
+    assert first.act is F.gelu is not original
+
+
+def test_a_class_of_a_model_that_no_module_holds_is_rebound(lists):
+    class Local(nn.Linear):
+        act = F.gelu
+
+        def forward(self, x, last=F.silu):
+            return last(self.act(super().forward(x)))
+
+    model, forward, defaults = Local(4, 4), Local.forward, Local.forward.__defaults__
+    open_session(lists, model)
+    assert model.act(X).dtype is LOW and forward.__defaults__ == (F.silu,) is not defaults
+    amp.reset()
+    assert vars(Local)["act"] is F.gelu and forward.__defaults__ is defaults
+
+
+def test_a_model_that_holds_a_function_is_let_go(lists):
+    model, optimizer = open_session(lists, Block(F.gelu))
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def save(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    return stream.getvalue()
+
+
+def load(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@pytest.mark.parametrize("act", ["gelu", "silu"], ids=["builtin", "function"])
+@pytest.mark.parametrize("moment", ["during", "after"])
+def test_a_model_can_be_copied_and_saved(act, moment, lists):
+    model = Block(getattr(F, act))
+    plain = model(X)
+    open_session(lists, model)
+    cast = model(X)
+    copies = [
+        copy.deepcopy(model),
+        load(save(model)),
+        pickle.loads(pickle.dumps(model)),
+        load(save(copy.deepcopy(model))),
+    ]
+    if moment == "after":
+        amp.reset()
+        copies += [copy.deepcopy(model), load(save(model)), *[load(save(other)) for other in copies]]
+        copies += [pickle.loads(pickle.dumps(other, protocol)) for other in copies for protocol in (0, 5)]
+    for other in copies:
+        assert torch.equal(other(X), cast if moment == "during" else plain)
+
+
+def test_a_copy_from_one_session_takes_part_in_the_next(lists):
+    model = Block(F.gelu)
+    original = model.act
+    open_session(lists, model)
+    twin, saved = copy.deepcopy(model), load(save(model))
+    amp.reset()
+    assert twin(X).dtype is saved(X).dtype is torch.float32
+    for other in (twin, saved):
+        open_session(lists, other)
+        assert other.act is F.gelu and other(X).dtype is LOW
+        amp.reset()
+        assert other.act is original
+
+
+def test_a_copy_that_is_saved_after_its_session_loads_in_another_process(lists, tmp_path):
+    model = nn.TransformerEncoderLayer(4, 2, 8, activation=F.gelu)
+    open_session(lists, model)
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "during.pt")
+    amp.reset()
+    torch.save(twin, tmp_path / "copy.pt")
+    torch.save(model, tmp_path / "after.pt")
+    script = (
+        "import torch\n"
+        "for name in ('during', 'copy', 'after'):\n"
+        "    assert torch.load(f'{name}.pt', weights_only=False).activation is torch.nn.functional.gelu, name\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+
+
+def test_the_names_of_the_retired_lead_nowhere_else():
+    with pytest.raises(AttributeError, match="no attribute 'gelu'"):
+        pickling.gelu  # noqa: B018
+    assert not hasattr(pickling, "__path__")
+
+
+def test_what_is_called_is_the_replacement_itself(lists):
+    """No frame is added by the way in which the function is held."""
+    model = Block(F.gelu)
+    open_session(lists, model)
+    assert model.act is F.gelu and type(model.act) is types.FunctionType
+
+
+def test_a_partial_that_a_model_holds_is_named(lists):
+    model = nn.Sequential(Block(functools.partial(F.gelu, approximate="tanh")))
+    (warning,) = warnings_of(lambda: open_session(lists, model))
+    assert "Sequential.0.act (partial)" in str(warning.message)
+
+
+# ---- asking, and originals for a while -------------------------------------------------------------------------------
+
+
+def test_is_patched_and_get_original_know_globals_and_class_attributes(make_package, lists):
+    source = (
+        "import torch.nn.functional as F\n"
+        "act = F.gelu\n"
+        "class C:\n"
+        "    raw = F.gelu\n"
+        "    static = staticmethod(F.silu)\n"
+        "    n = 1"
+    )
+    make_package({"program_x": source})
+    module = importlib.import_module("program_x")
+    expected = {(module, "act"): F.gelu, (module.C, "raw"): F.gelu, (module.C, "static"): F.silu}
+    assert not any(amp.is_patched(*target) for target in expected)
+    _session = open_session(lists)
+    for (owner, name), original in expected.items():
+        assert amp.is_patched(owner, name) and amp.get_original(owner, name) is original is not getattr(owner, name)
+    assert not amp.is_patched(module.C, "n") and not amp.is_patched(type("C", (), {}), "raw")
+    amp.reset()
+    assert not any(amp.is_patched(*target) for target in expected)
+
+
+def test_suspended_puts_every_original_back_and_every_replacement_in_again(make_package, lists):
+    make_package(
+        {f"program_x{index}": source for index, (source, _) in enumerate(PLACES.values()) if "library_x" not in source}
+    )
+    modules = [
+        importlib.import_module(f"program_x{index}")
+        for index, (source, _) in enumerate(PLACES.values())
+        if "library_x" not in source
+    ]
+    model = Block(F.gelu)
+    before = [describe(module) for module in modules], model.act
+    open_session(lists, model)
+    during = [describe(module) for module in modules], model.act
+    patcher = sys.modules["amp_patch.session.current"].state.session.patcher
+    with pytest.raises(KeyError), patcher.suspended():
+        assert ([describe(module) for module in modules], model.act) == before
+        raise KeyError
+    assert ([describe(module) for module in modules], model.act) == during != before
+
+
+def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lists):
+    source = (
+        "import torch\n"
+        "from torch.nn.functional import silu\n"
+        "def f(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return silu(x)"
+    )
+    make_package({"program_x": source})
+    module = importlib.import_module("program_x")
+    _session = open_session(lists)
+    torch.testing.assert_close(torch.jit.script(module.f)(X), X * torch.sigmoid(X))
+    assert module.f(X).dtype is LOW
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["Item", "ClassAttribute", "Defaults", "Cell"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_places_are_written_undoes_all(place, when, make_package, lists, monkeypatch):
+    source = """
+        import torch.nn.functional as F
+        act = F.gelu
+        class C:
+            act = F.gelu
+        def f(x, act=F.gelu):
+            pass
+        def make(act):
+            return lambda x: act(x)
+        g = make(F.gelu)
+    """
+    make_package({"program_x": source})
+    module = importlib.import_module("program_x")
+    before = describe(module)
+    kind = getattr(references, place)
+    write = kind.write
+
+    def interrupted(self, value):
+        monkeypatch.undo()
+        if when == "after":
+            write(self, value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_session(lists)
+    monkeypatch.undo()
+    assert describe(module) == before
+    assert find_changes() == []
+
+
+def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
+    """An enumeration refuses to have its members replaced, and holds them twice."""
+    make_package(
+        {"program_x": "import enum\nimport torch.nn.functional as F\nclass Act(enum.Enum):\n    GELU = F.gelu"}
+    )
+    module = importlib.import_module("program_x")
+    before = describe(module)
+    (warning,) = warnings_of(lambda: open_session(lists))
+    assert "program_x.Act.GELU (Act)" in str(warning.message)
+    amp.reset()
+    assert describe(module) == before and module.Act(F.gelu) is module.Act.GELU
+
+
+def test_modules_may_come_and_go_meanwhile(make_package, lists):
+    make_package({"program_x": "import torch.nn.functional as F\nACT = {'gelu': F.gelu}"})
+    stop = threading.Event()
+
+    def churn():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            sys.modules[f"churn_x{number}"] = types.ModuleType(f"churn_x{number}")
+            sys.modules.pop(f"churn_x{number - 20}", None)
+
+    module = importlib.import_module("program_x")
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(3):
+            _session = open_session(lists)
+            assert module.ACT["gelu"](X).dtype is LOW
+            amp.reset()
+            assert module.ACT["gelu"] is F.gelu
+    finally:
+        stop.set()
+        thread.join()
+        for name in [name for name in sys.modules if name.startswith("churn_x")]:
+            del sys.modules[name]

@@ -1,0 +1,402 @@
+"""Sessions: switching, adopting, conflicts, undoing, names imported elsewhere, and casts turned off and on."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import sys
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def initialize(level, seed=0, **options):
+    model = make_model(seed)
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), opt_level=level, verbosity=0, **options)
+
+
+def step(model, optimizer, images, targets):
+    loss = F.cross_entropy(model(images), targets)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reset_gives_plain_objects_and_a_plain_torch_back(level):
+    model, optimizer = initialize(level)
+    batches = make_batches(3)
+    for batch in batches:
+        step(model, optimizer, *batch)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.reset()
+    assert find_changes() == []
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert not any(
+        name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group", "_amp_stash", "step_was_skipped")
+    )
+    assert not any(
+        hooks for module in model.modules() for name, hooks in vars(module).items() if name.endswith("_hooks")
+    )
+    loss = F.cross_entropy(model(batches[0][0]), batches[0][1])  # and it goes on training as plain torch
+    loss.backward()
+    optimizer.step()
+    amp.reset()
+
+
+def test_a_reset_optimizer_keeps_its_state():
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    step(model, optimizer, *make_batches(1)[0])
+    amp.reset()
+    assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_another_level_while_models_live_is_an_error_that_names_them():
+    model, optimizer = initialize("O1")
+    with pytest.raises(amp.SessionError, match=r"O1 is in force for Digits.*O2.*amp\.reset\(\).*replace=True"):
+        initialize("O2", seed=1)
+    assert amp.stats().opt_level == "O1"
+    step(model, optimizer, *make_batches(1)[0])
+
+
+def test_replace_closes_the_session_that_is_in_use():
+    first, first_optimizer = initialize("O2")
+    second, _ = initialize("O1", seed=1, replace=True)
+    assert first.fc.weight.dtype is torch.float32 and not hasattr(first_optimizer, "_amp_stash")
+    assert amp.stats().opt_level == "O1" and amp.is_patched(F, "linear")
+    del second
+
+
+def test_the_same_model_can_be_switched_with_replace():
+    batch = make_batches(1)[0]
+    model, optimizer = initialize("O2")
+    for level in LEVELS:
+        amp.initialize(model, optimizer, opt_level=level, replace=True, verbosity=0)
+        step(model, optimizer, *batch)
+    assert amp.stats().opt_level == "O5"
+
+
+def test_a_mistake_in_the_lists_does_not_close_the_session_it_was_to_replace():
+    _model, _optimizer = initialize("O2")
+    with pytest.raises(amp.OpListError):
+        initialize("O1", seed=1, lists="no such list", replace=True)
+    assert amp.stats().opt_level == "O2"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_same_policy_adopts_more_models(level):
+    first, first_optimizer = initialize(level)
+    patched = amp.stats().names_patched
+    second, second_optimizer = initialize(level, seed=1, num_losses=2)
+    assert amp.stats().names_patched == patched
+    assert len(amp.stats().loss_scales) == 2
+    batches = make_batches(4)
+    alone = [step(first, first_optimizer, *batch) for batch in batches]
+    for batch in batches:
+        step(second, second_optimizer, *batch)
+    amp.reset()
+    model, optimizer = initialize(level)
+    assert [step(model, optimizer, *batch) for batch in batches] == alone
+
+
+def test_an_optimizer_is_not_initialized_twice():
+    model, optimizer = initialize("O1")
+    with pytest.raises(amp.OptimizerError, match="initialized before"):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert (
+        amp.initialize(model, opt_level="O1", verbosity=0) is model
+    )  # a model may be passed again: nothing is hooked twice
+    assert len(model._forward_hooks) == 1
+
+
+def test_ten_rounds_leave_memory_flat_and_nothing_wrapped_twice():
+    counts = []
+    for round_number in range(10):
+        model = optimizer = None
+        model, optimizer = initialize(LEVELS[1 + round_number % 5])
+        step(model, optimizer, *make_batches(1)[0])
+        gc.collect()
+        counts.append(
+            sum(isinstance(o, torch.Tensor) for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
+        )
+        if amp.is_patched(torch, "matmul"):
+            assert not hasattr(amp.get_original(torch, "matmul"), "__wrapped__")
+    assert counts[5:] == counts[:5]
+
+
+def test_a_model_that_is_gone_is_not_kept():
+    model, optimizer = initialize("O2")
+    step(model, optimizer, *make_batches(1)[0])
+    dead = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in dead] == [None, None]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_and_pickles_run_their_own_weights(level):
+    model, _ = initialize(level)
+    images, _ = make_batches(1)[0]
+    model.eval()
+    twin = copy.deepcopy(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    expected = model(images)
+    for other in (twin, loaded, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(images), expected)
+        with torch.no_grad():
+            other.fc.weight.zero_()
+            other.fc.bias.fill_(1.0)
+        assert torch.equal(other(images), torch.ones_like(expected))
+    assert torch.equal(model(images), expected)
+
+
+def test_a_name_imported_elsewhere_is_patched_and_restored(monkeypatch):
+    module = types.ModuleType("a_user_module")
+    exec("from torch.nn.functional import linear\nfrom torch import matmul as product\nother = 3\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "a_user_module", module)
+    original = module.linear
+    _model, _optimizer = initialize("O4")
+    assert module.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.bfloat16
+    assert module.product(torch.ones(2, 3), torch.ones(3, 3)).dtype is torch.bfloat16
+    assert amp.is_patched(module, "linear") and amp.get_original(module, "linear") is original
+    amp.reset()
+    assert module.linear is original and module.product is torch.matmul
+
+
+def test_is_patched_and_get_original():
+    assert not amp.is_patched(F, "linear") and amp.get_original(F, "linear") is F.linear
+    original = F.linear
+    _model, _optimizer = initialize("O4")
+    assert amp.is_patched(F, "linear") and amp.get_original(F, "linear") is original is not F.linear
+    assert not amp.is_patched(torch, "no_such_name")
+
+
+# ---- casts off and on ------------------------------------------------------------------------------------------------
+
+
+def product_dtype():
+    return torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_disable_casts_nests_and_survives_exceptions():
+    _model, _optimizer = initialize("O4")
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product_dtype() is torch.float32
+        assert product_dtype() is torch.float32
+    with pytest.raises(KeyError), amp.disable_casts():
+        raise KeyError
+    assert product_dtype() is torch.bfloat16
+
+
+def test_disable_casts_as_a_decorator_works_again_and_again():
+    _model, _optimizer = initialize("O4")
+    decorated = amp.disable_casts()(product_dtype)
+    assert [decorated(), product_dtype(), decorated()] == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_disable_casts_leaves_other_threads_alone():
+    _model, _optimizer = initialize("O4")
+    dtypes = []
+    with amp.disable_casts():
+        thread = threading.Thread(target=lambda: dtypes.append(product_dtype()))
+        thread.start()
+        thread.join()
+        dtypes.append(product_dtype())
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_disable_casts_does_nothing_where_nothing_is_patched(level):
+    _model, _optimizer = initialize(level)
+    with amp.disable_casts():
+        assert product_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("inside", [False, True], ids=["casts-on", "casts-off"])
+def test_checkpoint_recomputes_what_the_forward_computed(use_reentrant, inside):
+    _model, _optimizer = initialize("O4")
+    seen = []
+
+    def block(x, w):
+        product = x @ w
+        seen.append(product.dtype)
+        return product.float().tanh()
+
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    if inside:
+        with amp.disable_casts():
+            loss = torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=use_reentrant).sum()
+        loss.backward()
+    else:
+        loss = torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=use_reentrant).sum()
+        with amp.disable_casts():
+            loss.backward()
+    assert seen == [torch.float32 if inside else torch.bfloat16] * 2
+    gradient, x.grad = x.grad, None
+    if inside:
+        with amp.disable_casts():
+            block(x, w).sum().backward()
+    else:
+        block(x, w).sum().backward()
+    assert torch.equal(gradient, x.grad)
+
+
+def test_casts_are_inert_in_a_forked_child():
+    _model, _optimizer = initialize("O4")
+    child = os.fork()
+    if child == 0:
+        try:
+            ok = product_dtype() is torch.float32
+            model, optimizer = initialize("O5", seed=1)  # a session of its own works there
+            ok = ok and not amp.is_patched(torch, "matmul") and model.fc.weight.dtype is torch.bfloat16
+            amp.reset()
+            ok = ok and find_changes() == []
+            os._exit(0 if ok else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert product_dtype() is torch.bfloat16
+
+
+def test_tensors_of_other_kinds_are_never_touched():
+    _model, _optimizer = initialize("O4")
+    assert (torch.ones(2, 2).double() @ torch.ones(2, 2).double()).dtype is torch.float64
+    assert (torch.ones(2, 2).cfloat() @ torch.ones(2, 2).cfloat()).dtype is torch.complex64
+    assert (torch.ones(2, 2).long() @ torch.ones(2, 2).long()).dtype is torch.int64
+    assert (torch.ones(2, 2, device="meta") @ torch.ones(2, 2, device="meta")).dtype is torch.float32
+    assert F.softmax(torch.ones(2, dtype=torch.float64), 0).dtype is torch.float64
+
+
+# ---- code without a model --------------------------------------------------------------------------------------------
+
+
+def test_a_session_block_casts_code_without_a_model():
+    with amp.session(opt_level="O4", device="cpu"):
+        assert product_dtype() is torch.bfloat16
+        assert amp.stats().opt_level == "O4"
+    assert product_dtype() is torch.float32
+    assert find_changes() == []
+
+
+def test_a_session_block_ends_with_an_exception_and_can_be_entered_again():
+    for _ in range(2):
+        with pytest.raises(KeyError), amp.session(opt_level="O4", device="cpu"):
+            raise KeyError
+        assert find_changes() == []
+
+
+def test_a_session_block_is_not_entered_inside_another():
+    with amp.session(opt_level="O4", device="cpu"):
+        with pytest.raises(amp.SessionError, match="O4 is in force already"), amp.session(opt_level="O1"):
+            pass
+        assert product_dtype() is torch.bfloat16
+
+
+# ---- the user's own functions ----------------------------------------------------------------------------------------
+
+
+def dtypes_of(*tensors):
+    return [tensor.dtype for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "expected"),
+    [
+        (amp.half_function, [torch.bfloat16, torch.bfloat16]),
+        (amp.float_function, [torch.float32, torch.float32]),
+        (amp.promote_function, [torch.float32, torch.float32]),
+    ],
+    ids=["half", "float", "promote"],
+)
+def test_decorators_act_while_a_session_patches(decorate, expected):
+    decorated = decorate(dtypes_of)
+    tensors = torch.ones(2), torch.ones(2).bfloat16()
+    assert decorated.__name__ == "dtypes_of"
+    assert decorated(*tensors) == [torch.float32, torch.bfloat16]
+    _model, _optimizer = initialize("O4")
+    assert decorated(*tensors) == expected
+    with amp.disable_casts():
+        assert decorated(*tensors) == [torch.float32, torch.bfloat16]
+    amp.reset()
+    _model, _optimizer = initialize("O5")
+    assert decorated(*tensors) == [torch.float32, torch.bfloat16]
+
+
+def test_decorators_work_on_methods_static_methods_and_functions():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @amp.float_function
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @amp.float_function
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            assert x.dtype is gradient.dtype is torch.float32
+            return 2 * x * gradient
+
+    class Owner:
+        @amp.half_function
+        def method(self, x):
+            return x.dtype
+
+        @amp.half_function
+        @staticmethod
+        def static(x):
+            return x.dtype
+
+    _model, _optimizer = initialize("O4")
+    x = torch.full((3,), 3.0).bfloat16().requires_grad_()
+    y = Square.apply(x)
+    assert y.dtype is torch.float32
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 6.0).bfloat16())
+    assert Owner().method(torch.ones(1)) is torch.bfloat16
+    assert Owner.static(torch.ones(1)) is torch.bfloat16
+
+
+def test_registered_functions_win_over_the_lists_in_every_later_session():
+    module = types.ModuleType("library")
+    module.scale = lambda x: x * 2
+    original = module.scale
+    amp.register_half_function(module, "scale")
+    amp.register_float_function(torch, "matmul")
+    for _ in range(2):
+        _model, _optimizer = initialize("O4")
+        assert module.scale(torch.ones(2)).dtype is torch.bfloat16
+        assert product_dtype() is torch.float32
+        amp.reset()
+        assert module.scale is original
+
+
+def test_registering_what_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="no function 'matmull'"):
+        amp.register_half_function(torch, "matmull")
+    with pytest.raises(amp.ArgumentTypeError, match="not callable"):
+        amp.register_half_function(torch, "float16")

@@ -1,0 +1,62 @@
+"""What torch holds, before and after: every test leaves it as it was."""
+
+import types
+
+import pytest
+import torch
+import torch._dynamo  # replaces torch.manual_seed when it is first imported, which is not ours to undo
+import torch.utils.checkpoint
+
+import amp_patch
+
+# the first compilation replaces a few more names of torch's, for good
+torch.compile(lambda x: x, backend="eager")(torch.ones(1))
+
+NAMESPACES = (
+    torch,
+    torch.nn.functional,
+    torch.Tensor,
+    torch._VF,
+    torch.special,
+    torch.linalg,
+    torch.fft,
+    torch.sparse,
+    torch.nn.Module,
+    torch.utils.checkpoint,
+    torch.jit,
+    torch.jit._trace,
+    torch.nn.utils,
+    torch.nn.utils.clip_grad,
+)
+
+
+def snapshot() -> dict[tuple[str, str], object]:
+    """Every name that the namespaces hold, with its object; names served dynamically are absent until somebody leaves
+    one behind.
+    """
+    return {
+        (owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)
+    }
+
+
+ORIGINALS = snapshot()
+
+
+def find_changes() -> list[str]:
+    now = snapshot()
+    changed = [
+        f"{owner}.{name} replaced" for (owner, name), value in ORIGINALS.items() if now.get((owner, name)) is not value
+    ]
+    ours = [
+        f"{owner}.{name} left behind"
+        for (owner, name), value in now.items()
+        if (owner, name) not in ORIGINALS and is_ours(value)
+    ]
+    return changed + ours
+
+
+def is_ours(value: object) -> bool:
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(amp_patch.__path__[0])
+
+
+requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,0 +1,200 @@
+"""The promises of the package, one test each, in the order in which they are usually asked about.
+
+Most are tested in depth where their module is; this file makes sure that each has a test at all, and that the checks
+themselves can fail.
+"""
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import make_batches, make_model, train_with_casts
+from torch import nn
+from torch_state import ORIGINALS, find_changes
+from training import train
+
+import amp_patch as amp
+from amp_patch.config.op_lists import load_oplists
+from amp_patch.config.shipped import shipped_names
+
+PACKAGE = str(Path(amp.__file__).parent)
+
+
+def initialize(level="O4", **options):
+    model = make_model()
+    optimizer = options.pop("make_optimizer", lambda p: torch.optim.SGD(p, lr=0.05))(model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def test_1_importing_changes_no_torch_name():
+    script = (
+        "import torch; before = dict(vars(torch)); import amp_patch; assert all(vars(torch)[n] is v for n, v in"
+        " before.items())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_2_reset_restores_the_identity_of_every_patched_name():
+    for name in ("apex", "float16", "bfloat16"):
+        _model, _optimizer = initialize("O1", lists=name)
+        assert len(find_changes()) > 100
+        amp.reset()
+        assert find_changes() == []
+
+
+@pytest.mark.parametrize("damage", ["replace", "delete", "shadow"])
+def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
+    if damage == "replace":
+        monkeypatch.setattr(torch, "matmul", lambda *args: None)
+    elif damage == "delete":
+        monkeypatch.delattr(torch, "matmul")
+    else:  # an inherited name left behind as the wrapper of a closed session
+        _model, _optimizer = initialize()
+        left_behind = torch.Tensor.__matmul__
+        amp.reset()
+        assert ("Tensor", "__matmul__") not in ORIGINALS
+        monkeypatch.setattr(torch.Tensor, "__matmul__", left_behind, raising=False)
+    assert find_changes() != []
+    monkeypatch.undo()
+    assert find_changes() == []
+
+
+def test_3_modules_import_downwards():
+    tests = (Path(__file__).parent / "test_layers.py").read_text()
+    assert tests.count("assert find_faults(name_of(path), imported_modules(path)) == []") == 1
+
+
+def count_frames(call):
+    """The number of Python frames of the package that one call enters."""
+    frames = []
+
+    def trace(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            frames.append(frame.f_code.co_name)
+
+    call()  # warm: links are made
+    sys.setprofile(trace)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(frames)
+
+
+def test_4_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
+    model, _optimizer = initialize()
+    x = torch.randn(2, model.fc.in_features).bfloat16()
+    images = torch.randn(2, 1, 8, 8).bfloat16()
+    assert count_frames(lambda: F.linear(x, model.fc.weight, model.fc.bias)) == 1
+    assert count_frames(lambda: F.conv2d(images, model.conv1.weight, None, 1, 1)) == 1
+    assert count_frames(lambda: F.linear(x, weight=model.fc.weight, bias=model.fc.bias)) <= 4
+    assert count_frames(lambda: x[:, :10] @ model.fc.weight) == 2
+    assert count_frames(lambda: x @ x.t()) == 1
+    assert count_frames(lambda: torch.exp(torch.ones(2))) == 1
+    assert count_frames(lambda: torch.relu(x)) == 0
+
+
+CONTEXTS = {
+    "disable_casts": lambda _: amp.disable_casts(),
+    "scale_loss": lambda o: amp.scale_loss(torch.ones((), requires_grad=True), o),
+}
+
+
+@pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
+def test_5_context_managers_end_normally_by_exception_nested_and_again(make):
+    _model, optimizer = initialize(loss_scale=8.0)
+
+    def dtype():
+        return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+
+    for _ in range(2):
+        with make(optimizer), make(optimizer):
+            pass
+        with pytest.raises(KeyError), make(optimizer):
+            raise KeyError
+        with pytest.raises(KeyError), make(optimizer), make(optimizer):
+            raise KeyError
+        assert dtype() is torch.bfloat16
+    parameter = optimizer.param_groups[0]["params"][0]
+    with amp.scale_loss((parameter * 3).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0))
+
+
+def test_6_an_error_says_what_was_given_what_is_allowed_and_what_to_do():
+    with pytest.raises(amp.PolicyError) as raised:
+        initialize("o1")
+    assert (
+        str(raised.value)
+        == "opt_level 'o1' is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the"
+        " letter O."
+    )
+
+
+def test_7_results_and_gradients_equal_those_of_casts_written_by_hand():
+    x, w = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
+    twin = w.detach().clone().requires_grad_()
+    _model, _optimizer = initialize()
+    ours = F.softmax(F.linear(x, w), -1)
+    (ours * ours).sum().backward()
+    amp.reset()
+    theirs = F.softmax(F.linear(x.bfloat16(), twin.bfloat16()).float(), -1)
+    (theirs * theirs).sum().backward()
+    assert torch.equal(ours, theirs) and torch.equal(w.grad, twin.grad)
+
+
+def test_8_the_state_of_scalers_survives_a_round_trip():
+    _model, _optimizer = initialize(loss_scale="dynamic", num_losses=2)
+    state = {
+        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 3},
+        "loss_scaler1": {"loss_scale": 2.0**20, "unskipped": 1999},
+    }
+    amp.load_state_dict(state)
+    assert amp.state_dict() == state
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_9_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
+    oplists = load_oplists(["float16", name] if name == "fast" else name)  # an overlay, of a few ops
+    assert len(oplists.spellings) > 100
+    assert [entry.op for entry in oplists.missing] == []  # on the pinned torch
+    assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in oplists.spellings)
+
+
+OPTIMIZERS = {
+    f"{kind.__name__}-{way}": lambda p, kind=kind, way=way: kind(
+        p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})
+    )
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    for way in ("loop", "foreach", "fused")
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_10_weights_are_never_frozen(make_optimizer):
+    batches = make_batches(15)
+    model, optimizer = initialize(make_optimizer=make_optimizer)
+    losses = train(model, optimizer, batches)
+    amp.reset()
+    reference = make_model()
+    assert losses == train_with_casts(reference, make_optimizer(reference.parameters()), batches, torch.bfloat16)
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_11_copies_and_pickles_of_a_bound_model_run_their_own_weights(level):
+    model, _optimizer = initialize(level)
+    model.eval()
+    images = make_batches(1)[0][0]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in twin.fc.parameters():
+                parameter.zero_()
+            assert torch.count_nonzero(twin(images)) == 0
+            assert torch.count_nonzero(model(images)) > 0
+        assert isinstance(twin.fc, nn.Linear)

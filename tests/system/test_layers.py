@@ -1,0 +1,211 @@
+"""Modules import only from lower layers, and importing the package changes nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amp_patch
+
+PACKAGE = Path(amp_patch.__file__).parent
+
+GROUND = ("dtypes", "errors", "multi_tensor", "reporting", "torch_private")
+"""Modules that every wing may import, and that import no wing."""
+
+FLOORS = (
+    "patching",
+    "config",
+    "casting",
+    "training",
+    "session",
+    "api",
+    "amp",
+    "__init__",
+    "apex",
+    "doctor",
+    "cli",
+    "__main__",
+)
+"""Wings, and the modules of public names between them, from the bottom up. Each imports from those before it."""
+
+WINGS = frozenset(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+DOOR_WIDTH = 10  # names that leave through the `__init__` of a wing
+STAND_IN = {"apex"}  # has the rooms and the names of the package that it stands in for
+
+
+def name_of(path: Path, root: Path = PACKAGE) -> str:
+    """The dotted name of a module below the package: "errors", "apex.parallel" for the package itself, "__init__" for
+    amp_patch.
+    """
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imported_modules(path: Path, root: Path = PACKAGE) -> set[str]:
+    """The modules of the package that a module imports anywhere in its source, by the names that `name_of`
+    gives them.
+    """
+    package = path.relative_to(root).parts[:-1]
+    found: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(
+                tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.partition(".")[0] == "amp_patch"
+            )
+        elif isinstance(node, ast.ImportFrom):
+            written = tuple(node.module.split(".")) if node.module else ()
+            if node.level == 0 and written[0] != "amp_patch":
+                continue
+            target = written[1:] if node.level == 0 else (*package[: len(package) + 1 - node.level], *written)
+            for alias in node.names:
+                child = root.joinpath(*target, alias.name)
+                found.add((*target, alias.name) if child.is_dir() or child.with_suffix(".py").exists() else target)
+    return {".".join(name) or "__init__" for name in found}
+
+
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def floor_of(room: str) -> int:
+    return -1 if room in GROUND else FLOORS.index(room)
+
+
+def find_faults(name: str, imported: set[str]) -> list[str]:
+    """What a module of that name may not import of `imported`: higher wings, and lower ones past their door."""
+    own, faults = room_of(name), []
+    for other in sorted(imported):
+        room, _, inside = other.partition(".")
+        if room == own:
+            continue
+        if floor_of(room) >= floor_of(own) and not (own in GROUND and room in GROUND):
+            faults.append(f"{name} imports {other}, from a wing that is not below its own")
+        elif inside and room in WINGS and not is_at_door(room, inside):
+            faults.append(f"{name} imports {other} past the door of {room}")
+    return faults
+
+
+def names_at_door(path: Path) -> set[str]:
+    """The names that the `__init__` of a wing hands out."""
+    return {
+        alias.asname or alias.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+
+
+def is_at_door(wing: str, inside: str) -> bool:
+    return inside in names_at_door(PACKAGE / wing / "__init__.py")
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_from_lower_wings_through_their_doors(path):
+    assert find_faults(name_of(path), imported_modules(path)) == []
+
+
+@pytest.mark.parametrize("wing", sorted(WINGS - STAND_IN))
+def test_a_door_is_narrow(wing):
+    assert 0 < len(names_at_door(PACKAGE / wing / "__init__.py")) <= DOOR_WIDTH
+
+
+def test_every_wing_and_every_module_beside_them_has_its_floor():
+    beside = {path.stem for path in PACKAGE.glob("*.py")}
+    assert WINGS | beside == {*GROUND, *FLOORS}
+
+
+def test_a_planted_import_is_found():
+    assert find_faults("casting.mode", {"casting.compiling", "config", "errors", "config.op_lists"}) == []
+    assert find_faults("casting.mode", {"training"}) == [
+        "casting.mode imports training, from a wing that is not below its own"
+    ]
+    assert find_faults("training.model", {"casting.mode"}) == [
+        "training.model imports casting.mode past the door of casting"
+    ]
+    assert find_faults("errors", {"api"}) == ["errors imports api, from a wing that is not below its own"]
+    assert find_faults("errors", {"dtypes"}) == []
+
+
+def find_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a ring, or nothing."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return trail[trail.index(name) :]
+        if name in done:
+            return []
+        for other in sorted(imports.get(name, ())):
+            ring = visit(other, [*trail, name])
+            if ring:
+                return ring
+        done.add(name)
+        return []
+
+    return next((ring for name in sorted(imports) if (ring := visit(name, []))), [])
+
+
+def test_modules_import_each_other_in_no_ring():
+    """The door of a wing imports all of its rooms; a room that imported its own door would be a ring too."""
+    assert find_cycle({name_of(path): imported_modules(path) for path in MODULES}) == []
+
+
+def test_the_readers_of_imports_see_what_is_wrong(tmp_path):
+    (tmp_path / "apex" / "inner").mkdir(parents=True)
+    source = tmp_path / "errors.py"
+    source.write_text(
+        "def f():\n"
+        "    from .sessions import Session\n"
+        "    import amp_patch\n"
+        "    from amp_patch.api import reset\n"
+        "    import torch.nn\n"
+    )
+    assert imported_modules(source, tmp_path) == {"sessions", "__init__", "api"}
+    init, first, second = (tmp_path / "apex" / "inner" / name for name in ("__init__.py", "first.py", "second.py"))
+    init.write_text("from .first import f\nfrom . import second\n")
+    first.write_text(
+        "from ...cli import main\nfrom .. import inner\nfrom ...errors import AmpError\nfrom torch import nn\n"
+    )
+    second.write_text("import amp_patch.apex.inner.first\n")
+    imports = {name_of(path, tmp_path): imported_modules(path, tmp_path) for path in (init, first, second)}
+    assert imports == {
+        "apex.inner": {"apex.inner.first", "apex.inner.second"},
+        "apex.inner.first": {"cli", "apex.inner", "errors"},
+        "apex.inner.second": {"apex.inner.first"},
+    }
+    assert find_cycle(imports) == ["apex.inner", "apex.inner.first"]
+    assert find_cycle({**imports, "apex.inner.first": {"errors"}}) == []
+
+
+def test_importing_the_package_changes_no_torch_name():
+    script = (
+        "import torch, torch.utils.checkpoint\n"
+        "owners = [torch, torch.nn.functional, torch.Tensor, torch._VF, torch.special, torch.linalg]\n"
+        "owners += [torch.nn.Module, torch.optim.Optimizer]\n"
+        "before = [dict(vars(owner)) for owner in owners]\n"
+        "import amp_patch, amp_patch.cli, amp_patch.apex.amp_C, amp_patch.apex.contrib.optimizers\n"
+        "import amp_patch.apex.normalization, amp_patch.apex.optimizers, amp_patch.apex.parallel\n"
+        "after = [dict(vars(owner)) for owner in owners]\n"
+        "assert all(a.get(name) is value for b, a in zip(before, after) for name, value in b.items())\n"
+        "added = [set(a) - set(b) for b, a in zip(before, after)]\n"
+        "assert all(names <= {'__annotations__'} for names in added), added\n"
+        "assert 'torch._dynamo' not in __import__('sys').modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+
+def test_no_module_and_no_function_outgrows_its_limit():
+    too_long = []
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "initialize":
+                statements = node.body[1:] if ast.get_docstring(node) else node.body
+                if statements and statements[-1].end_lineno - statements[0].lineno + 1 > 40:
+                    too_long.append(f"{path.stem}.{node.name}")
+    assert too_long == []

@@ -1,0 +1,148 @@
+"""The errors that justify `fast.yaml` and `paper.yaml`, measured again on small tensors; and that the measure can tell
+good kernels from bad.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hand_casts import lows
+from torch import nn
+
+import amp_patch
+from amp_patch.config.op_lists import load_oplists
+
+sys.path.append(str(Path(amp_patch.__path__[0]).parent / "tools"))
+import list_errors
+from list_errors import MEASURED, MOST, Errors, measure
+
+SIZES = (16, 256)
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
+
+
+def taken_off(name: str) -> list[str]:
+    """The ops that a list takes off float16's blacklist: to no list, or to the whitelist."""
+    before = {
+        (one.owner_name, one.name): one.entry.op for one in load_oplists("float16").spellings if one.kind == "blacklist"
+    }
+    over = load_oplists(["float16", name] if name == "fast" else name).spellings
+    after = {(one.owner_name, one.name) for one in over if one.kind == "blacklist"}
+    return sorted({op for spelling, op in before.items() if spelling not in after})
+
+
+FAST = taken_off("fast")
+
+
+def test_what_fast_takes_off() -> None:
+    elementwise = {"log", "log1p", "log2", "log10", "acos", "asin", "erfinv", "softplus"}
+    assert set(FAST) == elementwise | {"softmax", "softmin", "layer_norm", "rms_norm", "group_norm"}
+
+
+@lows
+@pytest.mark.parametrize("op", FAST)
+def test_what_fast_takes_off_is_safe_in_low(op: str, low: torch.dtype) -> None:
+    errors = measure(op, low, SIZES)
+    assert errors.is_safe, errors
+    assert errors.low > 0 and errors.low_gradient > 0
+
+
+@pytest.mark.parametrize("op", sorted({*taken_off("paper")} & {*MEASURED}))
+def test_what_paper_takes_off_computes_in_float32_and_stays_in_range(op: str) -> None:
+    errors = measure(op, torch.float16, SIZES)
+    assert errors.low <= MOST and not errors.out_of_range and not errors.problem, errors
+
+
+def test_fast_is_a_part_of_paper() -> None:
+    assert {*FAST} < {*taken_off("paper")}
+
+
+@pytest.mark.parametrize("base", ["float16", "bfloat16"])
+def test_fast_goes_over_either_default_without_complaint(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    load_oplists([base, "fast"])
+    assert caplog.records == []
+
+
+def test_under_fast_a_normalization_in_low_keeps_its_dtype_whatever_its_weights() -> None:
+    module, value = nn.LayerNorm(8), torch.randn(2, 8).bfloat16()
+    amp_patch.initialize(module, opt_level="O4", lists=["bfloat16", "fast"], verbosity=0)
+    assert (module(value).dtype, value.softmax(1).dtype, value.float().softmax(1).dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
+
+
+# ---- the measure -----------------------------------------------------------------------------------------------------
+
+
+def test_every_blacklisted_op_is_measured_or_said_to_be_left_out() -> None:
+    assert list_errors.unmeasured() == []
+
+
+@pytest.mark.parametrize(
+    ("op", "low", "flaw"),
+    [
+        ("log_softmax", torch.bfloat16, "low"),
+        ("prod", torch.bfloat16, "low"),
+        ("pow", torch.bfloat16, "low"),
+        ("cosine_similarity", torch.float16, "low"),
+        ("logsumexp", torch.bfloat16, "low_gradient"),
+        ("exp", torch.float16, "out_of_range"),
+        ("sum", torch.float16, "out_of_range"),
+        ("norm", torch.float16, "out_of_range"),
+        ("cdist", torch.bfloat16, "problem"),
+    ],
+)
+def test_an_op_that_is_worse_in_low_is_not_safe(op: str, low: torch.dtype, flaw: str) -> None:
+    errors = measure(op, low, (256, 65536) if op in ("sum", "norm") else SIZES)
+    assert not errors.is_safe
+    assert bool(getattr(errors, flaw)) and (flaw not in ("low", "low_gradient") or getattr(errors, flaw) > MOST)
+
+
+@lows
+def test_rounding_makes_an_error_of_at_most_one_and_of_about_one(low: torch.dtype) -> None:
+    exact = torch.rand(10000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+    error = list_errors._roundings(exact.to(low), exact, low)
+    assert 0.9 < float(error.max()) <= 1
+    assert float(list_errors._roundings(exact, exact, low).max()) == 0
+    assert float(list_errors._roundings(torch.full_like(exact, math.nan), exact, low).min()) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "is_safe"),
+    [
+        ((2.0, 1.0, 2.0, 0.5, 0), True),
+        ((2.1, 1.0, 1.0, 0.5, 0), False),
+        ((1.0, 1.0, 2.1, 1.0, 0), False),
+        ((1.0, 1.0, 5.0, 2.5, 0), True),  # twice what float32 comes to
+        ((1.0, 1.0, math.nan, math.nan, 0), True),  # no gradient
+        ((1.0, 1.0, 1.0, 1.0, 1), False),
+        ((1.0, 1.0, math.inf, 1.0, 0), False),
+    ],
+)
+def test_the_criterion(values: tuple[float, float, float, float, int], is_safe: bool) -> None:
+    assert Errors("op", "bfloat16", *values).is_safe is is_safe
+    assert not Errors("op", "bfloat16", *values, problem="no kernel").is_safe
+
+
+def test_the_script_prints_a_table_and_writes_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "errors.json"
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["list_errors.py", "--ops", "softmax,cdist", "--sizes", "16", "--json", str(path)])
+    list_errors.main()
+    torch.set_num_threads(threads)
+    report = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert {"torch", "device", "date"} <= report["environment"].keys()
+    assert [(one["op"], one["dtype"], one["is_safe"]) for one in report["errors"]] == [
+        ("softmax", "bfloat16", True),
+        ("softmax", "float16", True),
+        ("cdist", "bfloat16", False),
+        ("cdist", "float16", False),
+    ]
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and printed.count("safe in low") == 2 and "not implemented" in printed

@@ -1,0 +1,158 @@
+"""What ships, what it says of itself, and that the files around the package agree with each other."""
+
+import email.message
+import email.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHIPPED = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "amp_patch", "lists")
+NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*")
+# Top-level modules that an import of amp_patch may load beyond those of torch alone.
+ALLOWED_IMPORTS = {"amp_patch", "wrapt", "yaml", "_yaml", "cython_runtime"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the sources, so that no build folder is left among them."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=NOT_SOURCE)
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        built,
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(built.glob("amp_patch-*.whl")))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+    """The METADATA file of the wheel."""
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.parser.Parser().parsestr(wheel.read(name).decode())
+
+
+def sources(folder: str, prefix: str, patterns: tuple[str, ...]) -> set[str]:
+    """The files below a folder of the repository, under the names that they must have in a wheel."""
+    return {
+        f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}"
+        for pattern in patterns
+        for path in (ROOT / folder).rglob(pattern)
+        if "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_holds_exactly_the_sources(wheel: zipfile.ZipFile) -> None:
+    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = sources("amp_patch", "amp_patch", ("*.py", "py.typed")) | sources(
+        "lists", "amp_patch/lists", ("*.py", "*.yaml", "*.json")
+    )
+    assert shipped == expected
+    assert any(name.startswith("amp_patch/lists/") and name.endswith(".yaml") for name in shipped)
+
+
+def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = (
+        "import torch, amp_patch as amp\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O4', verbosity=0)\n"
+        "assert amp.stats().names_patched > 0\n"
+        "print(amp.__file__)\n"
+    )
+    # The extracted wheel comes before an editable install, and a safe path keeps the current folder out.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+
+
+def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
+    assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == (
+        "amp_patch",
+        "0.1.0",
+        ">=3.10",
+    )
+    requirements = metadata.get_all("Requires-Dist", [])
+    assert {re.split(r"[<>=; ]", line)[0] for line in requirements if "extra ==" not in line} == {
+        "torch",
+        "wrapt",
+        "PyYAML",
+    }
+    demo = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .demo.", line)}
+    assert demo == {"scikit-learn", "matplotlib", "tqdm"}
+
+
+def test_wheel_declares_the_command(wheel: zipfile.ZipFile) -> None:
+    name = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "amp-patch = amp_patch.cli:main" in wheel.read(name).decode()
+
+
+def pinned() -> dict[str, str]:
+    """Name and exact version of every development requirement."""
+    lines = [
+        line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and not line.startswith("#")
+    ]
+    return dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines)  # type: ignore[union-attr]
+
+
+def test_every_requirement_is_pinned(metadata: email.message.Message) -> None:
+    needed = {re.split(r"[<>=; ]", line)[0].lower() for line in metadata.get_all("Requires-Dist", [])}
+    assert needed <= {name.lower() for name in pinned()}
+
+
+def test_ci_runs_what_a_developer_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("make test")
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("lint", "test")}
+    for step in ("ruff check", "ruff format --check", "mypy --strict amp_patch"):
+        assert step in recipes["lint"]
+    assert recipes["test"].partition("\n")[0].split() == ["lint"] and "pytest" in recipes["test"]
+    assert "requirements-dev.txt" in makefile and "--editable ." in makefile
+
+
+def test_tool_settings() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tools["ruff"]["line-length"] == 120
+    assert tools["mypy"]["strict"] is True
+    assert any(marker.startswith("cuda:") for marker in tools["pytest"]["ini_options"]["markers"])
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import amp_patch\n"
+        "print('\\n'.join(sorted(set(sys.modules) - before)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    # PyYAML's compiled half registers the runtime it was built with, as `_cython_` and a version.
+    loaded = {name.partition(".")[0] for name in done.stdout.split() if not name.startswith("_cython_")}
+    assert "amp_patch" in loaded
+    assert loaded - ALLOWED_IMPORTS - sys.stdlib_module_names - {"torch"} == set()
+    # torch loads these by itself only when they are used, and they cost more than the rest of the import together.
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"} & set(done.stdout.split())

@@ -1,0 +1,445 @@
+"""Ways in which training scripts once broke the package, or could have, each as the script would have it."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+
+FLOAT16 = {"O1": {"patch_torch_functions_type": "float16"}, "O2": {"cast_model_type": "float16"}}
+
+
+def make(level, *, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = make_optimizer(model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+X = torch.ones(2, 4)
+
+
+def loss_of(model, factor=1.0):
+    return (model(X).float() - 1).pow(2).mean() * factor
+
+
+def backward(model, optimizer, factor=1.0, **options):
+    with amp.scale_loss(loss_of(model, factor), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def gradient_by_hand(level):
+    model, optimizer = make(level, loss_scale=1.0)
+    backward(model, optimizer)
+    expected = next(amp.master_params(optimizer)).grad.clone()
+    amp.reset()
+    return expected
+
+
+# ---- windows that end without a step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "one by one"])
+@pytest.mark.parametrize("level", FLOAT16)
+def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
+    """`if torch.isfinite(norm): optimizer.step()`: the scale must fall although no step is ever skipped by the
+    optimizer.
+    """
+    model, optimizer = make(level, **FLOAT16[level])
+    for _ in range(14):
+        if zero == "one by one":
+            for parameter in (*model.parameters(), *amp.master_params(optimizer)):
+                parameter.grad = None
+        else:
+            (optimizer if zero == "optimizer" else model).zero_grad()
+        backward(model, optimizer, factor=50.0)
+        if torch.isfinite(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)):
+            optimizer.step()
+    assert amp.stats().steps > 0 and amp.stats().steps_skipped == 0
+    assert amp.stats().loss_scales[0] < 65536
+    assert len(optimizer._amp_stash._checks) <= 1
+
+
+@pytest.mark.parametrize(
+    "zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"]
+)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero):
+    model, optimizer = make(level, loss_scale="dynamic")
+    backward(model, optimizer, factor=float("inf"))
+    zero(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+    assert amp.stats().loss_scales == (32768.0,)
+
+
+# ---- things done inside the block ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad()], ids=["optimizer", "model"])
+def test_zeroing_inside_the_block(level, zero):
+    expected = gradient_by_hand(level)
+    model, optimizer = make(level, loss_scale="dynamic")
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            zero(model, optimizer)
+            scaled_loss.backward()
+        assert torch.equal(next(amp.master_params(optimizer)).grad, expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_stepping_inside_the_block(level):
+    results = []
+    for inside in (False, True):
+        model, optimizer = make(level, loss_scale="dynamic")
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, factor), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if inside:
+                    optimizer.step()
+            if not inside:
+                optimizer.step()
+            assert optimizer.step_was_skipped is (factor != 1.0)
+        results.append((model.state_dict()["weight"].clone(), amp.state_dict()))
+        amp.reset()
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_an_optimizer_for_each_parameter_that_steps_within_backward():
+    results = []
+    for within in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        amp.initialize(model, list(optimizers.values()), opt_level="O1", loss_scale="dynamic", verbosity=0)
+
+        def step(parameter, optimizers=optimizers):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        if within:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(step)
+        for factor in (1.0, float("inf"), 1.0):
+            backward(model, list(optimizers.values()), factor)
+            if not within:
+                for p in optimizers:
+                    step(p)
+        results.append([p.detach().clone() for p in model.parameters()])
+        amp.reset()
+    assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*results, strict=True))
+
+
+def test_the_outer_loss_does_not_go_backward_inside_a_block_of_another_scale():
+    model, optimizer = make("O1", loss_scale="dynamic", num_losses=2)
+    amp.load_state_dict(
+        {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate((1024.0, 64.0))}
+    )
+    with (
+        pytest.raises(amp.SessionError, match="outer scale_loss inside an inner one"),
+        amp.scale_loss(loss_of(model), optimizer, loss_id=0) as outer,
+        amp.scale_loss(loss_of(model), optimizer, loss_id=1),
+    ):
+        outer.backward()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert torch.equal(model.weight.grad, gradient_by_hand_after_reset("O1"))
+
+
+def gradient_by_hand_after_reset(level):
+    amp.reset()
+    return gradient_by_hand(level)
+
+
+# ---- masters and parameters changed by others ------------------------------------------------------------------------
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization: climbs first, comes back, and has another optimizer take the step."""
+
+    def __init__(self, params, make_base):
+        super().__init__(params, {})
+        self.base = make_base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "base",
+    [lambda g: torch.optim.SGD(g, lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1, fused=True)],
+    ids=["sgd", "fused"],
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_sam_learns(level, base):
+    losses = []
+    model, optimizer = make(level, make_optimizer=lambda p: Sam(p, base), loss_scale="dynamic")
+    for _ in range(10):
+        for half_step in (optimizer.first_step, optimizer.second_step):
+            backward(model, optimizer)
+            half_step()
+        losses.append(loss_of(model).item())
+    assert losses[-1] < losses[0] / 2
+    backward(model, optimizer)
+    optimizer.first_step()
+    backward(model, optimizer, factor=float("inf"))
+    before = [
+        value.clone()
+        for value in optimizer.state.values()
+        for value in value.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    optimizer.second_step()
+    assert all(torch.isfinite(p).all() for p in model.parameters()) and before
+    amp.reset()
+    assert "step" not in vars(optimizer.base)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_edits_of_masters_show_in_the_model(level):
+    model, optimizer = make(level)
+    with torch.no_grad():
+        for master in amp.master_params(optimizer):
+            master.zero_()
+    assert torch.count_nonzero(model(X)) == 0
+    for master in amp.master_params(optimizer):
+        master.data.fill_(1.0)
+    amp.refresh()
+    assert torch.equal(model(X), torch.full((2, 4), 5.0))
+    for master in amp.master_params(optimizer):
+        master.data = torch.zeros_like(master)
+    assert torch.count_nonzero(model(X)) == 0
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: nn.init.zeros_(m.weight),
+        lambda m: setattr(m.weight, "data", torch.zeros_like(m.weight)),
+        lambda m: torch.nn.utils.vector_to_parameters(torch.zeros(20, dtype=m.weight.dtype), m.parameters()),
+    ],
+    ids=["init", "data", "vector"],
+)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_edits_of_the_model_survive_the_next_step(level, edit):
+    model, optimizer = make(level, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    edit(model)
+    assert torch.count_nonzero(model.state_dict()["weight"]) == 0
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.count_nonzero(model.weight) == 0 and torch.count_nonzero(model.state_dict()["weight"]) == 0
+
+
+def test_weights_swapped_in_for_a_method_call_and_out_again():
+    class Sampler(nn.Linear):
+        def sample(self, x):
+            return F.linear(x, self.weight, self.bias)
+
+    model = Sampler(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    backward(model, optimizer)
+    optimizer.step()
+    own = [p.detach().clone() for p in model.parameters()]
+    expected = F.linear(X.bfloat16(), own[0].bfloat16(), own[1].bfloat16())
+    for p in model.parameters():
+        p.data.zero_()
+    with torch.no_grad():
+        assert torch.count_nonzero(model.sample(X)) == 0
+    for p, value in zip(model.parameters(), own, strict=True):
+        p.data.copy_(value)
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
+    import copy
+
+    model, _optimizer = make(level)
+    average = copy.deepcopy(model)
+    for value in average.state_dict().values():
+        value.mul_(0)
+    assert torch.count_nonzero(average(X)) == 0
+
+
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adam", "sgd"]
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
+    model = nn.Linear(4, 4)
+    optimizer = make_optimizer(model.parameters())
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(model, optimizer)
+    optimizer.step()
+    amp.reset()
+    loss_of(model).backward()
+    optimizer.step()
+    assert all(
+        value.dtype is torch.float32
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_reset_in_the_middle_of_an_accumulation_keeps_true_gradients(level):
+    expected = gradient_by_hand(level)
+    model, optimizer = make(level, loss_scale=128.0)
+    backward(model, optimizer, delay_unscale=True)
+    amp.reset()
+    assert torch.equal(model.weight.grad, expected)
+
+
+def test_a_static_scale_is_not_replaced_by_that_of_another_run():
+    _model, _optimizer = make("O4")
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 5}})
+    assert amp.stats().loss_scales == (1.0,)
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_take_what_patched_layers_give(kind):
+    first, second = nn.Linear(4, 4), kind(4, 4, batch_first=True)
+    model = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    sequence = torch.randn(2, 3, 4)
+    output, _ = second(first(sequence))
+    packed = nn.utils.rnn.pack_padded_sequence(first(sequence), torch.tensor([3, 2]), batch_first=True)
+    assert output.dtype is second(packed)[0].data.dtype is torch.bfloat16
+    output.float().sum().backward()
+    assert second.weight_ih_l0.grad.dtype is torch.float32
+    with pytest.raises(RuntimeError, match="must be equal to input_size"):
+        second(torch.randn(2, 3, 5))
+    with pytest.raises(ValueError, match="does not match weight dtype"):
+        second(sequence.double())
+
+
+def test_augmented_operators_write_where_they_should():
+    model, _optimizer = make("O4")
+    with torch.no_grad():
+        hidden = model(X)
+        expected = hidden.clone()
+        expected[0] = expected[0] * expected[0]
+        row = hidden[0]
+        row **= 2
+        row += torch.zeros(4)
+    assert torch.equal(hidden, expected) and hidden.dtype is torch.bfloat16
+
+
+def test_a_listed_op_that_is_called_in_place_changes_its_argument(tmp_path):
+    (tmp_path / "lists.yaml").write_text("extends: bfloat16\nblacklist: [silu, elu]\n")
+    model, _optimizer = make("O4", lists=tmp_path / "lists.yaml")
+    for activation in (F.silu, F.elu):
+        hidden = model(X).detach()
+        expected = activation(hidden.clone()).bfloat16()
+        activation(hidden, inplace=True)
+        torch.testing.assert_close(hidden, expected)
+        assert activation(hidden).dtype is torch.float32
+
+
+def test_a_module_imported_during_a_session_gets_the_originals_back(tmp_path, monkeypatch):
+    (tmp_path / "late_layers.py").write_text(
+        "from torch.nn.functional import linear\nfrom torch import matmul as product\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model, _optimizer = make("O4")
+    late: types.ModuleType = __import__("late_layers")
+    assert late.linear(X, model.weight).dtype is torch.bfloat16
+    amp.reset()
+    assert late.linear is F.linear and late.product is torch.matmul
+    model, _optimizer = make("O4")
+    assert late.linear(X, model.weight).dtype is torch.bfloat16
+    amp.reset()
+    del sys.modules["late_layers"]
+    assert find_changes() == []
+
+
+def test_a_scripted_model_is_refused_by_name():
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(amp.ModelError, match="TorchScript"):
+        amp.initialize(scripted, opt_level="O2", verbosity=0)
+
+
+def test_script_works_during_a_session_also_where_torch_scripts_for_itself():
+    _model, _optimizer = make("O4")
+    x = torch.randn(3)
+    _, tangent = torch.func.jvp(torch.exp, (x,), (torch.ones(3),))
+    torch.testing.assert_close(tangent, x.exp())
+
+
+def test_registered_static_and_class_methods():
+    class Owner:
+        @staticmethod
+        def static(x):
+            return x.dtype
+
+        @classmethod
+        def of_class(cls, x):
+            return cls, x.dtype
+
+    originals = [vars(Owner)[name] for name in ("static", "of_class")]
+    for name in ("static", "of_class"):
+        amp.register_half_function(Owner, name)
+    _model, _optimizer = make("O4")
+    assert Owner.static(X) is torch.bfloat16 and Owner.of_class(X) == (Owner, torch.bfloat16)
+    amp.reset()
+    assert [vars(Owner)[name] for name in ("static", "of_class")] == originals
+
+
+# ---- found by random sequences of calls ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [("O1", "O4"), ("O1", "O1"), ("O4", "O1")])
+def test_a_level_that_patches_can_be_replaced_by_one(first, second):
+    model, optimizer = make(first, loss_scale="dynamic")
+    amp.initialize(model, optimizer, opt_level=second, loss_scale=4.0, replace=True, verbosity=0)
+    assert amp.stats().opt_level == second and torch.matmul(X, X.t()).dtype is torch.bfloat16
+
+
+def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass():
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    backward(models[0], optimizers[0], delay_unscale=True)
+    loss = loss_of(models[0], float("inf")) + loss_of(models[1])
+    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [optimizer.step_was_skipped for optimizer in optimizers] == [True, True]
+
+
+def test_the_state_knows_of_an_overflow_in_a_delayed_pass():
+    model, optimizer = make("O0", loss_scale="dynamic")
+    backward(model, optimizer, float("inf"), delay_unscale=True)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}

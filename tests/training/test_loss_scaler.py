@@ -1,0 +1,513 @@
+"""`LossScaler` follows a pure-Python model over any sequence of finite and non-finite steps; unscaling is division, and
+finds inf and NaN element by element.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_patch.training.loss_scaler import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    LossScaler,
+    OverflowCheck,
+    rescale_,
+    unscale_,
+)
+
+CPU = torch.device("cpu")
+REAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+TINY = torch.finfo(torch.float32).tiny
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def scale_of(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def new_check() -> OverflowCheck:
+    return LossScaler("dynamic").open_check(CPU)
+
+
+def run_step(scaler: LossScaler, *overflows: bool) -> None:
+    """One optimizer step that the given backward passes led to."""
+    for overflow in overflows:
+        check = scaler.open_check(CPU)
+        unscale_([torch.tensor([1.0, math.inf if overflow else 2.0])], scaler.scale_on(CPU), check)
+    scaler.decide()
+
+
+@dataclass
+class Model:
+    """The update law as Micikevicius et al. state it, in Python floats."""
+
+    minimum: float | None = None
+    maximum: float = 2.0**24
+    interval: int = GROWTH_INTERVAL
+    scale: float = field(init=False)
+    unskipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale = max(min(self.maximum, INIT_SCALE), self.minimum or 0.0)
+
+    def step(self, overflow: bool) -> None:
+        if overflow:
+            self.scale, self.unskipped = self.scale * BACKOFF_FACTOR, 0
+        else:
+            self.unskipped += 1
+            if self.unskipped == self.interval:
+                self.scale, self.unskipped = self.scale * GROWTH_FACTOR, 0
+        self.scale = min(max(self.scale, self.minimum or TINY), self.maximum)
+
+
+# ---- the dynamic law -------------------------------------------------------------------------------------------------
+
+
+@given(
+    overflows=st.lists(st.booleans(), max_size=60),
+    interval=st.integers(1, 5),
+    minimum=st.sampled_from([None, 1.0, 128.0, 1000.0]),
+    maximum=st.sampled_from([1024.0, 2.0**15 + 1, 2.0**24, 2.0**30]),
+)
+def test_a_dynamic_scale_follows_the_model(
+    overflows: list[bool], interval: int, minimum: float | None, maximum: float
+) -> None:
+    model = Model(minimum, maximum, interval)
+    scaler = LossScaler("dynamic", min_loss_scale=minimum, max_loss_scale=maximum, growth_interval=interval)
+    for overflow in overflows:
+        assert scaler.state_dict() == {"loss_scale": model.scale, "unskipped": model.unskipped}
+        run_step(scaler, overflow)
+        model.step(overflow)
+        assert (minimum or 0.0) <= scaler.loss_scale() <= maximum
+    assert scaler.state_dict() == {"loss_scale": model.scale, "unskipped": model.unskipped}
+    assert scaler.scale_on(CPU).item() == model.scale
+
+
+@given(passes=st.lists(st.lists(st.booleans(), max_size=4), max_size=20), interval=st.integers(1, 3))
+def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
+    passes: list[list[bool]], interval: int
+) -> None:
+    model = Model(interval=interval)
+    scaler = LossScaler("dynamic", growth_interval=interval)
+    for overflows in passes:
+        run_step(scaler, *overflows)
+        if overflows:
+            model.step(any(overflows))
+        assert scaler.state_dict() == {"loss_scale": model.scale, "unskipped": model.unskipped}
+
+
+@pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True), (False, False)], ids=str)
+def test_readers_are_told_the_decision_that_is_due_and_do_not_take_it(overflows: tuple[bool, ...]) -> None:
+    scaler = LossScaler("dynamic", growth_interval=1)
+    for overflow in overflows:
+        check = scaler.open_check(CPU)
+        unscale_([torch.tensor([math.nan if overflow else 1.0])], scaler.scale_on(CPU), check)
+    due = INIT_SCALE * (BACKOFF_FACTOR if any(overflows) else GROWTH_FACTOR)
+    assert [scaler.loss_scale(), scaler.state_dict()["loss_scale"], scaler.loss_scale()] == [due] * 3
+    assert scaler.scale_on(CPU).item() == INIT_SCALE
+    scaler.decide()
+    assert scaler.scale_on(CPU).item() == due
+    scaler.decide()
+    assert scaler.loss_scale() == due
+
+
+def test_reading_any_number_of_times_counts_no_steps() -> None:
+    scaler = LossScaler("dynamic", growth_interval=3)
+    scaler.open_check(CPU)
+    for _ in range(5):
+        assert scaler.loss_scale() == INIT_SCALE
+        assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 1}
+    scaler.decide()
+    assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 1}
+
+
+def test_a_decision_makes_a_new_scale_tensor_and_leaves_the_one_handed_out() -> None:
+    scaler = LossScaler("dynamic")
+    handed_out = scaler.scale_on(CPU)
+    run_step(scaler, True)
+    assert handed_out.item() == INIT_SCALE
+    assert scaler.scale_on(CPU).item() == INIT_SCALE / 2
+
+
+def test_the_scale_doubles_after_exactly_the_default_interval() -> None:
+    scaler = LossScaler("dynamic")
+    scaler.load_state_dict({"loss_scale": 8.0, "unskipped": GROWTH_INTERVAL - 2})
+    run_step(scaler, False)
+    assert scaler.state_dict() == {"loss_scale": 8.0, "unskipped": GROWTH_INTERVAL - 1}
+    run_step(scaler, False)
+    assert scaler.state_dict() == {"loss_scale": 16.0, "unskipped": 0}
+
+
+def test_without_a_minimum_the_scale_never_reaches_zero() -> None:
+    scaler = LossScaler("dynamic")
+    for _ in range(200):
+        run_step(scaler, True)
+    assert scaler.loss_scale() == TINY
+    gradient = torch.ones(2)
+    unscale_([gradient], scaler.scale_on(CPU), None)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("maximum", [2.0**10, 2.0**24], ids=["below-2**16", "above"])
+def test_a_dynamic_scale_starts_at_2_16_or_at_a_lower_maximum(maximum: float) -> None:
+    assert LossScaler("dynamic", max_loss_scale=maximum).loss_scale() == min(maximum, 2.0**16)
+
+
+def test_a_dynamic_scale_starts_within_its_bounds() -> None:
+    assert LossScaler("dynamic", min_loss_scale=2.0**20).loss_scale() == 2.0**20
+
+
+# ---- the static law --------------------------------------------------------------------------------------------------
+
+
+@given(overflows=st.lists(st.booleans(), max_size=20), scale=st.sampled_from([1.0, 0.5, 128.0, 1000.0]))
+def test_a_static_scale_never_changes_and_counts_every_step(overflows: list[bool], scale: float) -> None:
+    scaler = LossScaler(scale, growth_interval=2)
+    for overflow in overflows:
+        run_step(scaler, overflow)
+    assert scaler.state_dict() == {"loss_scale": scale, "unskipped": len(overflows)}
+
+
+def test_a_static_scale_ignores_the_bounds_of_the_dynamic_one() -> None:
+    scaler = LossScaler(2.0**20, min_loss_scale=2.0**21, max_loss_scale=2.0)
+    run_step(scaler, False)
+    assert scaler.loss_scale() == 2.0**20
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "is_dynamic", "is_identity"),
+    [("dynamic", True, False), (1.0, False, True), (1, False, True), (128.0, False, False)],
+    ids=str,
+)
+def test_only_a_static_scale_of_one_is_the_identity(loss_scale: Any, is_dynamic: bool, is_identity: bool) -> None:
+    scaler = LossScaler(loss_scale)
+    assert (scaler.is_dynamic, scaler.is_identity) == (is_dynamic, is_identity)
+
+
+def test_a_dynamic_scale_of_one_is_not_the_identity_because_it_may_grow() -> None:
+    scaler = LossScaler("dynamic", max_loss_scale=1.0)
+    assert scaler.loss_scale() == 1.0
+    assert not scaler.is_identity
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_settles_what_it_waits_for_once_and_before_the_flag_is_read() -> None:
+    scaler = LossScaler("dynamic")
+    check = scaler.open_check(CPU)
+    calls: list[str] = []
+
+    def settle() -> None:
+        calls.append("settled")
+        unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check)
+
+    check.wait_for(settle)
+    assert calls == []
+    assert check.is_overflow()
+    assert check.is_overflow()
+    assert calls == ["settled"]
+
+
+def test_a_decision_settles_the_checks_it_takes_into_account() -> None:
+    scaler = LossScaler("dynamic")
+    check = scaler.open_check(CPU)
+    check.wait_for(lambda: unscale_([torch.tensor([math.nan])], scaler.scale_on(CPU), check))
+    scaler.decide()
+    assert scaler.loss_scale() == INIT_SCALE / 2
+
+
+def test_found_inf_is_exactly_zero_or_one() -> None:
+    check = new_check()
+    assert check.found_inf.item() == 0.0
+    unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), check)
+    assert (check.found_inf.item(), check.found_inf.dtype, check.found_inf.shape) == (
+        1.0,
+        torch.float32,
+        torch.Size([]),
+    )
+
+
+def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
+    check = new_check()
+    unscale_([torch.tensor([math.inf])], scale_of(2.0), check)
+    unscale_([torch.tensor([1.0])], scale_of(2.0), check)
+    assert check.is_overflow()
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    overflows=st.lists(st.booleans(), max_size=10),
+    scale=st.floats(2.0**-20, 2.0**24, width=32),
+    unskipped=st.integers(0, 4),
+)
+def test_a_loaded_scaler_goes_on_as_the_saved_one(overflows: list[bool], scale: float, unskipped: int) -> None:
+    saved = LossScaler("dynamic", growth_interval=5)
+    saved.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
+    state = saved.state_dict()
+    assert state == {"loss_scale": scale, "unskipped": unskipped}
+    assert [type(value) for value in state.values()] == [float, int]
+    loaded = LossScaler("dynamic", growth_interval=5)
+    loaded.load_state_dict(state)
+    for overflow in overflows:
+        run_step(saved, overflow)
+        run_step(loaded, overflow)
+        assert loaded.state_dict() == saved.state_dict()
+
+
+def test_loading_drops_the_decision_that_was_due() -> None:
+    scaler = LossScaler("dynamic")
+    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), scaler.open_check(CPU))
+    scaler.load_state_dict({"loss_scale": 32.0, "unskipped": 7})
+    scaler.decide()
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 7}
+
+
+@pytest.mark.parametrize("unskipped", [GROWTH_INTERVAL, GROWTH_INTERVAL + 1, 10**6], ids=str)
+def test_a_count_beyond_the_interval_still_lets_the_scale_grow(unskipped: int) -> None:
+    scaler = LossScaler("dynamic")
+    scaler.load_state_dict({"loss_scale": 32.0, "unskipped": unskipped})
+    run_step(scaler, False)
+    assert scaler.loss_scale() == 64.0
+
+
+def test_a_static_scaler_takes_over_a_loaded_count_but_keeps_its_scale() -> None:
+    for own in (1.0, 128.0):
+        scaler = LossScaler(own)
+        scaler.load_state_dict({"loss_scale": 256.0, "unskipped": 5000})
+        assert scaler.state_dict() == {"loss_scale": own, "unskipped": 5000}
+        assert scaler.is_identity is (own == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({}, KeyError),
+        ({"loss_scale": 2.0}, KeyError),
+        ({"unskipped": 1}, KeyError),
+        ({"loss_scale": None, "unskipped": 1}, TypeError),
+        ({"loss_scale": "much", "unskipped": 1}, ValueError),
+        ({"loss_scale": 0.0, "unskipped": 1}, ValueError),
+        ({"loss_scale": -2.0, "unskipped": 1}, ValueError),
+        ({"loss_scale": math.inf, "unskipped": 1}, ValueError),
+        ({"loss_scale": math.nan, "unskipped": 1}, ValueError),
+        ({"loss_scale": 2.0, "unskipped": -1}, ValueError),
+        ({"loss_scale": 2.0, "unskipped": None}, TypeError),
+    ],
+    ids=str,
+)
+def test_a_bad_state_is_refused_and_changes_nothing(state: dict[str, Any], error: type[Exception]) -> None:
+    scaler = LossScaler("dynamic")
+    scaler.load_state_dict({"loss_scale": 48.0, "unskipped": 3})
+    with pytest.raises(error):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == {"loss_scale": 48.0, "unskipped": 3}
+
+
+# ---- unscale_ is division --------------------------------------------------------------------------------------------
+
+
+def values(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    full = torch.complex128 if dtype.is_complex else torch.float64
+    return (torch.randn(*shape, generator=generator, dtype=full) * 8).to(dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 2.0**7, 2.0**-5], ids=str)
+@pytest.mark.parametrize("dtype", [*REAL_DTYPES, *COMPLEX_DTYPES], ids=dtype_id)
+def test_unscaling_by_a_power_of_two_is_division_to_the_bit(dtype: torch.dtype, scale: float) -> None:
+    gradient = values(dtype, 5, 3)
+    expected, check = gradient / scale, new_check()
+    unscale_([gradient], scale_of(scale), check)
+    assert torch.equal(gradient, expected)
+    assert not check.is_overflow()
+
+
+@pytest.mark.parametrize("scale", [3.0, 1000.0, 0.3], ids=str)
+@pytest.mark.parametrize("dtype", [*REAL_DTYPES, *COMPLEX_DTYPES], ids=dtype_id)
+def test_unscaling_by_any_scale_is_division_to_the_last_place(dtype: torch.dtype, scale: float) -> None:
+    gradient = values(dtype, 40)
+    scale_used = scale_of(scale).item()
+    expected = gradient.to(torch.complex128 if dtype.is_complex else torch.float64) / scale_used
+    unscale_([gradient], scale_of(scale), new_check())
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # the scale and its inverse are float32
+    # below the smallest normal number of float16 the spacing, not the relative error, is the bound
+    torch.testing.assert_close(
+        gradient.to(expected.dtype), expected, rtol=1.01 * eps, atol=torch.finfo(dtype).tiny * eps
+    )
+
+
+@pytest.mark.parametrize("dtype", [*REAL_DTYPES, torch.complex64], ids=dtype_id)
+@pytest.mark.parametrize("is_coalesced", [True, False], ids=["coalesced", "uncoalesced"])
+def test_sparse_gradients_are_divided_like_dense_ones(dtype: torch.dtype, is_coalesced: bool) -> None:
+    indices = torch.tensor([[0, 3, 0]])
+    gradient = torch.sparse_coo_tensor(indices, values(dtype, 3, 2), (5, 2), check_invariants=True)
+    gradient = gradient.coalesce() if is_coalesced else gradient
+    expected = gradient._values() / 4
+    unscale_([gradient], scale_of(4.0), new_check())
+    assert torch.equal(gradient._values(), expected)
+
+
+def test_one_call_takes_gradients_of_every_kind() -> None:
+    dense = [values(dtype, 4) for dtype in (*REAL_DTYPES, *COMPLEX_DTYPES)]
+    sparse = torch.eye(3).to_sparse()
+    odd = [torch.empty(0), torch.tensor(6.0), values(torch.float32, 4, 6)[:, ::2], values(torch.float32, 4, 6).t()]
+    gradients = [*dense, sparse, *odd]
+    expected = [gradient.to_dense() / 8 for gradient in gradients]
+    unscale_(gradients, scale_of(8.0), new_check())
+    assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
+
+
+def test_unscaling_nothing_is_no_overflow() -> None:
+    check = new_check()
+    unscale_([], scale_of(8.0), check)
+    assert not check.is_overflow()
+
+
+def test_without_a_check_gradients_are_divided_all_the_same() -> None:
+    gradient = torch.tensor([8.0, math.inf])
+    unscale_([gradient], scale_of(2.0), None)
+    assert gradient.tolist() == [4.0, math.inf]
+
+
+# ---- overflow is seen element by element -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 17, 36], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
+@pytest.mark.parametrize("dtype", REAL_DTYPES, ids=dtype_id)
+def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float, position: int) -> None:
+    gradient = torch.ones(37, dtype=dtype)
+    gradient[position] = bad
+    check = new_check()
+    unscale_([torch.ones(3, dtype=dtype), gradient, torch.ones(2)], scale_of(2.0), check)
+    assert check.is_overflow()
+
+
+@pytest.mark.parametrize(
+    "bad", [complex(math.inf, 0), complex(0, -math.inf), complex(math.nan, 1), complex(1, math.nan)], ids=str
+)
+@pytest.mark.parametrize("dtype", COMPLEX_DTYPES, ids=dtype_id)
+def test_a_bad_real_or_imaginary_part_is_found(dtype: torch.dtype, bad: complex) -> None:
+    check = new_check()
+    unscale_([torch.tensor([1, bad, 2j], dtype=dtype)], scale_of(2.0), check)
+    assert check.is_overflow()
+
+
+@pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
+def test_a_bad_value_of_a_sparse_gradient_is_found(bad: float) -> None:
+    check = new_check()
+    unscale_([torch.sparse_coo_tensor([[1, 4]], [1.0, bad], (6,), check_invariants=True)], scale_of(2.0), check)
+    assert check.is_overflow()
+
+
+def test_the_last_of_many_gradients_is_looked_at() -> None:
+    gradients = [torch.ones(2, dtype=dtype) for dtype in REAL_DTYPES for _ in range(20)]
+    gradients[-1][1] = math.nan
+    check = new_check()
+    unscale_(gradients, scale_of(2.0), check)
+    assert check.is_overflow()
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["max", "min"])
+@pytest.mark.parametrize("dtype", REAL_DTYPES, ids=dtype_id)
+def test_huge_finite_values_are_no_overflow_though_their_sum_is(dtype: torch.dtype, sign: int) -> None:
+    huge = sign * torch.finfo(dtype).max
+    gradient = torch.full((64,), huge, dtype=dtype)
+    assert not torch.isfinite(gradient.sum())
+    check = new_check()
+    unscale_([gradient], scale_of(2.0), check)
+    assert not check.is_overflow()
+    assert torch.equal(gradient, torch.full((64,), huge / 2, dtype=dtype))
+
+
+def test_huge_values_of_both_signs_are_no_overflow_though_their_norm_is() -> None:
+    check = new_check()
+    unscale_([torch.tensor([3e38, -3e38, 3e38])], scale_of(2.0), check)
+    assert not check.is_overflow()
+
+
+# ---- rescale_ and unscale_ are inverse -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*REAL_DTYPES, *COMPLEX_DTYPES], ids=dtype_id)
+@given(exponent=st.integers(-3, 8), elements=st.lists(st.floats(-200, 200, width=16), min_size=2, max_size=8))
+def test_rescaling_and_unscaling_by_a_power_of_two_is_the_identity(
+    dtype: torch.dtype, exponent: int, elements: list[float]
+) -> None:
+    gradient = torch.tensor(elements, dtype=dtype)
+    if exponent < 0:
+        gradient[gradient.abs() < 2.0**-8] = 0  # a smaller scale may push tiny values below what the dtype can hold
+    before, scale = gradient.clone(), scale_of(2.0**exponent)
+    rescale_([gradient], scale)
+    assert torch.equal(gradient, before * 2.0**exponent)
+    unscale_([gradient], scale, None)
+    assert torch.equal(gradient, before)
+
+
+def test_rescaling_reaches_the_values_of_sparse_gradients_and_every_dtype_of_a_mixed_list() -> None:
+    gradients = [torch.eye(2).to_sparse(), *(values(dtype, 3) for dtype in (*REAL_DTYPES, *COMPLEX_DTYPES))]
+    expected = [gradient.to_dense() * 4 for gradient in gradients]
+    rescale_(gradients, scale_of(4.0))
+    assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
+
+
+def test_gradients_of_two_scales_add_up_to_the_true_sum() -> None:
+    first, second = torch.tensor([1.5, -2.0]), torch.tensor([0.25, 8.0])
+    gradient = first.clone()
+    rescale_([gradient], scale_of(2.0**16))
+    gradient += second * 2.0**16
+    unscale_([gradient], scale_of(2.0**16), None)
+    assert torch.equal(gradient, first + second)
+
+
+# ---- a scale set by hand ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -> None:
+    scaler = LossScaler(loss_scale)
+    run_step(scaler, False)
+    scaler.set_loss_scale(32)
+    assert scaler.scale_on(CPU).item() == scaler.loss_scale() == 32.0
+    assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
+
+
+def test_a_decision_that_is_due_does_not_touch_a_scale_set_by_hand() -> None:
+    scaler = LossScaler("dynamic")
+    check = scaler.open_check(CPU)
+    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check)
+    scaler.set_loss_scale(64.0)
+    scaler.decide()
+    assert scaler.state_dict() == {"loss_scale": 64.0, "unskipped": 0} and check.is_overflow()
+
+
+def test_a_static_scaler_scales_by_1_or_not_as_it_is_told() -> None:
+    scaler = LossScaler(1.0)
+    scaler.set_loss_scale(2.0)
+    assert not scaler.is_identity
+    scaler.set_loss_scale(1.0)
+    assert scaler.is_identity and not LossScaler("dynamic").is_identity
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.inf, math.nan])
+def test_a_scale_by_hand_must_be_finite_and_positive(value: float) -> None:
+    scaler = LossScaler("dynamic")
+    with pytest.raises(ValueError, match="finite and positive"):
+        scaler.set_loss_scale(value)
+    assert scaler.loss_scale() == INIT_SCALE
