@@ -1,17 +1,16 @@
 """`FP16_Optimizer`: float32 masters and loss scaling around an optimizer, for a model that the user has cast."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...dtypes import LOW_DTYPES
 from ...errors import CheckpointError, OptimizerError
 from ...reporting import say, set_verbosity
-from ...training import loss_scaler
-
-LOW = (torch.float16, torch.bfloat16)
+from .._core import LossScaler, ManualPass, rescale_
 
 
 class FP16_Optimizer:
@@ -47,7 +46,7 @@ class FP16_Optimizer:
         if verbose:
             set_verbosity(1)
         self._dynamic_loss_args = dict(dynamic_loss_args or {})
-        self.loss_scaler = self._make_scaler(dynamic_loss_scale, static_loss_scale)
+        self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
         self._carried: Tensor | None = None  # the scale of the gradients of 16-bit parameters
         self._is_unscaled = False  # whether those of float32 parameters have been divided by it
@@ -57,29 +56,7 @@ class FP16_Optimizer:
         for group in self.optimizer.param_groups:
             self._adopt(group)
         if self.optimizer.state:
-            self.optimizer.load_state_dict(
-                self.optimizer.state_dict()
-            )  # casts what state there is to the masters' dtype
-
-    def _make_scaler(self, is_dynamic: bool, static_loss_scale: float) -> loss_scaler.LossScaler:
-        if not is_dynamic:
-            return loss_scaler.LossScaler(float(static_loss_scale))
-        args = {**self._dynamic_loss_args}
-        init_scale = args.pop("init_scale", None)
-        if args.pop("scale_factor", 2) != 2:
-            raise OptimizerError("FP16_Optimizer: scale_factor is always 2; leave it out of dynamic_loss_args")
-        if "scale_window" in args:
-            args["growth_interval"] = args.pop("scale_window")
-        try:
-            scaler = loss_scaler.LossScaler("dynamic", **args)
-        except TypeError:
-            allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
-            raise OptimizerError(
-                f"FP16_Optimizer: dynamic_loss_args {self._dynamic_loss_args} may hold {allowed}"
-            ) from None
-        if init_scale is not None:
-            scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
-        return scaler
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts the state to the masters' dtype
 
     def _adopt(self, group: dict[str, Any]) -> None:
         low: list[Tensor] = []
@@ -88,7 +65,7 @@ class FP16_Optimizer:
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
-            if parameter.dtype not in LOW:
+            if parameter.dtype not in LOW_DTYPES:
                 full.append(parameter)
                 continue
             master = torch.nn.Parameter(parameter.detach().float())
@@ -113,20 +90,15 @@ class FP16_Optimizer:
         groups = zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
         return [pair for low, masters in groups for pair in zip(low, masters, strict=True)]
 
-    def _full_gradients(self) -> list[Tensor]:
-        return [
-            parameter.grad for group in self.fp32_from_fp32_groups for parameter in group if parameter.grad is not None
-        ]
+    def _full_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.fp32_from_fp32_groups for parameter in group]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Set the gradients of the model's parameters to zero, or to None; the masters' to None."""
         pairs = self._pairs()
         for _, master in pairs:
             master.grad = None
-        for parameter in (
-            *(low for low, _ in pairs),
-            *(full for group in self.fp32_from_fp32_groups for full in group),
-        ):
+        for parameter in (*(low for low, _ in pairs), *self._full_parameters()):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -136,14 +108,14 @@ class FP16_Optimizer:
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Go backward from the scaled loss, then `update_master_grads`, unless more passes are to come first."""
         scale = self.loss_scaler.scale_on(loss.device)
-        low = [parameter.grad for parameter, _ in self._pairs() if parameter.grad is not None]
+        scaled, full = _gradients(parameter for parameter, _ in self._pairs()), _gradients(self._full_parameters())
         with torch.no_grad():
-            if self._carried is not None and self._carried is not scale:
-                loss_scaler.rescale_(low, scale / self._carried)
             if self._is_unscaled:
-                loss_scaler.rescale_(self._full_gradients(), scale)
-            elif self._carried is not None and self._carried is not scale:
-                loss_scaler.rescale_(self._full_gradients(), scale / self._carried)
+                rescale_(full, scale)
+            else:
+                scaled += full
+            if self._carried is not None and self._carried is not scale:
+                rescale_(scaled, scale / self._carried)
         self._carried, self._is_unscaled = scale, False
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
@@ -154,17 +126,16 @@ class FP16_Optimizer:
         pairs = self._pairs()
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        gradients = [master.grad for _, master in pairs if master.grad is not None]
+        gradients = _gradients(master for _, master in pairs)
         if not self._is_unscaled:
-            gradients += self._full_gradients()
+            gradients += _gradients(self._full_parameters())
         self.overflow = False
         if self._carried is None or not gradients:
             return
-        check = self.loss_scaler.open_check(self._carried.device)
-        loss_scaler.unscale_(gradients, self._carried, check)
+        manual = ManualPass(self.loss_scaler, self._carried.device)
+        manual.unscale_in_place(gradients, self._carried)
         self._is_unscaled = True
-        self.loss_scaler.decide()
-        self.overflow = self.loss_scaler.is_dynamic and check.is_overflow()
+        self.overflow = manual.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
         """Clip the norm of all gradients that the optimizer steps on, and return what it was; -1 after an overflow."""
@@ -232,7 +203,7 @@ class FP16_Optimizer:
         if self.loss_scaler.is_dynamic:
             self.loss_scaler.load_state_dict({"loss_scale": value, "unskipped": 0})
         else:
-            self.loss_scaler = loss_scaler.LossScaler(float(value))
+            self.loss_scaler = LossScaler(float(value))
 
     @property
     def state(self) -> Any:
@@ -277,21 +248,49 @@ class FP16_Optimizer:
 
         Raises CheckpointError if the masters do not fit.
         """
-        masters = [master for group in self.fp32_from_fp16_groups for master in group]
+        masters = [master for _, master in self._pairs()]
         values = [value for group in state_dict["fp32_from_fp16"] for value in group]
         if [master.shape for master in masters] != [value.shape for value in values]:
             raise CheckpointError(
                 f"the saved state has {len(values)} masters, and they do not fit the {len(masters)} here: load it for"
                 " the same model, cast alike"
             )
-        saved = state_dict["loss_scaler"]
-        if not isinstance(saved, Mapping):  # Apex pickled the scaler itself
-            saved = {"loss_scale": saved._loss_scale, "unskipped": saved._unskipped}
-        self.loss_scaler = self._make_scaler(state_dict["dynamic_loss_scale"], saved["loss_scale"])
-        self.loss_scaler.load_state_dict(dict(saved))
+        self.loss_scaler = _load_scaler(state_dict, self._dynamic_loss_args)
         self.overflow = state_dict["overflow"]
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         with torch.no_grad():
             for master, value in zip(masters, values, strict=True):
                 master.copy_(value)
         self._push_masters()
+
+
+def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
+    if not is_dynamic:
+        return LossScaler(float(static_loss_scale))
+    args = dict(dynamic_loss_args)
+    init_scale = args.pop("init_scale", None)
+    if args.pop("scale_factor", 2) != 2:
+        raise OptimizerError("FP16_Optimizer: scale_factor is always 2; leave it out of dynamic_loss_args")
+    if "scale_window" in args:
+        args["growth_interval"] = args.pop("scale_window")
+    try:
+        scaler = LossScaler("dynamic", **args)
+    except TypeError:
+        allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
+        raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {dynamic_loss_args} may hold {allowed}") from None
+    if init_scale is not None:
+        scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
+    return scaler
+
+
+def _load_scaler(state_dict: Mapping[str, Any], dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
+    saved = state_dict["loss_scaler"]
+    if not isinstance(saved, Mapping):  # Apex pickled the scaler itself
+        saved = {"loss_scale": saved._loss_scale, "unskipped": saved._unskipped}
+    scaler = _make_scaler(state_dict["dynamic_loss_scale"], saved["loss_scale"], dynamic_loss_args)
+    scaler.load_state_dict(dict(saved))
+    return scaler
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

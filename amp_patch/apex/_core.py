@@ -1,0 +1,267 @@
+"""The port of the stand-in: all that it uses of the core, in functions named by what it needs.
+
+The other modules of this package import from here and from the ground (`errors`, `dtypes`, `reporting`). What lies
+inside sessions, bindings and loss scalers is touched in this file alone.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import api as api
+from ..casting import Registration, compiling
+from ..casting import cast_tree as cast_tree
+from ..config import Policy as Policy
+from ..config import load_oplists, presets
+from ..config import make_policy as _make_policy
+from ..errors import SessionError
+from ..patching import Patch
+from ..session import Session, current
+from ..session import as_models as as_models
+from ..session import as_optimizers as as_optimizers
+from ..training import loss_scaler
+
+LossScaler = loss_scaler.LossScaler
+parse_loss_scale = presets.parse_loss_scale
+rescale_ = loss_scaler.rescale_
+
+
+def make_policy(opt_level: str, overrides: Mapping[str, Any]) -> Policy:
+    """Return the policy of a level with `overrides`, as on an accelerator: Apex knew no other dtypes for the CPU."""
+    return _make_policy(opt_level, overrides, device_type="cuda")
+
+
+def read_list(name: str) -> list[tuple[str, str]]:
+    """Return (dotted name of the op, rule) for each entry of an op list."""
+    session = current.state.session
+    # names are looked up as torch has them
+    with contextlib.nullcontext() if session is None else session.patcher.suspended():
+        entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
+    return [(entry.op, entry.rule) for entry in entries]
+
+
+def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
+    """Register the functions `after` (owner, name, rule) for sessions to come, in the place of those of `before`."""
+    registered = current.state.registered
+    registered[:] = [entry for entry in registered if not any(entry is other for other in before)]
+    registered.extend(after)
+
+
+def is_disabled() -> bool:
+    """Tell whether `initialize(enabled=False)` was the last word."""
+    return current.state.is_disabled
+
+
+class SessionView:
+    """What the stand-in sees of a session: its casts, its loss scalers, and which optimizers it knows."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    # ---- finding and opening -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(cls) -> "SessionView | None":
+        """Return a view of the session in force, or None."""
+        return None if current.state.session is None else cls(current.state.session)
+
+    @classmethod
+    def require(cls) -> "SessionView":
+        """Return a view of the session in force; raises SessionError without one."""
+        return cls(current.require())
+
+    @classmethod
+    def open(
+        cls,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        num_losses: int,
+        replace: bool,
+        accept_low: bool,
+    ) -> "SessionView":
+        """Open a session, or bring models and optimizers under the open one if its policy is the same.
+
+        `replace` closes the open one first; `accept_low` takes models that hold 16-bit parameters already.
+        """
+        return cls(
+            current.initialize(
+                policy, models, optimizers, num_losses=num_losses, replace=replace, accept_low=accept_low
+            )
+        )
+
+    @classmethod
+    def open_without_models(cls, policy: Policy, device_type: str) -> "SessionView":
+        """Open a session that lasts until it is closed. Raises SessionError if one is in force."""
+        return cls(current.open_without_model(policy, device_type))
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether this session is the one in force."""
+        return current.state.session is self._session
+
+    @property
+    def has_models(self) -> bool:
+        """Whether it was opened for models."""
+        return self._session.has_models
+
+    # ---- casts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def patches_functions(self) -> bool:
+        """Whether its level casts at functions."""
+        return self._session.casts is not None
+
+    @property
+    def casts_here(self) -> bool:
+        """Whether functions called here and now cast their arguments."""
+        return self._session.switch.is_on_here()
+
+    def turn_casts(self, is_on: bool) -> None:
+        """Turn the casts of functions on or off."""
+        if is_on:
+            self._session.switch.turn_on()
+        else:
+            self._session.switch.turn_off()
+
+    def remove_casts(self) -> None:
+        """Put the original functions back, and close a session that has no models: nothing else is left of it."""
+        self.turn_casts(False)
+        self._session.patcher.undo()
+        if not self.has_models:
+            current.close(self._session)
+
+    def patch(self, owner: Any, name: str, rule: str) -> None:
+        """Have `owner.name` follow a rule as a listed op does. Raises SessionError if the level patches nothing."""
+        casts = self._session.casts
+        if casts is None:
+            raise SessionError(f"opt_level {self._session.policy.opt_level} patches nothing: use O1")
+        self._session.patcher.install([Patch(owner, name, lambda original: casts.wrap(rule, original))])
+        compiling.forget_compiled_code()
+
+    # ---- optimizers and losses ---------------------------------------------------------------------------------------
+
+    @property
+    def scalers(self) -> list[LossScaler]:
+        """The loss scalers, by `loss_id`."""
+        return self._session.scalers
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether its level keeps masters."""
+        return bool(self._session.policy.master_weights)
+
+    def is_plain(self, loss_id: int) -> bool:
+        """Tell whether losses of this scaler are not scaled and there are no masters."""
+        return self._session.scaler(loss_id).is_identity and not self.has_masters
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Tell whether the session has changed this optimizer."""
+        return any(binding.optimizer is optimizer for binding in self._session.bindings())
+
+    def add_optimizer(self, optimizer: Optimizer, num_losses: int) -> int:
+        """Bring an optimizer with `num_losses` loss scalers of its own under the session; return the first's number."""
+        first = len(self.scalers)
+        self._session.add_scalers(first + num_losses)
+        self._session.adopt([], [optimizer])
+        return first
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Return `amp_patch.scale_loss` of these optimizers, of which there may be none."""
+        return self._session.scale_loss(loss, optimizers, loss_id, delay_unscale)
+
+
+class ManualPass:
+    """A backward pass whose gradients the caller unscales. No decision of the scaler counts it before `update_scale`.
+
+    Args:
+        scaler: the scaler of the loss.
+        device: where its overflow flag is kept.
+    """
+
+    def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        self._scaler = scaler
+        self._check = scaler.open_check(device)
+        self._check.is_open = True
+
+    def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
+        """Divide gradients by `scale` (0-dim float32), and note whether any holds inf or NaN. Waits for nothing."""
+        loss_scaler.unscale_(gradients, scale, self._check)
+
+    def has_overflow(self) -> bool:
+        """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
+        return bool(self._check.found_inf.item())
+
+    def update_scale(self) -> bool:
+        """End the pass: update the loss scale, and return whether the step is to be skipped.
+
+        Waits for the device if the scale is dynamic.
+        """
+        self._check.is_open = False
+        is_overflow = self._scaler.is_dynamic and self._check.is_overflow()
+        self._scaler.decide()
+        return is_overflow
+
+    def discard(self) -> None:
+        """Have no later update count this pass."""
+        self._scaler.discard(self._check)
+
+
+class OptimizerView:
+    """What the stand-in sees of an optimizer that a session has changed.
+
+    Raises SessionError without a session, and OptimizerError for an optimizer that it does not know.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        session = current.require()
+        self._binding = session.binding_of(optimizer)
+        self.device = torch.device(session.device_type)
+
+    def attach(self, name: str, value: Any) -> None:
+        """Set an attribute of the optimizer, until the session lets go of it."""
+        self._binding.attach(name, value)
+
+    def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield each group as pairs: the model's parameter, and the one that the optimizer steps on."""
+        optimizer = self._binding.optimizer
+        if optimizer is not None:
+            model_parameters = self._binding.model_parameters()
+            for group in optimizer.param_groups:
+                yield [(next(model_parameters), parameter) for parameter in group["params"]]
+
+    def push_masters(self) -> None:
+        """Copy the masters to the model's parameters."""
+        self._binding.push_masters()
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether gradients carry a loss scale."""
+        return self._binding.gradients.is_scaled
+
+    def unscale(self) -> None:
+        """Divide gradients by the loss scale that they carry."""
+        self._binding.gradients.settle()
+
+    def begin_pass(self) -> None:
+        """Make gradients ready for a backward pass of a loss that is multiplied by the scale of the first scaler."""
+        scaler = current.require().scaler(0)
+        self._binding.gradients.enter(None if scaler.is_identity else scaler.scale_on(self.device))
+
+    def end_pass(self, manual: ManualPass) -> None:
+        """Unscale the gradients of that pass, and have `manual` and the next step know of an overflow."""
+        self._binding.gradients.leave()
+        self._binding.add_check(manual._check)
+        self.unscale()
+        self._binding.close_checks()
+
+    def is_next_step_skipped(self) -> bool:
+        """Tell whether `step()` will be skipped. Waits for the device."""
+        return self._binding.is_next_step_skipped()
