@@ -32,7 +32,9 @@ FLOORS = (
 
 WINGS = frozenset(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 DOOR_WIDTH = 10  # names that leave through the `__init__` of a wing
+PORT_WIDTH = 15  # names that the stand-in has from its port
 STAND_IN = {"apex"}  # has the rooms and the names of the package that it stands in for
+PORT = "apex._core"  # the one module of the stand-in that imports wings
 
 
 def name_of(path: Path, root: Path = PACKAGE) -> str:
@@ -80,6 +82,8 @@ def find_faults(name: str, imported: set[str]) -> list[str]:
         room, _, inside = other.partition(".")
         if room == own:
             continue
+        if own in STAND_IN and name != PORT and room not in GROUND:
+            faults.append(f"{name} imports {other} past the port {PORT}")
         if floor_of(room) >= floor_of(own) and not (own in GROUND and room in GROUND):
             faults.append(f"{name} imports {other}, from a wing that is not below its own")
         elif inside and room in WINGS and not is_at_door(room, inside):
@@ -114,6 +118,14 @@ def test_a_door_is_narrow(wing):
     assert 0 < len(names_at_door(PACKAGE / wing / "__init__.py")) <= DOOR_WIDTH
 
 
+def test_the_port_is_narrow():
+    nodes = [
+        node for path in MODULES if room_of(name_of(path)) in STAND_IN for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    ports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == PORT.rpartition(".")[2]]
+    assert 0 < len({alias.name for node in ports for alias in node.names}) <= PORT_WIDTH
+
+
 def test_every_wing_and_every_module_beside_them_has_its_floor():
     beside = {path.stem for path in PACKAGE.glob("*.py")}
     assert WINGS | beside == {*GROUND, *FLOORS}
@@ -129,6 +141,12 @@ def test_a_planted_import_is_found():
     ]
     assert find_faults("errors", {"api"}) == ["errors imports api, from a wing that is not below its own"]
     assert find_faults("errors", {"dtypes"}) == []
+    assert find_faults("apex.amp.handle", {"errors", "apex._core"}) == []
+    assert find_faults("apex._core", {"session", "api"}) == []
+    assert find_faults("apex.amp.handle", {"session", "api"}) == [
+        "apex.amp.handle imports api past the port apex._core",
+        "apex.amp.handle imports session past the port apex._core",
+    ]
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:

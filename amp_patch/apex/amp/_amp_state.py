@@ -6,11 +6,12 @@ import the module.
 
 from typing import Any
 
-from ...api import master_params as master_params
 from ...errors import PolicyError
 from ...reporting import say, say_on_every_rank, set_verbosity
-from ...session import current
+from .._core import SessionView, api, is_disabled
 from .scaler import LossScaler
+
+master_params = api.master_params
 
 
 class AmpState:
@@ -49,8 +50,8 @@ class AmpState:
 
         AttributeError before `initialize`.
         """
-        session = current.state.session
-        if session is None and not current.state.is_disabled:
+        session = SessionView.find()
+        if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
         if len(self._views) != len(scalers) or not all(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...casting import cast_tree
+from .._core import cast_tree
 
 
 def to_type(dtype: torch.dtype, t: Tensor) -> Tensor:

@@ -7,15 +7,14 @@ parameters that are unfrozen later have theirs.
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...session import current
-from ...training import OptimizerBinding
+from .._core import OptimizerView, SessionView
 from .scaler import LossScaler
 
 
@@ -25,49 +24,41 @@ class AmpOptimizerState:
     The lists of groups are parallel to `optimizer.param_groups`; all lists are made anew at each reading.
     """
 
-    def __init__(self, binding: OptimizerBinding) -> None:
-        self._binding = binding
+    def __init__(self, view: OptimizerView) -> None:
+        self._view = view
         self.lazy_init_called = True
 
     @property
     def already_patched(self) -> bool:
         """Whether the next `step()` will be skipped. Waits for the device."""
-        return self._binding.is_next_step_skipped()
+        return self._view.is_next_step_skipped()
 
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether gradients carry the loss scale: after `delay_unscale=True`. Setting it to False unscales them."""
-        return self._binding.gradients.is_scaled
+        return self._view.has_scaled_gradients
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
         if not value:
-            self._binding.gradients.settle()
-
-    def _pairs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield each group as pairs: the model's parameter, and what the optimizer steps on."""
-        optimizer = self._binding.optimizer
-        if optimizer is not None:
-            model_parameters = self._binding.model_parameters()
-            for group in optimizer.param_groups:
-                yield [(next(model_parameters), parameter) for parameter in group["params"]]
+            self._view.unscale()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The 16-bit parameters that have masters."""
-        return [[parameter for parameter, master in group if parameter is not master] for group in self._pairs()]
+        return [[parameter for parameter, master in group if parameter is not master] for group in self._view.groups()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Their masters."""
-        return [[master for parameter, master in group if parameter is not master] for group in self._pairs()]
+        return [[master for parameter, master in group if parameter is not master] for group in self._view.groups()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The float32 parameters."""
         return [
             [master for parameter, master in group if parameter is master and master.dtype is torch.float32]
-            for group in self._pairs()
+            for group in self._view.groups()
         ]
 
     @property
@@ -75,7 +66,7 @@ class AmpOptimizerState:
         """The 16-bit parameters, with masters or without."""
         return [
             parameter
-            for group in self._pairs()
+            for group in self._view.groups()
             for parameter, _ in group
             if parameter.dtype in (torch.float16, torch.bfloat16)
         ]
@@ -95,18 +86,17 @@ class AmpOptimizerState:
 
 def attach_apex_names(optimizer: Optimizer) -> None:
     """Give a bound optimizer its `_amp_stash` and the private methods, until it is unbound."""
-    session = current.require()
-    binding = session.binding_of(optimizer)
-    binding.attach("_amp_stash", AmpOptimizerState(binding))
+    view = OptimizerView(optimizer)
+    view.attach("_amp_stash", AmpOptimizerState(view))
     methods: dict[str, Callable[..., Any]] = {
         "_amp_lazy_init": _masters_exist,
         "_prepare_amp_backward": _prepare_amp_backward,
         "_post_amp_backward": _post_amp_backward,
     }
-    if session.policy.master_weights:
+    if SessionView.require().has_masters:
         methods["_master_params_to_model_params"] = _master_params_to_model_params
     for name, function in methods.items():
-        binding.attach(name, types.MethodType(function, optimizer))
+        view.attach(name, types.MethodType(function, optimizer))
 
 
 def _masters_exist(optimizer: Optimizer) -> None:
@@ -115,28 +105,20 @@ def _masters_exist(optimizer: Optimizer) -> None:
 
 def _master_params_to_model_params(optimizer: Any) -> None:
     """Copy the masters to the 16-bit parameters."""
-    current.require().binding_of(optimizer).push_masters()
+    OptimizerView(optimizer).push_masters()
 
 
 def _prepare_amp_backward(optimizer: Optimizer) -> None:
     """Before a backward pass of a loss that the caller multiplied by the first scaler's scale: let gradients sum up
     right.
     """
-    session = current.require()
-    scaler = session.scaler(0)
-    session.binding_of(optimizer).gradients.enter(
-        None if scaler.is_identity else scaler.scale_on(torch.device(session.device_type))
-    )
+    OptimizerView(optimizer).begin_pass()
 
 
 def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     """After it: unscale, and have `scaler.update_scale()` and the next `step()` know of an overflow."""
-    session = current.require()
-    binding = session.binding_of(optimizer)
-    binding.gradients.leave()
-    binding.add_check(scaler.open_check(torch.device(session.device_type)))
-    binding.gradients.settle()
-    binding.close_checks()
+    view = OptimizerView(optimizer)
+    view.end_pass(scaler.open_pass(view.device))
 
 
 # ---- a skip that shows before the step -------------------------------------------------------------------------------
@@ -149,7 +131,7 @@ def show_skip(optimizer: Any) -> None:
     """
     step = vars(optimizer)["step"]
     usual = _usual_step(step)
-    is_skipped = current.require().binding_of(optimizer).is_next_step_skipped()
+    is_skipped = OptimizerView(optimizer).is_next_step_skipped()
     if is_skipped and step is usual:
         optimizer.step = _make_skip_step(optimizer, usual)
     elif not is_skipped and step is not usual:

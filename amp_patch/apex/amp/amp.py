@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from ...api import float_function as float_function
-from ...api import half_function as half_function
-from ...api import promote_function as promote_function
-from ...api import register_float_function as register_float_function
-from ...api import register_half_function as register_half_function
-from ...api import register_promote_function as register_promote_function
-from ...config import make_policy, presets
-from ...session import current
+from .._core import SessionView, api, make_policy, parse_loss_scale, replace_registered
 from .._settings import in_force
 from ._amp_state import _amp_state
 from .frontend import *  # noqa: F403
@@ -23,6 +16,13 @@ from .handle import AmpHandle, NoOpHandle
 from .handle import disable_casts as disable_casts
 from .handle import scale_loss as scale_loss
 from .lists import register_edits
+
+float_function = api.float_function
+half_function = api.half_function
+promote_function = api.promote_function
+register_float_function = api.register_float_function
+register_half_function = api.register_half_function
+register_promote_function = api.register_promote_function
 
 
 def __getattr__(name: str) -> Any:
@@ -54,19 +54,18 @@ def init(
     if not enabled:
         _amp_state.handle = inert = NoOpHandle()
         return inert
-    session = current.state.session
+    session = SessionView.find()
     if session is not None and not session.has_models:
-        current.reset()
-    overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": presets.parse_loss_scale(loss_scale)}
-    policy = make_policy("O1", overrides, device_type="cuda")
+        api.reset()
+    overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
+    policy = make_policy("O1", overrides)
     register_edits()
-    bce = (torch.nn.functional, "binary_cross_entropy", "blacklist")
-    registered = current.state.registered
+    allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
-        registered.extend([bce] if allow_banned else [])
-        session = current.open_without_model(policy, "cpu" if device is None else device.type)
+        replace_registered([], allowed)
+        session = SessionView.open_without_models(policy, "cpu" if device is None else device.type)
     finally:
-        registered[:] = [entry for entry in registered if entry is not bce]
+        replace_registered(allowed, [])
     _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose)
     return handle

@@ -16,12 +16,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import api
-from ...config import Policy, make_policy, presets
 from ...dtypes import parse_dtype
 from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean
 from ...reporting import say
-from ...session import Session, as_models, as_optimizers, current
+from .._core import (
+    Policy,
+    SessionView,
+    api,
+    as_models,
+    as_optimizers,
+    is_disabled,
+    make_policy,
+    parse_loss_scale,
+)
 from .._settings import in_force
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._process_optimizer import attach_apex_names
@@ -79,7 +86,7 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
     `hard_override`.
     """
     if name == "loss_scale":
-        return presets.parse_loss_scale(value)
+        return parse_loss_scale(value)
     if name == "keep_batchnorm_fp32" and value in ("True", "False"):
         value = value == "True"
     if name == "keep_batchnorm_fp32" and value not in (None, True, False):
@@ -98,8 +105,7 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
 
 
 def _preset(level: str) -> Policy:
-    """Return a level of the presets as it is on an accelerator: Apex knew no other dtype for the CPU."""
-    return make_policy(level, {}, device_type="cuda")
+    return make_policy(level, {})
 
 
 class _Level:
@@ -204,7 +210,7 @@ def initialize(
     session = _open(_make_policy(properties, bounds), model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    if session.casts is not None:
+    if session.patches_functions:
         _amp_state.handle = AmpHandle(session, verbose=verbosity == 2)
     return returned
 
@@ -251,7 +257,7 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
 
     Built here rather than from overrides, since `hard_override` lets options contradict their level.
     """
-    policy = make_policy(properties.opt_level, bounds, device_type="cuda")
+    policy = make_policy(properties.opt_level, bounds)
     is_patching = bool(properties.patch_torch_functions)
     return replace(
         policy,
@@ -265,18 +271,17 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
     )
 
 
-def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> Session:
+def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> SessionView:
     if not models:
         raise ModelError("initialize needs at least one model")
     register_edits()
     handle = getattr(_amp_state, "handle", None)
-    session = current.initialize(
+    session = SessionView.open(
         policy,
         models,
         optimizers,
         num_losses=num_losses,
-        replace=isinstance(handle, AmpHandle)
-        and handle.has_ended(current.state.session),  # the script has put the functions back
+        replace=isinstance(handle, AmpHandle) and handle.has_ended(),  # the script has put the functions back
         accept_low=_amp_state.allow_incoming_model_not_fp32,
     )
     for optimizer in optimizers:
@@ -298,7 +303,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before anything is loaded, for entries
     that are no scaler's.
     """
-    if current.state.is_disabled:
+    if is_disabled():
         return
     foreign = [str(name) for name in state_dict if "loss_scaler" not in str(name)]
     if foreign:

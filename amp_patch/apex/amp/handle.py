@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import api
-from ...api import disable_casts as disable_casts
 from ...errors import SessionError
-from ...session import Session, as_optimizers, current
+from .._core import SessionView, api, as_optimizers
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper
+
+disable_casts = api.disable_casts
 
 
 @contextlib.contextmanager
@@ -34,16 +34,14 @@ def scale_loss(
     Waits for the device at the exit under a dynamic scale, unless delayed.
     """
     properties = getattr(_amp_state, "opt_properties", None)
-    session = current.state.session
+    session = SessionView.find()
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
-    if session is not None and _is_plain(
-        session, loss_id
-    ):  # Apex did not look at the optimizers then, so scripts may pass any
-        bound = [binding.optimizer for binding in session.bindings()]
-        known = [optimizer for optimizer in as_optimizers(optimizers) if any(optimizer is other for other in bound)]
-        context: contextlib.AbstractContextManager[Tensor] = session.scale_loss(loss, known, loss_id, delay_unscale)
+    if session is not None and session.is_plain(loss_id):
+        # Apex did not look at the optimizers then, so scripts may pass any
+        known = [optimizer for optimizer in as_optimizers(optimizers) if session.knows(optimizer)]
+        context = session.scale_loss(loss, known, loss_id, delay_unscale=delay_unscale)
     else:
         known = [] if session is None else as_optimizers(optimizers)
         context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
@@ -54,15 +52,10 @@ def scale_loss(
             show_skip(optimizer)
 
 
-def _is_plain(session: Session, loss_id: int) -> bool:
-    """Tell whether nothing is scaled and there are no masters."""
-    return session.scaler(loss_id).is_identity and not session.policy.master_weights
-
-
 class AmpHandle:
     """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
 
-    def __init__(self, session: Session, *, enable_caching: bool = True, verbose: bool = False) -> None:
+    def __init__(self, session: SessionView, *, enable_caching: bool = True, verbose: bool = False) -> None:
         self._session = session
         self._enable_caching = enable_caching
         self._verbose = verbose
@@ -70,18 +63,16 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Tell whether functions cast their arguments."""
-        return self._session.switch.is_on_here()
+        return self._session.casts_here
 
     @property
     def _is_active(self) -> bool:
-        return self._session.switch.is_on_here()
+        return self.is_active()
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
-        if not value:
-            self._session.switch.turn_off()
-        elif not self._is_deactivated:
-            self._session.switch.turn_on()
+        if not value or not self._is_deactivated:
+            self._session.turn_casts(value)
 
     def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
         return disable_casts()
@@ -109,14 +100,11 @@ class AmpHandle:
         What `initialize` did to models and optimizers stays: loss scaling goes on.
         """
         self._is_deactivated = True
-        self._session.switch.turn_off()
-        self._session.patcher.undo()
-        if not self._session.has_models:
-            current.close(self._session)
+        self._session.remove_casts()
 
-    def has_ended(self, session: Session | None) -> bool:
-        """Tell whether this is the handle of `session`, and `_deactivate` was called."""
-        return self._is_deactivated and self._session is session
+    def has_ended(self) -> bool:
+        """Tell whether this is the handle of the session in force, and `_deactivate` was called."""
+        return self._is_deactivated and self._session.is_in_force
 
     @property
     def has_cache(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...session import current
+from .._core import SessionView
 
 
 class OptimWrapper:
@@ -25,10 +25,7 @@ class OptimWrapper:
         self._loss_idx = 0
         self._first_scaler = 0
         if amp_handle.is_active():
-            session = current.require()
-            self._first_scaler = len(session.scalers)
-            session.add_scalers(self._first_scaler + num_loss)
-            session.adopt([], [optimizer])
+            self._first_scaler = SessionView.require().add_optimizer(optimizer, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -41,7 +38,8 @@ class OptimWrapper:
                 f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
             )
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
-        with current.require().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
+        session = SessionView.require()
+        with session.scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
             yield scaled_loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...training import loss_scaler
-from ...training import loss_scaler as core
+from .._core import LossScaler as CoreScaler
+from .._core import ManualPass
 
 
 class LossScaler:
@@ -33,21 +33,21 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        self._core = core.LossScaler(
+        self._core = CoreScaler(
             loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, growth_interval=scale_window
         )
         if self.dynamic:
             self._core.set_loss_scale(min(max_loss_scale, init_scale))
-        self._check: loss_scaler.OverflowCheck | None = None
+        self._pass: ManualPass | None = None
 
     @classmethod
-    def of(cls, scaler: core.LossScaler) -> "LossScaler":
+    def of(cls, scaler: CoreScaler) -> "LossScaler":
         """Return a view of a session's scaler."""
         view = cls.__new__(cls)
-        view._core, view._check = scaler, None
+        view._core, view._pass = scaler, None
         return view
 
-    def is_view_of(self, scaler: core.LossScaler) -> bool:
+    def is_view_of(self, scaler: CoreScaler) -> bool:
         """Tell whether this is a view of `scaler`."""
         return self._core is scaler
 
@@ -72,7 +72,6 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.decide()
         self._core.load_state_dict({"loss_scale": self._core.loss_scale(), "unskipped": value})
 
     @property
@@ -101,7 +100,7 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._check is not None and bool(self._check.found_inf.item())
+        return self._pass is not None and self._pass.has_overflow()
 
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
@@ -119,9 +118,9 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
-        if self._check is not None:
-            self._core.discard(self._check)
-        self._check = None
+        if self._pass is not None:
+            self._pass.discard()
+        self._pass = None
 
     def unscale(
         self,
@@ -173,28 +172,23 @@ class LossScaler:
 
         Called without any, it counts a good step, as Apex's did.
         """
-        check = self._check or self._core.open_check(torch.device("cpu"))
-        self._check, check.is_open = None, False
-        is_overflow = self.dynamic and check.is_overflow()
-        self._core.decide()
-        return is_overflow
+        ended, self._pass = self.open_pass(torch.device("cpu")), None
+        return ended.update_scale()
 
     def _scale_or(self, override: float | None) -> float:
         return self.loss_scale() if override is None else override
 
-    def open_check(self, device: torch.device) -> loss_scaler.OverflowCheck:
-        """Return the overflow check of the pass that is under way, for gradients on `device`."""
-        if self._check is None:
-            self._check = self._core.open_check(device)
-            self._check.is_open = True
-        return self._check
+    def open_pass(self, device: torch.device) -> ManualPass:
+        """Return the pass that is under way; one that begins here keeps its overflow flag on `device`."""
+        if self._pass is None:
+            self._pass = ManualPass(self._core, device)
+        return self._pass
 
     def _unscale_in_place(self, gradients: Sequence[Tensor], scale: float) -> None:
         if gradients:
             device = gradients[0].device
-            loss_scaler.unscale_(
-                gradients, torch.tensor(scale, dtype=torch.float32, device=device), self.open_check(device)
-            )
+            divisor = torch.tensor(scale, dtype=torch.float32, device=device)
+            self.open_pass(device).unscale_in_place(gradients, divisor)
 
     # ---- pickles, Apex's among them ----------------------------------------------------------------------------------
 
@@ -210,14 +204,14 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale = float(state["_loss_scale"])
-        self._core = core.LossScaler(
+        self._core = CoreScaler(
             "dynamic" if state["dynamic"] else scale,
             min_loss_scale=state.get("_min_loss_scale"),
             max_loss_scale=state.get("_max_loss_scale", 2.0**24),
-            growth_interval=state.get("_scale_seq_len", core.GROWTH_INTERVAL),
+            growth_interval=state.get("_scale_seq_len", 2000),
         )
         self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
-        self._check = None
+        self._pass = None
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...casting import cast_tree
 from ...dtypes import CASTABLE
+from .._core import cast_tree
 
 
 def is_cuda_enabled() -> bool:

@@ -6,11 +6,7 @@ It is undone with amp's own patches.
 from collections.abc import Callable
 from typing import Any
 
-from ... import api
-from ...casting import compiling
-from ...errors import SessionError
-from ...patching import Patch
-from ...session import current
+from .._core import SessionView, api
 from . import utils
 
 
@@ -21,12 +17,7 @@ def _kind_of(cast_fn: Callable[..., Any]) -> str:
 
 
 def _patch(module: Any, name: str, kind: str) -> None:
-    session = current.require()
-    if session.casts is None:
-        raise SessionError(f"opt_level {session.policy.opt_level} patches nothing: use O1")
-    casts = session.casts
-    session.patcher.install([Patch(module, name, lambda original: casts.wrap(kind, original))])
-    compiling.forget_compiled_code()
+    SessionView.require().patch(module, name, kind)
 
 
 def make_cast_wrapper(

@@ -5,8 +5,7 @@ Scripts may edit these lists before they call `initialize`; the differences are 
 
 from types import ModuleType
 
-from ....casting import Registration
-from ....session import current
+from ..._core import replace_registered
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 _MODULES = (functional_overrides, torch_overrides, tensor_overrides)
@@ -29,18 +28,17 @@ def _names(module: ModuleType) -> dict[str, str]:
 
 
 _SHIPPED = {module.__name__: _names(module) for module in _MODULES}
-_registered: list[Registration] = []
+_registered: list[tuple[ModuleType, str, str]] = []
 
 
 def register_edits() -> None:
     """Have the next session follow what scripts have added to these lists, moved or taken off them by now."""
-    registered = current.state.registered
-    registered[:] = [entry for entry in registered if not any(entry is edit for edit in _registered)]
-    _registered.clear()
+    edits = []
     for module in _MODULES:
         shipped, now = _SHIPPED[module.__name__], _names(module)
         edited = [name for name in shipped.keys() | now.keys() if shipped.get(name) != now.get(name)]
-        _registered.extend(
+        edits += [
             (module.MODULE, name, now.get(name, "neutral")) for name in sorted(edited) if hasattr(module.MODULE, name)
-        )
-    registered.extend(_registered)
+        ]
+    replace_registered(_registered, edits)
+    _registered[:] = edits

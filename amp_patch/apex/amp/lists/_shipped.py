@@ -1,19 +1,10 @@
 """Reads the list `apex` by owner and rule."""
 
-import contextlib
 import functools
 
-from ....config import load_oplists, op_lists
-from ....session import current
+from ..._core import read_list
 
-
-@functools.cache
-def _entries() -> tuple[op_lists.OpEntry, ...]:
-    session = current.state.session
-    with (
-        contextlib.nullcontext() if session is None else session.patcher.suspended()
-    ):  # names are looked up as torch has them
-        return tuple(dict.fromkeys(spelling.entry for spelling in load_oplists("apex").spellings))
+_read_list = functools.cache(read_list)
 
 
 def shipped_names(owner: str, rule: str) -> list[str]:
@@ -21,7 +12,7 @@ def shipped_names(owner: str, rule: str) -> list[str]:
     without in-place twins.
     """
     return [
-        entry.op.rpartition(".")[2]
-        for entry in _entries()
-        if entry.rule == rule and entry.op.rpartition(".")[0] == owner
+        op.rpartition(".")[2]
+        for op, rule_of_op in _read_list("apex")
+        if rule_of_op == rule and op.rpartition(".")[0] == owner
     ]
