@@ -124,6 +124,20 @@ class Switch:
             self._open.remove(entry)
             self.regions = len(self._open)
 
+    def count_regions_here(self) -> int:
+        """Return how many regions are open in this thread: what `leave_down_to` takes."""
+        return len(getattr(self._local, "regions", ()))
+
+    def leave_down_to(self, count: int) -> None:
+        """Close the regions of this thread that were opened last, but for `count`, also half-opened ones."""
+        regions: list[Region] = getattr(self._local, "regions", [])
+        while len(regions) > count:
+            entry = regions.pop()
+            compiling.show_region((regions[-1][0] if regions else Mode.BY_LISTS).name)
+            with self._lock:
+                self._open[:] = [other for other in self._open if other is not entry]
+                self.regions = len(self._open)
+
     def enter_traced(self, mode: Mode) -> None:
         """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local
         state.

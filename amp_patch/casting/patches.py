@@ -1,14 +1,10 @@
-"""Which names a session patches, and with what: every listed spelling, the user's registrations, and what surrounds the
-ops.
-"""
+"""Patches of ops: one for every listed spelling and registration; and replacements of what surrounds the ops."""
 
-import importlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from ..config import OpLists
 from ..dtypes import CASTABLE
@@ -21,12 +17,8 @@ Registration = tuple[Any, str, str]
 """Owner, name and kind of a function that the user registered."""
 
 
-def plan_patches(
-    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None, patcher: Patcher
-) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, for the user's registrations in their place, for activation
-    checkpointing and for tracing.
-    """
+def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
+    """Yield a patch for every listed spelling, and for the user's registrations in their place."""
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
@@ -35,14 +27,6 @@ def plan_patches(
         if kind == "neutral":  # taken off whatever list it was on
             continue
         yield plan_op(owner, name, kind, casts)
-    yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
-    if any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
-        yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
-    yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
-    if links is not None:
-        # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught
-        # below
-        yield Patch(torch.jit._trace, "_trace_impl", lambda original: _bypassing_links(original, links))
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
@@ -50,7 +34,7 @@ def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
     return Patch(owner, name, lambda original: casts.wrap(kind, original))
 
 
-def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+def replay_regions(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
     """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +51,7 @@ def _replaying_checkpoint(original: Callable[..., Any], switch: Switch) -> Calla
     return checkpoint
 
 
-def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
+def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
     """Recurrent layers refuse an input of another dtype than their weights before the patched op can cast both."""
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
@@ -84,7 +68,7 @@ def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[.
     return check_input
 
 
-def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
+def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
     """The TorchScript compiler reads the source of what it compiles, and that of no wrapper.
 
     What it compiles casts nothing.
@@ -97,7 +81,7 @@ def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callab
     return script
 
 
-def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:
+def trace_without_cache(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:
     """A trace must record the casts of the weights; a link would be recorded as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
@@ -107,12 +91,9 @@ def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callab
     return trace
 
 
-def plan_reload_patch(tell: Callable[[str], None]) -> Patch:
-    """Return what has `tell(name)` called after `importlib.reload` of a module, which defines its functions anew."""
-    return Patch(importlib, "reload", lambda original: _telling(original, tell))
+def tell_of_reload(original: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
+    """Have `tell(name)` called after `importlib.reload` of a module, which defines its functions anew."""
 
-
-def _telling(original: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
     def reload(module: types.ModuleType) -> types.ModuleType:
         result: types.ModuleType = original(module)
         tell(result.__name__)

@@ -150,6 +150,8 @@ def _close_if_over() -> None:
 def reset() -> None:
     """Close the session in force, if there is one. See `amp_patch.reset`."""
     with state.lock:
+        if state.session is not None:
+            state.session.check_that_no_block_runs()
         session, state.session = state.session, None
         state.is_disabled = False
         if session is not None:

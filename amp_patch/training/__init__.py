@@ -1,12 +1,12 @@
 """From a scaled loss to a step: scalers, gradients, masters, and models and optimizers as a session changes them."""
 
 from . import loss_scaler as loss_scaler
+from . import patches as patches
 from .fused_skip import StepHook as StepHook
 from .gradients import GradientSet as GradientSet
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
 from .optimizer import OptimizerBinding as OptimizerBinding
-from .patches import asking_before as asking_before
-from .patches import plan_gradient_patches as plan_gradient_patches
+from .reduction import LocalGradients as LocalGradients
 from .scale_loss import BackwardPasses as BackwardPasses

@@ -2,109 +2,205 @@
 float32 masters.
 
 Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A
-backward pass of a scaled loss adds scaled gradients; therefore `enter` first multiplies what is there by the same scale
-(exact for powers of two), and `settle` divides the sum. The sums stay right across scales, losses and delayed passes,
+backward pass of a scaled loss adds scaled gradients; therefore `begin` first multiplies what is there by the same scale
+(exact for powers of two), and `unscale` divides the sum. The sums stay right across scales, losses and delayed passes,
 and DistributedDataParallel reduces complete sums.
+
+What lies there when a pass begins may hold an overflow of another pass. Where it comes from the same scaler and the
+same optimizers wait for it, that makes no difference: the step is skipped and the scale falls once. Where it does not,
+the earlier sum is set aside until the pass ends, so that the pass is judged on what it added.
+
+Gradients are *held* while they must not be folded into masters: those of a delayed pass, and 16-bit ones that are
+*local*, since no parallel wrapper has reduced them yet (`no_sync`). Neither the end of such a pass nor the beginning of
+the next one touches them, but for a change of scale; they are unscaled at the end of the first pass that is neither.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..multi_tensor import copy_, group_pairs
-from .loss_scaler import OverflowCheck, dense_values, rescale_, unscale_
+from ..reporting import find_stacklevel
+from .backward_pass import BackwardPass
 from .masters import Pair
+from .unscaling import dense_values, rescale_, unscale_
 
 
 class GradientSet:
     """The gradients of `parameters()` (read anew at each call) and of `pairs()`: (16-bit parameter, float32 master).
 
-    A 16-bit parameter's gradient only lives from the backward pass to its end: it is added to the master's gradient in
+    A 16-bit parameter's gradient lives from the backward pass to its end: it is added to the master's gradient in
     float32 and dropped.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]], pairs: Callable[[], Collection[Pair]]) -> None:
         self._parameters = parameters
         self._pairs = pairs
-        self._carried: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
-        self._owed: list[OverflowCheck] = []  # checks of passes whose gradients are still scaled
-        self.is_in_block = False  # between enter and leave
+        self._scale: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
+        self._passes: list[BackwardPass] = []  # whose gradients nobody has looked at
+        self._window: list[BackwardPass] = []  # whose gradients are in the sums
+        self._aside: list[Pair] = []  # a parameter, and the sum that it had before the pass under way
+        self._is_torn = False  # in the middle of a change; an interrupt leaves it so
+        self.is_in_block = False  # between begin and end
         self._block_scale: Tensor | None = None
+        self.is_held = False
+        self.is_local = False  # not reduced over the ranks
 
     @property
     def is_scaled(self) -> bool:
         """Whether the gradients carry a loss scale now."""
-        return self._carried is not None
+        return self._scale is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether a pass without a loss scale has nothing to do here, neither before nor after: no scale, no check, no
-        masters.
-        """
-        return self._carried is None and not self._owed and not self._pairs()
+        """Whether a pass without a loss scale changes nothing here: no scale, no pass to judge, no masters."""
+        return self._scale is None and not self._passes and not self._is_torn and not self._pairs()
 
-    def enter(self, scale: Tensor | None) -> None:
-        """Make the gradients ready for a backward pass of a loss multiplied by `scale` (0-dim; None: not scaled)."""
-        self._prepare(scale)
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    def begin(self, scale: Tensor | None, backward_pass: BackwardPass | None = None) -> None:
+        """Make the gradients ready for a backward pass of a loss multiplied by `scale` (0-dim; None: not scaled).
+
+        `backward_pass` is judged on what it adds here; None is for a pass whose overflow here is nobody's matter.
+        """
+        self._prepare(scale, backward_pass)
         self.is_in_block, self._block_scale = True, scale
 
-    def leave(self) -> None:
-        """Say that the pass is over. The gradients stay as they are: `settle` unscales them."""
+    def end(self) -> None:
+        """Say that the pass is over. The gradients stay as they are: `unscale` makes true sums of them."""
         self.is_in_block, self._block_scale = False, None
 
-    def owe(self, check: OverflowCheck) -> None:
-        """Record in `check`, when the gradients are unscaled, whether any was inf or NaN."""
-        self._owed.append(check)
-        check.wait_for(lambda: self.settle() if self.owes(check) else None)
+    def join(self, backward_pass: BackwardPass) -> None:
+        """Record in `backward_pass`, when the gradients are unscaled, whether any is inf or NaN."""
+        self._passes.append(backward_pass)
+        backward_pass.scaled_in.append(self)
 
-    def forgive(self, check: OverflowCheck) -> None:
-        """Owe `check` nothing any more: its pass has failed."""
-        self._owed = [other for other in self._owed if other is not check]
+    def drop_pass(self, backward_pass: BackwardPass) -> None:
+        """Look at nothing for that pass any more."""
+        self._passes = [one for one in self._passes if one is not backward_pass]
+        self._window = [one for one in self._window if one is not backward_pass]
 
-    def owes(self, check: OverflowCheck) -> bool:
-        """Tell whether `check` is still to be filled."""
-        return any(other is check for other in self._owed)
+    def hold(self) -> None:
+        """Keep the gradients as they are until a pass ends that does not hold them."""
+        self.is_held = not self.is_idle
 
-    def settle(self) -> None:
-        """Turn the gradients into true sums and fill the checks owed.
+    def are_any_of(self, parameter_ids: Collection[int]) -> bool:
+        """Tell whether one of the parameters, 16-bit ones included, has one of these ids."""
+        parameters = (*self._parameters(), *(parameter for parameter, _ in self._pairs()))
+        return any(id(parameter) in parameter_ids for parameter in parameters)
 
-        In the middle of a pass, scale them for the rest of it again.
-        """
-        self.unscale()
-        self.resume()
+    @property
+    def has_masters(self) -> bool:
+        """Whether a parameter has a master."""
+        return bool(self._pairs())
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether gradients wait for a pass that reduces them over the ranks; until then nobody looks at them."""
+        return self.is_held and self.is_local
 
     def resume(self) -> None:
-        """Scale the gradients again for the rest of the pass, after a step in the middle of it."""
+        """Scale the gradients again for the rest of a pass under way, after they were unscaled in the middle of it."""
         if self.is_in_block:
-            self._prepare(self._block_scale)
+            self._prepare(self._block_scale, None)
 
     def unscale(self) -> None:
         """Divide the gradients by the scale they carry, fold those of 16-bit parameters into their masters, and fill
-        the checks owed.
+        the `found_inf` of the passes.
         """
         if self.is_idle:
             return
-        scale, self._carried = self._carried, None
-        owed, self._owed = (
-            self._owed,
-            [check for check in self._owed if check.is_open],
-        )  # of a pass under way there may be more to come
-        check = OverflowCheck(owed[0].scaler, owed[0].found_inf.device) if len(owed) > 1 else owed[0] if owed else None
-        if scale is not None:
-            unscale_(self._plain_gradients(), scale, check)
-        self._fold(scale, check)
-        for other in owed:
-            if check is not None and other is not check:
-                other.found_inf.copy_(torch.maximum(other.found_inf, check.found_inf.to(other.found_inf.device)))
-
-    def _prepare(self, scale: Tensor | None) -> None:
-        if self._carried is scale and scale is not None:
+        if self._is_torn:
+            self._drop_everything()
             return
-        self.unscale()
+        self._is_torn = True
+        scale, passes = self._scale, self._passes
+        found_inf = passes[0].found_inf if passes else None
+        if len(passes) > 1:
+            found_inf = torch.zeros_like(passes[0].found_inf)
         if scale is not None:
-            rescale_(self._plain_gradients(), scale)
-        self._carried = scale
+            unscale_(self._plain_gradients(), scale, found_inf)
+        self._fold(scale, found_inf)
+        self._take_back()
+        self._scale, self.is_held = None, False
+        if found_inf is not None and len(passes) > 1:
+            for one in passes:
+                one.found_inf.copy_(torch.maximum(one.found_inf, found_inf.to(one.found_inf.device)))
+        self._forget_passes()
+        self._is_torn = False
+
+    def _forget_passes(self) -> None:
+        """Let go of the passes that were looked at; of those under way there may be more to come."""
+        for one in self._passes:
+            if not one.is_open:
+                one.scaled_in = [other for other in one.scaled_in if other is not self]
+        self._passes = [one for one in self._passes if one.is_open]
+
+    def _prepare(self, scale: Tensor | None, backward_pass: BackwardPass | None) -> None:
+        if self._is_torn:
+            self._drop_everything()
+        if self._scale is not scale or scale is None:
+            if self.is_held:
+                self._change_scale(scale)
+            else:
+                self.unscale()
+                self._is_torn = True
+                self._scale_up(scale, backward_pass)
+                self._is_torn = False
+        if backward_pass is not None:
+            self._window.append(backward_pass)
+
+    def _scale_up(self, scale: Tensor | None, backward_pass: BackwardPass | None) -> None:
+        if scale is not None:
+            if backward_pass is not None and self._is_mixed_with(backward_pass):
+                self._set_aside()
+            else:
+                rescale_(self._plain_gradients(), scale)
+        self._scale = scale
+
+    def _is_mixed_with(self, backward_pass: BackwardPass) -> bool:
+        """Tell whether the sums hold a pass that another scaler or other optimizers would answer for."""
+        if backward_pass.is_delayed or self.is_local:
+            return False  # what is held is held together
+        return any(
+            one.scaler is not backward_pass.scaler or one.awaited_by != backward_pass.awaited_by for one in self._window
+        )
+
+    def _change_scale(self, scale: Tensor | None) -> None:
+        """Have held gradients carry another scale; nobody looks at them."""
+        if self._scale is scale:
+            return
+        one = torch.ones((), dtype=torch.float32)
+        old, new = (one if given is None else given for given in (self._scale, scale))
+        self._is_torn = True
+        gradients = [*self._plain_gradients(), *(p.grad for p, _ in self._pairs() if p.grad is not None)]
+        rescale_(gradients, new.to(old.device) / old)
+        self._scale = scale
+        self._is_torn = False
+
+    def _set_aside(self) -> None:
+        """Put the sums so far aside, and zeros in their place; the `.grad` objects stay, others may hold them."""
+        with torch.no_grad():
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    self._aside.append((parameter, parameter.grad.clone()))
+                    parameter.grad.zero_()
+
+    def _take_back(self) -> None:
+        """Add the sums that were set aside; not where the gradient has been dropped since."""
+        aside, self._aside = self._aside, []
+        _add_each((parameter, earlier) for parameter, earlier in aside if parameter.grad is not None)
+
+    # ---- zeroing -----------------------------------------------------------------------------------------------------
+
+    def forget_window(self) -> None:
+        """Say that the sums so far are stepped on or zeroed: what comes is a new window."""
+        self._window = [one for one in self._window if one.is_open]
+        self._aside.clear()
+        if not self.is_in_block:
+            self.is_held = self.is_local = False
 
     def is_empty(self) -> bool:
         """Tell whether no parameter and no master has a gradient."""
@@ -112,10 +208,24 @@ class GradientSet:
             return False
         return all(parameter.grad is None and master.grad is None for parameter, master in self._pairs())
 
-    def drop(self) -> None:
+    def drop_masters(self) -> None:
         """Forget the masters' gradients."""
         for _, master in self._pairs():
             master.grad = None
+
+    def _drop_everything(self) -> None:
+        """Drop gradients that an interrupt left half changed: no step may use them."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        for parameter, master in self._pairs():
+            parameter.grad = master.grad = None
+        self._aside.clear()
+        self._forget_passes()
+        self._scale, self.is_held, self._is_torn = None, False, False
+        warnings.warn(
+            "an interrupt left gradients half unscaled: they are dropped, and the next step goes without them",
+            stacklevel=find_stacklevel(),
+        )
 
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""
@@ -125,8 +235,10 @@ class GradientSet:
     def _plain_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
+    # ---- masters -----------------------------------------------------------------------------------------------------
+
     @torch.no_grad()
-    def _fold(self, scale: Tensor | None, check: OverflowCheck | None) -> None:
+    def _fold(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
         if scale is None:
             _add_each(self._take(is_on_cpu=True))
@@ -135,12 +247,12 @@ class GradientSet:
             return
         full = _to_float32([gradient for _, gradient in pairs], [master for master, _ in pairs])
         if scale is not None:
-            unscale_(full, scale, check)
+            unscale_(full, scale, found_inf)
         _add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
 
     def _take(self, *, is_on_cpu: bool = False) -> Iterator[Pair]:
-        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with their
-        masters.
+        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with
+        their masters.
         """
         for parameter, master in self._pairs():
             gradient = parameter.grad
@@ -162,9 +274,8 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             is_alike = gradient.is_sparse or gradient.stride() == master.stride()
             master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
         elif gradient.is_sparse or total.is_sparse:
-            master.grad = (
-                gradient.float() + total if total.is_sparse else total + gradient
-            )  # the dense one must come first
+            # the dense one must come first
+            master.grad = gradient.float() + total if total.is_sparse else total + gradient
         else:
             sums.append(total)
             addends.append(gradient)

@@ -1,16 +1,16 @@
-"""`LossScaler`: multiply the loss, divide the gradients, and decide after each step what the next scale is.
+"""`LossScaler`: multiply the loss, and find the next scale after each step.
 
-The state is two 0-dim tensors on the device of the loss, so that neither scaling nor unscaling waits for the device.
-Reading a value back (`loss_scale()`, `state_dict()`, `OverflowCheck.is_overflow()`) does, unless it was sent to the
-host before. The scaler knows no optimizer.
+The state is two 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device.
+Reading a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from .backward_pass import BackwardPass, PassState, combine_found_inf
 
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
@@ -18,73 +18,6 @@ GROWTH_INTERVAL = 2000
 """Good steps before the scale doubles, and the factors: the values Apex and torch.amp.GradScaler both use."""
 
 INIT_SCALE = 2.0**16
-
-
-class EarlyReading:
-    """A number on its way from a 0-dim tensor to the host. From a CUDA device it arrives with the work queued before
-    it; elsewhere it is read when it is asked for.
-    """
-
-    __slots__ = ("_event", "_tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            with torch.cuda.device(tensor.device):
-                self._tensor = torch.empty((), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-
-    def is_here(self) -> bool:
-        """Tell whether there is any use in asking later."""
-        return self._event is None or bool(self._event.query())
-
-    def value(self) -> float:
-        """Return the number. Waits for it, but for no work queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._tensor.item())
-
-
-class OverflowCheck:
-    """Whether the gradients of one backward pass were finite.
-
-    `found_inf` is a 0-dim float32 tensor, 0.0 or 1.0, on the device of the loss; the scaler's unscaling writes it.
-    """
-
-    __slots__ = ("_reading", "_unsettled", "found_inf", "is_open", "scaler")
-
-    def __init__(self, scaler: "LossScaler", device: torch.device) -> None:
-        self.scaler = scaler
-        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self.is_open = (
-            False  # while the backward pass is still to come, or under way, no decision takes the check into account
-        )
-        self._reading: EarlyReading | None = None
-        self._unsettled: list[Callable[[], None]] = []
-
-    def wait_for(self, settle: Callable[[], None]) -> None:
-        """Call `settle` before the flag is read: it unscales gradients that a delayed pass left scaled."""
-        self._unsettled.append(settle)
-
-    def settle(self) -> None:
-        """Have every gradient of this pass unscaled, so that the flag is complete."""
-        while self._unsettled:
-            self._unsettled.pop()()
-
-    def read_early(self) -> EarlyReading:
-        """Send the flag, as it is by now, to the host. Waits for nothing."""
-        if self.is_open:  # there may be more to come
-            return EarlyReading(self.found_inf.clone())
-        self.settle()
-        if self._reading is None:
-            self._reading = EarlyReading(self.found_inf)
-        return self._reading
-
-    def is_overflow(self) -> bool:
-        """Tell whether any gradient element was inf or NaN. Waits for the device, the first time after the pass."""
-        return bool(self.read_early().value())
 
 
 class LossScaler:
@@ -115,13 +48,13 @@ class LossScaler:
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
-        self._undecided: list[OverflowCheck] = []
+        self._unjudged: list[BackwardPass] = []
 
     @property
     def scale(self) -> Tensor:
         """The scale as a 0-dim float32 tensor where it was last used.
 
-        It never changes in place: a later decision makes a new tensor.
+        It never changes in place: a later update makes a new tensor.
         """
         return self._scale
 
@@ -132,32 +65,47 @@ class LossScaler:
             self._good_steps = self._good_steps.to(device)
         return self._scale
 
-    def open_check(self, device: torch.device) -> OverflowCheck:
-        """Return the check of a new backward pass; the next decision takes it into account."""
-        check = OverflowCheck(self, device)
-        self._undecided.append(check)
-        return check
+    def begin_pass(self, device: torch.device, *, is_delayed: bool = False) -> BackwardPass:
+        """Return the record of a backward pass of a loss on `device` that begins now; an update judges it once it is
+        closed.
+        """
+        backward_pass = BackwardPass(self, device, is_delayed=is_delayed)
+        self._unjudged.append(backward_pass)
+        return backward_pass
 
-    def decide(self) -> None:
-        """Update the scale once for all checks since the last decision; without any, do nothing. Waits for nothing."""
+    def update(self) -> None:
+        """Update the scale once for all closed passes since the last update; without any, do nothing.
+
+        Waits for nothing.
+        """
+        due = self._due()
         self._scale, self._good_steps = self._next_state()
-        self._undecided = [check for check in self._undecided if check.is_open]
+        for one in due:
+            one.state = PassState.JUDGED
+        self._forget_judged()
 
-    def discard(self, check: OverflowCheck) -> None:
-        """Leave a check out of the next decision: its backward pass has failed."""
-        self._undecided = [other for other in self._undecided if other is not check]
+    def discard(self, backward_pass: BackwardPass) -> None:
+        """Leave a pass out of the next update: its body has failed."""
+        backward_pass.withdraw()
+        self._forget_judged()
+
+    def _due(self) -> list[BackwardPass]:
+        return [one for one in self._unjudged if one.is_due]
+
+    def _forget_judged(self) -> None:
+        self._unjudged = [one for one in self._unjudged if one.state is not PassState.JUDGED]
 
     def _next_state(self) -> tuple[Tensor, Tensor]:
-        """The state after a decision: what `decide` installs, and what readers are told while a decision is due."""
-        due = [check for check in self._undecided if not check.is_open]
+        """The state after an update: what `update` installs, and what readers are told while one is due."""
+        due = self._due()
         if not due:
             return self._scale, self._good_steps
-        for check in due:  # a delayed pass is judged when its gradients are unscaled
-            check.settle()
+        for one in due:  # of a delayed pass nobody has looked at the gradients yet
+            one.complete()
         scale, good_steps = self._scale.clone(), self._good_steps.clone()
         if not self.is_dynamic:
             return scale, good_steps + 1
-        found_inf = combine_flags(due).to(scale.device)
+        found_inf = combine_found_inf(due).to(scale.device)
         torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
         # good
@@ -168,13 +116,13 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also under a static scale. A decision that is due is taken first.
+        """Multiply the next losses by `loss_scale`, also under a static scale. An update that is due is made first.
 
         Raises ValueError unless it is finite and positive.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
-        self.decide()
+        self.update()
         self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
@@ -194,7 +142,7 @@ class LossScaler:
             raise ValueError(
                 f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}"
             )
-        self._undecided.clear()
+        self._unjudged.clear()
         if self.is_dynamic:
             self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
         # at the interval or beyond it the equality test of the growth rule would never hold again
@@ -202,57 +150,3 @@ class LossScaler:
             min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32
         )
         self._good_steps = self._good_steps.to(self._scale.device)
-
-
-def combine_flags(checks: Sequence[OverflowCheck]) -> Tensor:
-    """Return whether any of `checks`, at least one, found an overflow: 0-dim float32, 0.0 or 1.0, on the device of the
-    first. Waits for nothing.
-    """
-    found_inf = checks[0].found_inf
-    for check in checks[1:]:
-        found_inf = torch.maximum(found_inf, check.found_inf.to(found_inf.device))
-    return found_inf
-
-
-def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | None) -> None:
-    """Divide `gradients` by `scale` in place, one read and one write each, and record in `check` whether any element
-    was inf or NaN.
-
-    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits
-    for nothing.
-    """
-    groups = _group_values(gradients)
-    if not groups:
-        return
-    inverse = (
-        scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
-    )  # MPS has no float64
-    for (device, _), values_of_group in groups.items():
-        found_inf = (
-            torch.zeros((), dtype=torch.float32, device=device)
-            if check is None or check.found_inf.device != device
-            else check.found_inf
-        )
-        torch._amp_foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
-        if check is not None and found_inf is not check.found_inf:
-            check.found_inf.copy_(torch.maximum(check.found_inf, found_inf.to(check.found_inf.device)))
-
-
-def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply `gradients` by `scale` in place, so that a backward pass of a loss scaled by it may add to them."""
-    for (device, _), values_of_group in _group_values(gradients).items():
-        torch._foreach_mul_(values_of_group, scale.to(device))
-
-
-def _group_values(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        values = dense_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    return groups
-
-
-def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
-    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-    return torch.view_as_real(values) if values.is_complex() else values

@@ -1,11 +1,15 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
 import operator
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from ..dtypes import LOW_DTYPES, is_opaque
 from ..multi_tensor import Group, copy_, group_pairs
 
 Pair = tuple[Tensor, Tensor]
@@ -144,3 +148,84 @@ class Masters:
                 self._see(index)
         if pushing and moved:
             self._push_some(moved)
+
+
+# ---- in an optimizer -------------------------------------------------------------------------------------------------
+
+
+class OptimizerMasters:
+    """The masters of one optimizer, in the place of the 16-bit parameters of its groups.
+
+    Args:
+        masters: where the session keeps all masters.
+        use_masters: give every 16-bit parameter a float32 master; without, only cast its state.
+    """
+
+    def __init__(self, masters: Masters, *, use_masters: bool) -> None:
+        self.masters = masters
+        self._use_masters = use_masters
+        self._pairs: dict[int, Pair] = {}  # by the master's id
+        self._cast: list[tuple[weakref.ref[Optimizer], Tensor]] = []  # whose state was cast to 16 bits
+
+    def pairs(self) -> Collection[Pair]:
+        """Return each 16-bit parameter with its master."""
+        return self._pairs.values()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether `tensor` is one of the masters."""
+        return id(tensor) in self._pairs
+
+    def parameter_of(self, tensor: Tensor) -> Tensor:
+        """Return the parameter that a master stands for; any other tensor itself."""
+        return self._pairs[id(tensor)][0] if id(tensor) in self._pairs else tensor
+
+    def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
+        """Put a master in the place of each 16-bit parameter of a group, with the optimizer state that it had.
+
+        `float32_data` holds values of parameters from before they were cast, by the parameter's id.
+        """
+        for index, parameter in enumerate(group["params"]):
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
+                continue
+            if not self._use_masters:
+                if id(parameter) in float32_data:
+                    self._cast.append((weakref.ref(optimizer), parameter))
+                    _cast_state(optimizer, parameter, parameter.dtype)
+                continue
+            master = self.masters.get(parameter)  # another optimizer of the session may have made it
+            if master is None:
+                data = float32_data.get(id(parameter))
+                data = parameter.detach().float() if data is None else data
+                master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            self._pairs[id(master)] = (parameter, master)
+            self.masters.add(parameter, master)
+            group["params"][index] = master
+            if parameter in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(parameter)
+
+    def restore(self, optimizer: Any) -> None:
+        """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state."""
+        for group in () if optimizer is None else optimizer.param_groups:
+            for index, master in enumerate(group["params"]):
+                if id(master) in self._pairs:
+                    parameter, _ = self._pairs[id(master)]
+                    group["params"][index] = parameter
+                    if master in optimizer.state:
+                        optimizer.state[parameter] = optimizer.state.pop(master)
+        self._pairs.clear()
+        while self._cast:
+            reference, parameter = self._cast.pop()
+            if (owner := reference()) is not None:
+                _cast_state(owner, parameter, torch.float32)
+
+    def push(self) -> None:
+        """Copy these masters to their parameters."""
+        if self._pairs:
+            self.masters.push(self._pairs.values())
+
+
+def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
+    """Cast a parameter's state as torch does when it loads one: all floating tensors but the step count."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            optimizer.state[parameter][name] = value.to(dtype)

@@ -42,6 +42,11 @@ class ModelBinding:
         self._switch = switch
         self._runs, self.used_rules = decide_runs(model, rules)
         self._undo = contextlib.ExitStack()
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that the model had when it was bound."""
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     @property
     def model(self) -> nn.Module | None:

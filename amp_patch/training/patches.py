@@ -1,4 +1,4 @@
-"""What gradients and steps need of torch: patches around the ops."""
+"""Replacements of what touches gradients and steps in torch."""
 
 import contextlib
 import warnings
@@ -8,24 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..patching import Patch
 from .masters import Masters
+from .reduction import LocalGradients
 
 
-def plan_gradient_patches(masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]) -> Iterator[Patch]:
-    """Yield what gradients need of torch:
-
-    `model.zero_grad()` reaches masters and is told, and clipping past masters is pointed out.
-    """
-    yield Patch(torch.nn.Module, "zero_grad", lambda original: _zeroing_masters(original, masters, tell_zeroed))
-    has_warned: list[str] = []
-    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            yield Patch(owner, name, lambda original: _warning_of_masters(original, masters, has_warned))
-
-
-def _zeroing_masters(
-    original: Callable[..., Any], masters: Masters, tell_zeroed: Callable[[torch.nn.Module], None]
+def zero_masters(
+    original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
     """An abandoned sum in the masters would be stepped on later, and an abandoned overflow would skip a good step."""
 
@@ -35,12 +23,14 @@ def _zeroing_masters(
             master = masters.get(parameter)
             if master is not None:
                 master.grad = None
-        tell_zeroed(module)
+        on_zero_grad(module)
 
     return zero_grad
 
 
-def _warning_of_masters(original: Callable[..., Any], masters: Masters, has_warned: list[str]) -> Callable[..., Any]:
+def warn_of_masters(original: Callable[..., Any], masters: Masters, has_warned: list[str]) -> Callable[..., Any]:
+    """Clipping the 16-bit parameters clips nothing: say so once."""
+
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not has_warned and any(masters.get(parameter) is not None for parameter in parameters):
@@ -55,12 +45,23 @@ def _warning_of_masters(original: Callable[..., Any], masters: Masters, has_warn
     return clip
 
 
+def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
+    """DistributedDataParallel decides in its forward whether it reduces the gradients of that forward."""
+
+    def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            local.on_forward(module)
+        return original(module, *args, **kwargs)
+
+    return forward
+
+
 @contextlib.contextmanager
-def asking_before(settle: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Have `settle(optimizer)` called inside the block before anybody reads `step_was_skipped` of any optimizer."""
+def resolved_before_reading(resolve: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Have `resolve(optimizer)` called inside the block before anybody reads `step_was_skipped` of any optimizer."""
 
     def read(optimizer: Optimizer) -> bool:
-        settle(optimizer)
+        resolve(optimizer)
         try:
             return bool(vars(optimizer)["step_was_skipped"])
         except KeyError:

@@ -1,6 +1,7 @@
 """`BackwardPasses`: the `scale_loss` blocks of a session, one inside another if need be."""
 
 import contextlib
+import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,9 +10,58 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SessionError
+from .backward_pass import BackwardPass
 from .gradients import GradientSet
-from .loss_scaler import LossScaler, OverflowCheck
+from .loss_scaler import LossScaler
 from .optimizer import OptimizerBinding
+from .reduction import LocalGradients
+
+ENTERING, RUNNING, ENDING = range(3)
+"""Where a block is. One that an interrupt left entering or ending is stale: no code of its thread runs it any more."""
+
+
+class OpenBlock:
+    """What the session knows of a block that has not ended.
+
+    Attributes:
+        block: the context manager; one that is gone has never ended.
+        scale: the scale that its backward pass multiplies gradients by, 0-dim; None: 1.
+        backward_pass: its record; None without a scale.
+        bindings: the optimizers whose steps await it.
+        phase: ENTERING, RUNNING or ENDING.
+        has_failed: it ends with an exception, or has never begun.
+    """
+
+    __slots__ = (
+        *("backward_pass", "bindings", "block", "handle", "has_failed", "is_delayed", "phase", "scale", "scaled_loss"),
+        *("scaler", "thread"),
+    )
+
+    def __init__(
+        self, block: "LossBlock", scaler: LossScaler, bindings: Sequence[OptimizerBinding], delay: bool
+    ) -> None:
+        self.block = weakref.ref(block)
+        self.scaler = scaler
+        self.bindings = bindings
+        self.is_delayed = delay
+        self.scale: Tensor | None = None
+        self.backward_pass: BackwardPass | None = None
+        self.scaled_loss: weakref.ref[Tensor] | None = None
+        self.handle: RemovableHandle | None = None
+        self.phase = ENTERING
+        self.has_failed = True
+        self.thread = threading.get_ident()
+
+    def is_stale(self) -> bool:
+        """Tell whether an interrupt kept the block from ending."""
+        return self.block() is None or (self.phase != RUNNING and self.thread == threading.get_ident())
+
+    def refuse_backward(self, scale: Tensor | None) -> RemovableHandle | None:
+        """Keep the loss from going backward while a block of another scale is open inside: its gradients would be
+        divided by the wrong scale.
+        """
+        scaled_loss = None if self.scale is scale or self.scaled_loss is None else self.scaled_loss()
+        return scaled_loss.register_hook(_refuse) if scaled_loss is not None and scaled_loss.requires_grad else None
 
 
 class BackwardPasses:
@@ -22,41 +72,112 @@ class BackwardPasses:
     """
 
     def __init__(
-        self, get_bindings: Callable[[], list[OptimizerBinding]], outside: GradientSet, tell_over: Callable[[], None]
+        self,
+        get_bindings: Callable[[], list[OptimizerBinding]],
+        outside: GradientSet,
+        local: LocalGradients,
+        on_end: Callable[[], None],
     ) -> None:
-        self.get_bindings = get_bindings
-        self.tell_over = tell_over  # called at the end of every pass that is not delayed
-        self.open: list[LossBlock] = []
+        self._get_bindings = get_bindings
         self._outside = outside
+        self._local = local
+        self._on_end = on_end  # called at the end of every pass that is not delayed
+        self._open: list[OpenBlock] = []  # outermost first
 
     def scale_loss(
         self, loss: Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delay_unscale: bool
     ) -> "LossBlock":
         """Return a context manager that gives the scaled loss.
 
-        The steps of `bindings` will be skipped if their gradients overflow.
+        The steps of `bindings` are skipped if their gradients overflow.
         """
         return LossBlock(self, loss, bindings, scaler, delay_unscale)
 
-    def all_gradients(self) -> list[GradientSet]:
+    def is_block_open(self) -> bool:
+        """Tell whether a block is running, after ending those that an interrupt left open."""
+        self.end_stale()
+        return bool(self._open)
+
+    def end_stale(self) -> None:
+        """End the blocks that an interrupt kept from ending."""
+        for block in [block for block in self._open if block.is_stale()] if self._open else ():
+            self.end(block)
+        for binding in self._get_bindings():
+            binding.stepper.end_stale()
+
+    def begin(self, block: OpenBlock, loss: Tensor) -> Tensor:
+        """Begin the pass of a block and return the scaled loss."""
+        self.end_stale()
+        outer = self._open[-1] if self._open else None
+        self._open.append(block)  # before anything is changed, so that an interrupt leaves nothing that is unknown
+        scaler = block.scaler
+        block.scale = scale = None if scaler.is_identity else scaler.scale_on(loss.device)
+        scaled_loss = loss.float() if scale is None else loss.float() * scale
+        block.scaled_loss = weakref.ref(scaled_loss)
+        for binding in block.bindings:
+            binding.window.abandon_if_empty()
+        if scale is not None:
+            block.backward_pass = backward_pass = scaler.begin_pass(loss.device, is_delayed=block.is_delayed)
+            for binding in block.bindings:
+                binding.window.add(backward_pass)
+        self._begin_in_all(block)
+        if outer is not None:
+            block.handle = outer.refuse_backward(scale)
+        return scaled_loss
+
+    def _begin_in_all(self, block: OpenBlock) -> None:
+        joined = [binding.gradients for binding in block.bindings]
+        for gradients in self._all_gradients():
+            if block.scale is not None or not gradients.is_idle:
+                is_joined = block.backward_pass is not None and gradients in joined
+                gradients.begin(block.scale, block.backward_pass if is_joined else None)
+
+    def end(self, block: OpenBlock) -> None:
+        """End the pass of a block: unscale everything but what is held, and scale it again for the block around it,
+        whose pass may be yet to come. Harmless twice, and after an interrupted end.
+        """
+        backward_pass, others = block.backward_pass, [other for other in self._open if other is not block]
+        if backward_pass is not None:
+            if block.has_failed:
+                block.scaler.discard(backward_pass)
+            backward_pass.close()
+        if not others:
+            for binding in self._get_bindings():
+                binding.window.close_passes()
+        self._end_in_all(block, others[-1] if others else None)
+        if block.handle is not None:
+            block.handle.remove()
+        self._open = others
+        if backward_pass is not None and not backward_pass.awaited_by:
+            block.scaler.update()  # the optimizers all stepped in the middle of the pass
+        if not block.is_delayed:
+            self._on_end()
+
+    def _end_in_all(self, block: OpenBlock, outer: OpenBlock | None) -> None:
+        is_delayed = block.is_delayed and not block.has_failed
+        delayed = [binding.gradients for binding in block.bindings] if is_delayed else ()
+        local = self._local.parameter_ids()
+        for gradients in self._all_gradients():
+            if gradients.is_idle and not gradients.is_in_block:
+                continue  # in this block as in those around it
+            gradients.end()
+            gradients.is_local = bool(local) and gradients.are_any_of(local)
+            if gradients in delayed or (gradients.is_local and gradients.has_masters):
+                gradients.hold()
+            else:
+                gradients.unscale()
+            if outer is not None:
+                gradients.begin(outer.scale)
+
+    def _all_gradients(self) -> list[GradientSet]:
         """Return everything that a pass may leave gradients in."""
-        return [*(binding.gradients for binding in self.get_bindings()), self._outside]
+        return [*(binding.gradients for binding in self._get_bindings()), self._outside]
 
 
 class LossBlock(contextlib.AbstractContextManager[Tensor]):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
-    __slots__ = (
-        "_bindings",
-        "_check",
-        "_delay_unscale",
-        "_handle",
-        "_loss",
-        "_passes",
-        "_scale",
-        "_scaled_loss",
-        "_scaler",
-    )
+    __slots__ = ("__weakref__", "_loss", "_open", "_passes")
 
     def __init__(
         self,
@@ -68,83 +189,25 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self._passes = passes
         self._loss: Tensor | None = loss
-        self._bindings = bindings
-        self._scaler = scaler
-        self._delay_unscale = delay_unscale
-        self._scale: Tensor | None = None
-        self._scaled_loss: weakref.ref[Tensor] | None = None
-        self._check: OverflowCheck | None = None
-        self._handle: RemovableHandle | None = None
+        self._open = OpenBlock(self, scaler, bindings, delay_unscale)
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
-        scaler = self._scaler
-        self._scale = scale = None if scaler.is_identity else scaler.scale_on(loss.device)
-        scaled_loss = loss.float() if scale is None else loss.float() * scale
-        self._scaled_loss = weakref.ref(scaled_loss)
-        for binding in self._bindings:
-            binding.abandon_window_if_empty()
-        for gradients in self._passes.all_gradients():
-            if scale is not None or not gradients.is_idle:
-                gradients.enter(scale)
-        if scale is not None:
-            self._check = check = scaler.open_check(loss.device)
-            for binding in self._bindings:
-                binding.add_check(check)
-        if self._passes.open:
-            self._handle = self._passes.open[-1].refuse_backward(scale)
-        self._passes.open.append(self)
+        try:
+            scaled_loss = self._passes.begin(self._open, loss)
+        except BaseException:
+            self._passes.end_stale()
+            raise
+        self._open.phase = RUNNING
         return scaled_loss
-
-    def refuse_backward(self, scale: Tensor | None) -> RemovableHandle | None:
-        """Keep the loss from going backward while a block of another scale is open inside: its gradients would be
-        divided by the wrong scale.
-        """
-        scaled_loss = None if self._scale is scale or self._scaled_loss is None else self._scaled_loss()
-        return scaled_loss.register_hook(_refuse) if scaled_loss is not None and scaled_loss.requires_grad else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
-        check = self._check
-        try:
-            if kind is not None:
-                if check is not None:
-                    for binding in self._bindings:
-                        binding.drop_check(check)
-                    self._scaler.discard(check)
-                self._close(())
-                return
-            if check is not None:
-                check.is_open = False
-            self._close([binding.gradients for binding in self._bindings] if self._delay_unscale else ())
-            if check is not None and not any(binding.awaits(check) for binding in self._bindings):
-                self._scaler.decide()  # they all stepped in the middle of the pass
-        finally:
-            if self._handle is not None:
-                self._handle.remove()
-            if not self._delay_unscale:
-                self._passes.tell_over()
-
-    def _close(self, delayed: Sequence[GradientSet]) -> None:
-        """Unscale everything but what is `delayed`, and scale it again for the block around this one, whose pass may be
-        yet to come.
-        """
-        open_blocks = self._passes.open
-        open_blocks.pop()
-        if not open_blocks:
-            for binding in self._passes.get_bindings():
-                binding.close_checks()
-        for gradients in self._passes.all_gradients():
-            if gradients.is_idle and not gradients.is_in_block:
-                continue  # in this block as in those around it
-            gradients.leave()
-            if gradients not in delayed:
-                gradients.settle()
-            if open_blocks:
-                gradients.enter(open_blocks[-1]._scale)
+        self._open.has_failed, self._open.phase = kind is not None, ENDING
+        self._passes.end(self._open)
 
 
 def _refuse(_: Tensor) -> None:

@@ -1,7 +1,5 @@
-"""`StepOutcomes`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the
-device where that can be helped.
-
-Also here: whether an optimizer's `step` can skip on the device by itself, given the flag.
+"""`Steps`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the device where
+that can be helped.
 """
 
 import warnings
@@ -12,23 +10,21 @@ from torch import Tensor
 
 from ..errors import GradientOverflowError
 from ..reporting import find_stacklevel, say_on_every_rank
-from .loss_scaler import EarlyReading, LossScaler, OverflowCheck, combine_flags
+from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
+from .loss_scaler import LossScaler
 
 MAX_SKIPS_IN_A_ROW = 100
 """A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
 
 
-class StepOutcome:
-    """What the checks before one `step` had found by then.
+class StepResult:
+    """What the backward passes before one `step` have found, on its way to the host from the moment this is made."""
 
-    It is on its way to the host from the moment this is made.
-    """
-
-    def __init__(self, checks: Sequence[OverflowCheck]) -> None:
-        self._checks = checks
-        self._flags = [check.read_early() for check in checks]
-        # what the decision has made of the scales: by the time somebody asks, there may have been others
-        self._scales = {check.scaler: EarlyReading(check.scaler.scale) for check in checks if check.scaler.is_dynamic}
+    def __init__(self, passes: Sequence[BackwardPass]) -> None:
+        self._passes = passes
+        self._flags = [one.read_early() for one in passes]
+        # the scales after this step's update: by the time somebody asks, there may have been others
+        self._scales = {one.scaler: EarlyReading(one.scaler.scale) for one in passes if one.scaler.is_dynamic}
 
     def is_known(self) -> bool:
         """Tell whether the host has everything: nothing else here waits for the device then."""
@@ -36,26 +32,24 @@ class StepOutcome:
 
     def find_overflowed(self, *, is_dynamic: bool) -> list[LossScaler]:
         """Return the scalers of passes that overflowed: dynamic ones skip the step, static ones do not."""
-        pairs = zip(self._checks, self._flags, strict=True)
-        found = [check.scaler for check, flag in pairs if check.scaler.is_dynamic is is_dynamic and flag.value()]
+        pairs = zip(self._passes, self._flags, strict=True)
+        found = [one.scaler for one, flag in pairs if one.scaler.is_dynamic is is_dynamic and flag.value()]
         return list(dict.fromkeys(found))
 
     def get_scale(self, scaler: LossScaler) -> float:
         """Return the scale that a dynamic scaler came to."""
         return self._scales[scaler].value()
 
-    def get_flag(self) -> Tensor | None:
-        """Return the flag that the optimizer is to skip by, 0-dim float32, exactly 0.0 or 1.0; None if no pass can skip
-        a step.
-        """
-        dynamic = [check for check in self._checks if check.scaler.is_dynamic]
-        return combine_flags(dynamic) if dynamic else None
+    def found_inf(self) -> Tensor | None:
+        """Return the flag that the optimizer skips by, 0-dim float32, 0.0 or 1.0; None if no pass can skip a step."""
+        dynamic = [one for one in self._passes if one.scaler.is_dynamic]
+        return combine_found_inf(dynamic) if dynamic else None
 
 
-class StepOutcomes:
-    """The outcomes of one optimizer's steps, in their order.
+class Steps:
+    """The steps of one optimizer, in their order.
 
-    An outcome whose flag is still on its way is left until the next step, or until somebody asks.
+    A result that is still on its way is left until the next step, or until somebody asks.
 
     Args:
         scalers: those of the session: messages name them by number.
@@ -73,32 +67,32 @@ class StepOutcomes:
         self._scalers = scalers
         self._find_culprits = find_culprits
         self._tell_skipped = tell_skipped
-        self._pending: deque[StepOutcome] = deque()
+        self._pending: deque[StepResult] = deque()
         self._taken = 0
         self._skipped = 0
         self._skips_in_a_row = 0
         self._has_warned = False
 
     @property
-    def steps(self) -> int:
+    def taken(self) -> int:
         """How many steps were taken. Waits for the device."""
-        self.settle()
+        self.resolve()
         return self._taken
 
     @property
-    def steps_skipped(self) -> int:
+    def skipped(self) -> int:
         """How many steps were skipped. Waits for the device."""
-        self.settle()
+        self.resolve()
         return self._skipped
 
-    def add(self, outcome: StepOutcome) -> None:
-        """Take in what became of a step, and tell of all that is known by now.
+    def add(self, result: StepResult) -> None:
+        """Take in the result of a step, and tell of all that is known by now.
 
         Raises GradientOverflowError after 100 skips in a row.
         """
-        self._pending.append(outcome)
+        self._pending.append(result)
         while self._pending and self._pending[0].is_known():
-            self._settle_first()
+            self._resolve_first()
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
@@ -107,24 +101,24 @@ class StepOutcomes:
             )
 
     def add_taken(self) -> None:
-        """Take in a step that no check was made for."""
+        """Take in a step that no pass could skip."""
         if self._pending:
-            self.add(StepOutcome(()))
+            self.add(StepResult(()))
             return
         self._count(is_skip=False)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Tell of every step so far. Waits for the device if one is not known."""
         while self._pending:
-            self._settle_first()
+            self._resolve_first()
 
-    def _settle_first(self) -> None:
-        outcome = self._pending.popleft()
-        overflowed = outcome.find_overflowed(is_dynamic=True)
+    def _resolve_first(self) -> None:
+        result = self._pending.popleft()
+        overflowed = result.find_overflowed(is_dynamic=True)
         self._count(is_skip=bool(overflowed))
         for scaler in overflowed:
-            self._tell_of_overflow(scaler, outcome.get_scale(scaler))
-        if not self._has_warned and not overflowed and outcome.find_overflowed(is_dynamic=False):
+            self._tell_of_overflow(scaler, result.get_scale(scaler))
+        if not self._has_warned and not overflowed and result.find_overflowed(is_dynamic=False):
             names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
             self._warn(
                 f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale"

@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amp_patch.training.backward_pass import BackwardPass, PassState
 from amp_patch.training.loss_scaler import (
     BACKOFF_FACTOR,
     GROWTH_FACTOR,
     GROWTH_INTERVAL,
     INIT_SCALE,
     LossScaler,
-    OverflowCheck,
-    rescale_,
-    unscale_,
 )
+from amp_patch.training.unscaling import rescale_, unscale_
 
 CPU = torch.device("cpu")
 REAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,16 +37,22 @@ def scale_of(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def new_check() -> OverflowCheck:
-    return LossScaler("dynamic").open_check(CPU)
+def begin_and_close(scaler: LossScaler) -> BackwardPass:
+    backward_pass = scaler.begin_pass(CPU)
+    backward_pass.close()
+    return backward_pass
+
+
+def new_check() -> BackwardPass:
+    return begin_and_close(LossScaler("dynamic"))
 
 
 def run_step(scaler: LossScaler, *overflows: bool) -> None:
     """One optimizer step that the given backward passes led to."""
     for overflow in overflows:
-        check = scaler.open_check(CPU)
-        unscale_([torch.tensor([1.0, math.inf if overflow else 2.0])], scaler.scale_on(CPU), check)
-    scaler.decide()
+        check = begin_and_close(scaler)
+        unscale_([torch.tensor([1.0, math.inf if overflow else 2.0])], scaler.scale_on(CPU), check.found_inf)
+    scaler.update()
 
 
 @dataclass
@@ -113,24 +118,24 @@ def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
 def test_readers_are_told_the_decision_that_is_due_and_do_not_take_it(overflows: tuple[bool, ...]) -> None:
     scaler = LossScaler("dynamic", growth_interval=1)
     for overflow in overflows:
-        check = scaler.open_check(CPU)
-        unscale_([torch.tensor([math.nan if overflow else 1.0])], scaler.scale_on(CPU), check)
+        check = begin_and_close(scaler)
+        unscale_([torch.tensor([math.nan if overflow else 1.0])], scaler.scale_on(CPU), check.found_inf)
     due = INIT_SCALE * (BACKOFF_FACTOR if any(overflows) else GROWTH_FACTOR)
     assert [scaler.loss_scale(), scaler.state_dict()["loss_scale"], scaler.loss_scale()] == [due] * 3
     assert scaler.scale_on(CPU).item() == INIT_SCALE
-    scaler.decide()
+    scaler.update()
     assert scaler.scale_on(CPU).item() == due
-    scaler.decide()
+    scaler.update()
     assert scaler.loss_scale() == due
 
 
 def test_reading_any_number_of_times_counts_no_steps() -> None:
     scaler = LossScaler("dynamic", growth_interval=3)
-    scaler.open_check(CPU)
+    begin_and_close(scaler)
     for _ in range(5):
         assert scaler.loss_scale() == INIT_SCALE
         assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 1}
-    scaler.decide()
+    scaler.update()
     assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 1}
 
 
@@ -206,34 +211,86 @@ def test_a_dynamic_scale_of_one_is_not_the_identity_because_it_may_grow() -> Non
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_check_settles_what_it_waits_for_once_and_before_the_flag_is_read() -> None:
+class Delayed:
+    """Gradients of a pass, one of them `value`, that nobody has unscaled yet."""
+
+    is_unreduced = False
+
+    def __init__(self, scaler: LossScaler, backward_pass: BackwardPass, value: float) -> None:
+        self.scaler, self.backward_pass, self.value = scaler, backward_pass, value
+        self.calls: list[str] = []
+        backward_pass.scaled_in.append(self)
+
+    def unscale(self) -> None:
+        self.calls.append("unscaled")
+        unscale_([torch.tensor([self.value])], self.scaler.scale_on(CPU), self.backward_pass.found_inf)
+        self.backward_pass.scaled_in.remove(self)
+
+    def resume(self) -> None:
+        self.calls.append("resumed")
+
+    def drop_pass(self, backward_pass: BackwardPass) -> None:
+        self.calls.append("dropped")
+
+
+def test_a_pass_is_completed_once_and_before_its_flag_is_read() -> None:
     scaler = LossScaler("dynamic")
-    check = scaler.open_check(CPU)
-    calls: list[str] = []
-
-    def settle() -> None:
-        calls.append("settled")
-        unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check)
-
-    check.wait_for(settle)
-    assert calls == []
+    check = begin_and_close(scaler)
+    delayed = Delayed(scaler, check, math.inf)
+    assert delayed.calls == []
     assert check.is_overflow()
     assert check.is_overflow()
-    assert calls == ["settled"]
+    assert delayed.calls == ["unscaled", "resumed"]
 
 
-def test_a_decision_settles_the_checks_it_takes_into_account() -> None:
+def test_an_update_completes_the_passes_it_judges() -> None:
     scaler = LossScaler("dynamic")
-    check = scaler.open_check(CPU)
-    check.wait_for(lambda: unscale_([torch.tensor([math.nan])], scaler.scale_on(CPU), check))
-    scaler.decide()
+    check = begin_and_close(scaler)
+    delayed = Delayed(scaler, check, math.nan)
+    scaler.update()
+    assert scaler.loss_scale() == INIT_SCALE / 2 and check.state is PassState.JUDGED
+    assert delayed.calls == ["unscaled", "resumed"]
+
+
+def test_an_update_leaves_passes_that_wait_to_be_reduced() -> None:
+    scaler = LossScaler("dynamic")
+    check = begin_and_close(scaler)
+    delayed = Delayed(scaler, check, math.nan)
+    delayed.is_unreduced = True
+    scaler.update()
+    assert scaler.loss_scale() == INIT_SCALE and check.state is PassState.CLOSED and delayed.calls == []
+    delayed.is_unreduced = False
     assert scaler.loss_scale() == INIT_SCALE / 2
+
+
+def test_a_pass_goes_from_open_over_closed_to_judged() -> None:
+    scaler = LossScaler("dynamic", growth_interval=1)
+    check = scaler.begin_pass(CPU)
+    assert check.state is PassState.OPEN
+    scaler.update()
+    assert check.state is PassState.OPEN and scaler.loss_scale() == INIT_SCALE
+    check.close()
+    assert check.state is PassState.CLOSED
+    scaler.update()
+    assert check.state is PassState.JUDGED and scaler.loss_scale() == INIT_SCALE * GROWTH_FACTOR
+    check.close()
+    assert check.state is PassState.JUDGED
+
+
+def test_a_discarded_pass_is_nobody_s_matter() -> None:
+    scaler = LossScaler("dynamic")
+    check = begin_and_close(scaler)
+    delayed = Delayed(scaler, check, math.inf)
+    scaler.discard(check)
+    scaler.update()
+    assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 0}
+    assert delayed.calls == ["dropped"] and check.awaited_by == check.scaled_in == []
 
 
 def test_found_inf_is_exactly_zero_or_one() -> None:
     check = new_check()
     assert check.found_inf.item() == 0.0
-    unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), check)
+    unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), check.found_inf)
     assert (check.found_inf.item(), check.found_inf.dtype, check.found_inf.shape) == (
         1.0,
         torch.float32,
@@ -243,8 +300,8 @@ def test_found_inf_is_exactly_zero_or_one() -> None:
 
 def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
     check = new_check()
-    unscale_([torch.tensor([math.inf])], scale_of(2.0), check)
-    unscale_([torch.tensor([1.0])], scale_of(2.0), check)
+    unscale_([torch.tensor([math.inf])], scale_of(2.0), check.found_inf)
+    unscale_([torch.tensor([1.0])], scale_of(2.0), check.found_inf)
     assert check.is_overflow()
 
 
@@ -272,9 +329,9 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(overflows: list[bool], scale: 
 
 def test_loading_drops_the_decision_that_was_due() -> None:
     scaler = LossScaler("dynamic")
-    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), scaler.open_check(CPU))
+    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), begin_and_close(scaler).found_inf)
     scaler.load_state_dict({"loss_scale": 32.0, "unskipped": 7})
-    scaler.decide()
+    scaler.update()
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 7}
 
 
@@ -333,7 +390,7 @@ def values(dtype: torch.dtype, *shape: int) -> Tensor:
 def test_unscaling_by_a_power_of_two_is_division_to_the_bit(dtype: torch.dtype, scale: float) -> None:
     gradient = values(dtype, 5, 3)
     expected, check = gradient / scale, new_check()
-    unscale_([gradient], scale_of(scale), check)
+    unscale_([gradient], scale_of(scale), check.found_inf)
     assert torch.equal(gradient, expected)
     assert not check.is_overflow()
 
@@ -344,7 +401,7 @@ def test_unscaling_by_any_scale_is_division_to_the_last_place(dtype: torch.dtype
     gradient = values(dtype, 40)
     scale_used = scale_of(scale).item()
     expected = gradient.to(torch.complex128 if dtype.is_complex else torch.float64) / scale_used
-    unscale_([gradient], scale_of(scale), new_check())
+    unscale_([gradient], scale_of(scale), new_check().found_inf)
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # the scale and its inverse are float32
     # below the smallest normal number of float16 the spacing, not the relative error, is the bound
     torch.testing.assert_close(
@@ -359,7 +416,7 @@ def test_sparse_gradients_are_divided_like_dense_ones(dtype: torch.dtype, is_coa
     gradient = torch.sparse_coo_tensor(indices, values(dtype, 3, 2), (5, 2), check_invariants=True)
     gradient = gradient.coalesce() if is_coalesced else gradient
     expected = gradient._values() / 4
-    unscale_([gradient], scale_of(4.0), new_check())
+    unscale_([gradient], scale_of(4.0), new_check().found_inf)
     assert torch.equal(gradient._values(), expected)
 
 
@@ -369,13 +426,13 @@ def test_one_call_takes_gradients_of_every_kind() -> None:
     odd = [torch.empty(0), torch.tensor(6.0), values(torch.float32, 4, 6)[:, ::2], values(torch.float32, 4, 6).t()]
     gradients = [*dense, sparse, *odd]
     expected = [gradient.to_dense() / 8 for gradient in gradients]
-    unscale_(gradients, scale_of(8.0), new_check())
+    unscale_(gradients, scale_of(8.0), new_check().found_inf)
     assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
 
 
 def test_unscaling_nothing_is_no_overflow() -> None:
     check = new_check()
-    unscale_([], scale_of(8.0), check)
+    unscale_([], scale_of(8.0), check.found_inf)
     assert not check.is_overflow()
 
 
@@ -395,7 +452,7 @@ def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float,
     gradient = torch.ones(37, dtype=dtype)
     gradient[position] = bad
     check = new_check()
-    unscale_([torch.ones(3, dtype=dtype), gradient, torch.ones(2)], scale_of(2.0), check)
+    unscale_([torch.ones(3, dtype=dtype), gradient, torch.ones(2)], scale_of(2.0), check.found_inf)
     assert check.is_overflow()
 
 
@@ -405,14 +462,16 @@ def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float,
 @pytest.mark.parametrize("dtype", COMPLEX_DTYPES, ids=dtype_id)
 def test_a_bad_real_or_imaginary_part_is_found(dtype: torch.dtype, bad: complex) -> None:
     check = new_check()
-    unscale_([torch.tensor([1, bad, 2j], dtype=dtype)], scale_of(2.0), check)
+    unscale_([torch.tensor([1, bad, 2j], dtype=dtype)], scale_of(2.0), check.found_inf)
     assert check.is_overflow()
 
 
 @pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
 def test_a_bad_value_of_a_sparse_gradient_is_found(bad: float) -> None:
     check = new_check()
-    unscale_([torch.sparse_coo_tensor([[1, 4]], [1.0, bad], (6,), check_invariants=True)], scale_of(2.0), check)
+    unscale_(
+        [torch.sparse_coo_tensor([[1, 4]], [1.0, bad], (6,), check_invariants=True)], scale_of(2.0), check.found_inf
+    )
     assert check.is_overflow()
 
 
@@ -420,7 +479,7 @@ def test_the_last_of_many_gradients_is_looked_at() -> None:
     gradients = [torch.ones(2, dtype=dtype) for dtype in REAL_DTYPES for _ in range(20)]
     gradients[-1][1] = math.nan
     check = new_check()
-    unscale_(gradients, scale_of(2.0), check)
+    unscale_(gradients, scale_of(2.0), check.found_inf)
     assert check.is_overflow()
 
 
@@ -431,14 +490,14 @@ def test_huge_finite_values_are_no_overflow_though_their_sum_is(dtype: torch.dty
     gradient = torch.full((64,), huge, dtype=dtype)
     assert not torch.isfinite(gradient.sum())
     check = new_check()
-    unscale_([gradient], scale_of(2.0), check)
+    unscale_([gradient], scale_of(2.0), check.found_inf)
     assert not check.is_overflow()
     assert torch.equal(gradient, torch.full((64,), huge / 2, dtype=dtype))
 
 
 def test_huge_values_of_both_signs_are_no_overflow_though_their_norm_is() -> None:
     check = new_check()
-    unscale_([torch.tensor([3e38, -3e38, 3e38])], scale_of(2.0), check)
+    unscale_([torch.tensor([3e38, -3e38, 3e38])], scale_of(2.0), check.found_inf)
     assert not check.is_overflow()
 
 
@@ -490,10 +549,10 @@ def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -
 
 def test_a_decision_that_is_due_does_not_touch_a_scale_set_by_hand() -> None:
     scaler = LossScaler("dynamic")
-    check = scaler.open_check(CPU)
-    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check)
+    check = begin_and_close(scaler)
+    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check.found_inf)
     scaler.set_loss_scale(64.0)
-    scaler.decide()
+    scaler.update()
     assert scaler.state_dict() == {"loss_scale": 64.0, "unskipped": 0} and check.is_overflow()
 
 

@@ -1,0 +1,208 @@
+"""`Bindings`: the models and optimizers of a session, and what is asked of all of them together."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..casting import Switch, WeightLinks
+from ..config import ModuleRule, Policy
+from ..errors import OptimizerError
+from ..reporting import find_stacklevel
+from ..training import Masters, ModelBinding, OptimizerBinding, loss_scaler
+
+
+class Bindings:
+    """Binds models and optimizers, and lets go of them.
+
+    Args:
+        policy: what they are bound under.
+        rules: module rules for the models.
+        switch: whether the casts of the session act.
+        links: the weight cache, or None.
+        scalers: those of the session.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rules: Sequence[ModuleRule],
+        switch: Switch,
+        links: WeightLinks | None,
+        scalers: Sequence[loss_scaler.LossScaler],
+    ) -> None:
+        self._policy = policy
+        self._rules = rules
+        self._switch = switch
+        self._links = links
+        self._scalers = scalers
+        self.masters = Masters()
+        self._models: list[ModelBinding] = []
+        self._optimizers: list[OptimizerBinding] = []
+        self._outside: tuple[object, list[weakref.ref[Tensor]]] = (None, [])  # and what it was found for
+
+    def models(self) -> list[nn.Module]:
+        """Return the bound models that are still alive."""
+        return [model for binding in self._models if (model := binding.model) is not None]
+
+    def optimizers(self) -> list[OptimizerBinding]:
+        """Return the bindings of the optimizers that are still alive."""
+        return [binding for binding in self._optimizers if binding.optimizer is not None]
+
+    def counted_optimizers(self) -> list[OptimizerBinding]:
+        """Return the bindings of all optimizers, also of some that are gone: their steps count."""
+        return self._optimizers
+
+    def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
+        """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
+        return next((binding for binding in self._optimizers if binding.optimizer is optimizer), None)
+
+    def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
+        """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
+        binding = self.find_optimizer(optimizer)
+        if binding is None:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there"
+                " before scale_loss"
+            )
+        return binding
+
+    # ---- binding and letting go --------------------------------------------------------------------------------------
+
+    def bind(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
+    ) -> None:
+        """Bind all.
+
+        `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is
+        cleared.
+        """
+        unused = dict.fromkeys(self._rules)
+        for model in models:
+            binding = ModelBinding(model, self._policy, self.masters, self._links, self._rules, self._switch)
+            self._models.append(binding)
+            binding.bind(float32_data)
+            unused = {rule: None for rule in unused if rule not in binding.used_rules}
+        for rule in unused if models else ():
+            place = f"{rule.path}:{rule.line}:{rule.column}"
+            warnings.warn(
+                f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel()
+            )
+        for optimizer in optimizers:
+            stepper = OptimizerBinding(
+                optimizer,
+                masters=self.masters,
+                use_masters=bool(self._policy.master_weights),
+                switch=self._switch,
+                links=self._links,
+                scalers=self._scalers,
+                get_names=self.names_of,
+            )
+            self._optimizers.append(stepper)
+            stepper.bind(float32_data)
+            weakref.finalize(optimizer, _forget_optimizer, weakref.ref(self), stepper).atexit = False
+
+    def bind_more(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        then: Callable[[Sequence[nn.Module]], None],
+    ) -> None:
+        """Bind models that are not bound yet, and optimizers; call `then` with the models. All or nothing."""
+        self.prune()
+        known_models, known_optimizers = list(self._models), list(self._optimizers)
+        float32_data: dict[int, Tensor] = {}
+        try:
+            added = [model for model in models if not any(model is binding.model for binding in self._models)]
+            self.bind(added, optimizers, float32_data)
+            then(added)
+            float32_data.clear()
+        except BaseException:
+            self._release(
+                [binding for binding in self._models if binding not in known_models],
+                [binding for binding in self._optimizers if binding not in known_optimizers],
+            )
+            raise
+
+    def release(self) -> None:
+        """Undo everything that binding did."""
+        self._release(self._models, self._optimizers)
+        self.masters = Masters()
+        if self._links is not None:
+            self._links.disown_all()
+
+    def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
+        models, optimizers = list(models), list(optimizers)
+        for stepper in reversed(optimizers):
+            stepper.undo()
+        for binding in reversed(models):
+            binding.undo()
+        self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
+        self._models = [binding for binding in self._models if binding not in models]
+
+    def prune(self) -> None:
+        """Let go of the parameters and masters of models and optimizers that are gone."""
+        self._models = [binding for binding in self._models if binding.model is not None]
+        held = {id(parameter) for model in self.models() for parameter in model.parameters()}
+        held.update(id(parameter) for binding in self.optimizers() for parameter in binding.model_parameters())
+        self.masters.keep_only(held)
+
+    def forget_optimizer(self, binding: OptimizerBinding) -> None:
+        """Drop what was kept for an optimizer that is gone."""
+        if binding in self._optimizers:
+            self._optimizers.remove(binding)
+        if self._links is not None:
+            still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
+            self._links.disown(parameter for parameter in binding.linked if id(parameter) not in still_owned)
+
+    # ---- about all of them -------------------------------------------------------------------------------------------
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the qualified names of parameters (or masters) in the bound models; `parameter of shape (...)` for any
+        other.
+        """
+        names: dict[int, str] = {}
+        for model in self.models():
+            for name, parameter in model.named_parameters():
+                names[id(parameter)] = name
+                master = self.masters.get(parameter)
+                if master is not None:
+                    names[id(master)] = name
+        return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
+
+    def parameters_outside(self) -> list[Tensor]:
+        """Return the parameters that the models had when they were bound, and that no bound optimizer steps on.
+
+        They are looked for again when an optimizer comes, goes or changes the number of its parameters.
+        """
+        state = (
+            [id(binding) for binding in self._models],
+            [(id(binding), binding.count_parameters()) for binding in self._optimizers],
+        )
+        if self._outside[0] != state:
+            owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
+            found = {id(parameter): parameter for binding in self._models for parameter in binding.parameters()}
+            outside = [p for key, p in found.items() if key not in owned and self.masters.get(p) is None]
+            self._outside = state, [weakref.ref(parameter) for parameter in outside]
+        return [parameter for reference in self._outside[1] if (parameter := reference()) is not None]
+
+    def resolve_steps(self, optimizer: Optimizer) -> None:
+        """Tell of every step of an optimizer so far. Waits for the device."""
+        binding = self.find_optimizer(optimizer)
+        if binding is not None:
+            binding.steps.resolve()
+
+    def on_zero_grad(self, module: nn.Module) -> None:
+        """`module.zero_grad()` ends the accumulation window of every optimizer whose parameters it covers."""
+        zeroed = {id(parameter) for parameter in module.parameters()}
+        for binding in self.optimizers():
+            if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
+                binding.window.abandon()
+
+
+def _forget_optimizer(reference: "weakref.ref[Bindings]", binding: OptimizerBinding) -> None:
+    bindings = reference()
+    if bindings is not None:
+        bindings.forget_optimizer(binding)

@@ -1,0 +1,123 @@
+"""`Installer`: puts the patches of one session in, and takes them out."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..casting import LateOps, OpCasts, Registration, WeightLinks, compiling
+from ..casting import patches as op_patches
+from ..config import OpLists
+from ..patching import Patcher, references
+from ..reporting import find_stacklevel
+from ..training import LocalGradients, StepHook
+from ..training import patches as gradient_patches
+from . import patches
+from .bindings import Bindings
+
+
+class Installer:
+    """The patches of one session.
+
+    Args:
+        casts, oplists: of a level that patches ops; None at others.
+        links: the weight cache, or None.
+        registered: functions that the user registered.
+        bindings: the models, optimizers and masters that the patches serve.
+        scales: whether there are masters or a loss scale.
+    """
+
+    def __init__(
+        self,
+        casts: OpCasts | None,
+        oplists: OpLists | None,
+        links: WeightLinks | None,
+        registered: Sequence[Registration],
+        bindings: Bindings,
+        *,
+        scales: bool,
+    ) -> None:
+        self._casts = casts
+        self._oplists = oplists
+        self._links = links
+        self._registered = tuple(registered)
+        self._bindings = bindings
+        self._scales = scales
+        self.local = LocalGradients()
+        self.patcher = Patcher()
+        self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
+        self._lock = threading.RLock()  # held while the patchers are at work: packages are imported in any thread
+
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Put everything in. `undo` takes it out, also where this fails half-way."""
+        if self._casts is None and not self._scales:
+            return
+        late = None
+        if self._casts is None:
+            undo.callback(self._take_out)
+        else:
+            late = self._install_ops(self._casts, undo)
+        if self._scales:
+            undo.enter_context(gradient_patches.resolved_before_reading(self._bindings.resolve_steps))
+        self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
+        if self._scales:
+            undo.callback(register_optimizer_step_post_hook(StepHook(self._bindings.masters.mark_updated)).remove)
+        if late is not None:
+            late.open()
+        self.redirect(self._bindings.models(), with_modules=True)
+        if self._casts is not None:
+            compiling.forget_compiled_code()
+            self._casts.switch.turn_on()
+
+    def _install_ops(self, casts: OpCasts, undo: contextlib.ExitStack) -> LateOps | None:
+        """Put in what replaces ops, and return those whose packages are not imported yet."""
+        assert self._oplists is not None
+        planned = [
+            *op_patches.plan_ops(self._oplists, self._registered, casts),
+            *patches.plan(self._parts(None), with_ops=True),
+        ]
+        compiling.prime()
+        undo.callback(compiling.forget_compiled_code)
+        undo.enter_context(compiling.cache_key(f"amp_patch:{self._oplists.digest}:{casts.low}"))
+        undo.callback(self._take_out)
+        self.patcher.install(planned)
+        if self._links is not None:
+            undo.callback(register_optimizer_step_post_hook(StepHook(self._links.mark_updated)).remove)
+        overridden = [(owner, name) for owner, name, _ in self._registered]
+        late = LateOps(self._oplists, overridden, casts, self.patcher, self._lock)
+        if not late:
+            return None
+        undo.callback(late.close)
+        return late
+
+    def _parts(self, late: LateOps | None) -> patches.Parts:
+        return patches.Parts(
+            casts=self._casts,
+            oplists=self._oplists,
+            links=self._links,
+            patcher=self.patcher,
+            masters=self._bindings.masters,
+            local=self.local,
+            scales=self._scales,
+            on_zero_grad=self._bindings.on_zero_grad,
+            has_late_ops=late is not None,
+            on_reload=(lambda name: None) if late is None else late.look_again,
+        )
+
+    def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
+        """Have what refers to patched functions refer to their replacements: in models, and in imported modules."""
+        with self._lock:
+            patchers = (self.patcher, self._module_patcher)
+            functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
+            stuck = references.bind(functions, models, with_modules=with_modules)
+        if stuck:
+            warnings.warn(references.describe_stuck(stuck), stacklevel=find_stacklevel())
+
+    def _take_out(self) -> None:
+        if self._casts is not None:
+            self._casts.switch.turn_off()
+        with self._lock:
+            references.undo([self.patcher, self._module_patcher], self._bindings.models())

@@ -1,0 +1,150 @@
+"""Everything of torch that a session patches beside listed ops and registrations, in one table.
+
+Two things stand beside it, since they replace no function: the hooks after optimizer steps, which torch has an API for,
+and `Optimizer.step_was_skipped`, a property that is absent without a session.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+
+from ..casting import OpCasts, WeightLinks
+from ..casting import patches as around_ops
+from ..config import OpLists
+from ..patching import Patch, Patcher
+from ..training import LocalGradients, Masters
+from ..training import patches as around_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What of a session the patches use.
+
+    Attributes:
+        casts, oplists: None at levels that patch no ops.
+        links: the weight cache, or None.
+        scales: whether there are masters or a loss scale.
+        has_late_ops: whether packages that are not imported yet have listed ops.
+    """
+
+    casts: OpCasts | None
+    oplists: OpLists | None
+    links: WeightLinks | None
+    patcher: Patcher
+    masters: Masters
+    local: LocalGradients
+    scales: bool
+    on_zero_grad: Callable[[torch.nn.Module], None]
+    has_late_ops: bool = False
+    on_reload: Callable[[str], None] = lambda name: None
+    has_warned: list[str] = field(default_factory=list)
+
+    @property
+    def lists_recurrent(self) -> bool:
+        """Whether recurrent layers run in the low dtype."""
+        spellings = () if self.oplists is None else self.oplists.spellings
+        return any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in spellings)
+
+
+Make = Callable[[Callable[..., Any], Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPatch:
+    """One name of torch: when a session replaces it, and by what.
+
+    Attributes:
+        is_for: tells from the parts of a session whether it needs the patch.
+        make: returns the replacement of the original, for the parts of a session.
+        with_ops: it is counted, suspended and undone with the ops.
+    """
+
+    owner: Any
+    name: str
+    is_for: Callable[[Parts], bool]
+    make: Make
+    with_ops: bool = False
+
+
+def _casts(parts: Parts) -> bool:
+    return parts.casts is not None
+
+
+def _scales(parts: Parts) -> bool:
+    return parts.scales
+
+
+def _clip(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
+    return around_gradients.warn_of_masters(original, parts.masters, parts.has_warned)
+
+
+TABLE = (
+    TorchPatch(
+        torch.utils.checkpoint,
+        "checkpoint",
+        _casts,
+        lambda original, parts: around_ops.replay_regions(original, parts.casts.switch),
+        with_ops=True,
+    ),
+    TorchPatch(
+        torch.nn.RNNBase,
+        "check_input",
+        lambda parts: parts.lists_recurrent,
+        lambda original, parts: around_ops.check_shapes_only(original, parts.casts),
+        with_ops=True,
+    ),
+    TorchPatch(
+        torch.jit,
+        "script",
+        _casts,
+        lambda original, parts: around_ops.read_originals(original, parts.patcher),
+        with_ops=True,
+    ),
+    TorchPatch(
+        torch.jit._trace,  # not torch.jit.trace: Dynamo wraps that for good when it first compiles
+        "_trace_impl",
+        lambda parts: parts.links is not None,
+        lambda original, parts: around_ops.trace_without_cache(original, parts.links),
+        with_ops=True,
+    ),
+    TorchPatch(
+        importlib,
+        "reload",
+        lambda parts: parts.has_late_ops,
+        lambda original, parts: around_ops.tell_of_reload(original, parts.on_reload),
+    ),
+    TorchPatch(
+        torch.nn.Module,
+        "zero_grad",
+        _scales,
+        lambda original, parts: around_gradients.zero_masters(original, parts.masters, parts.on_zero_grad),
+    ),
+    *(
+        TorchPatch(owner, name, _scales, _clip)
+        for owner in (torch.nn.utils, clip_grad)
+        for name in ("clip_grad_norm_", "clip_grad_value_")
+    ),
+    TorchPatch(
+        DistributedDataParallel,
+        "forward",
+        _scales,
+        lambda original, parts: around_gradients.note_forward(original, parts.local),
+    ),
+)
+
+
+def plan(parts: Parts, *, with_ops: bool) -> Iterator[Patch]:
+    """Yield the patches of the table that a session needs: those that go with its ops, or the others."""
+    for row in TABLE:
+        if row.with_ops is with_ops and row.is_for(parts):
+            yield Patch(row.owner, row.name, _factory(row.make, parts))
+
+
+def _factory(make: Make, parts: Parts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda original: make(original, parts)

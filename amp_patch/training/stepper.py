@@ -1,0 +1,171 @@
+"""`Stepper`: one step of an optimizer under a session: unscale, look at found_inf, update the scale, step or skip, push
+the masters.
+"""
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..casting import Mode, Switch
+from ..errors import OptimizerError
+from .backward_pass import BackwardPass
+from .fused_skip import DeviceSkip, skip_by
+from .gradients import GradientSet
+from .loss_scaler import LossScaler
+from .masters import OptimizerMasters
+from .steps import StepResult, Steps
+from .window import Window
+
+
+class _Stepping(NamedTuple):
+    """A step under way: where it runs, and which regions were open before it."""
+
+    frame: types.FrameType
+    thread: int
+    regions: int
+
+
+class Stepper:
+    """Runs the steps of one optimizer.
+
+    Args:
+        get_optimizer: the optimizer.
+        gradients, masters, window, steps: those of the optimizer.
+        switch: turned off while the optimizer steps.
+        scalers: those of the session: under a dynamic one a step may be skipped.
+    """
+
+    def __init__(
+        self,
+        get_optimizer: Callable[[], Any],
+        gradients: GradientSet,
+        masters: OptimizerMasters,
+        window: Window,
+        steps: Steps,
+        switch: Switch,
+        scalers: Sequence[LossScaler],
+    ) -> None:
+        self._get_optimizer = get_optimizer
+        self._gradients = gradients
+        self._masters = masters
+        self._window = window
+        self._steps = steps
+        self._switch = switch
+        self._scalers = scalers
+        self._stepping: _Stepping | None = None
+        self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
+        if self._is_inside_step():
+            return original(*args, **kwargs)
+        self.end_stale()
+        if self._gradients.is_unreduced:
+            raise OptimizerError(
+                "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
+                " was under no_sync(). Leave the last one of an accumulation window out of it."
+            )
+        args, kwargs = self._prepare_closure(args, kwargs)
+        self._masters.masters.pull()
+        self._gradients.unscale()
+        passes = self._window.passes()
+        try:
+            self._stepping = _Stepping(sys._getframe(), threading.get_ident(), self._switch.count_regions_here())
+            return self._step_or_skip(passes, original, args, kwargs)
+        finally:
+            self.end_stale(is_over=True)
+            self._gradients.resume()
+            if self._gradients.is_in_block and passes:  # the rest of the pass under way is for the next step
+                self._window.add(BackwardPass(passes[-1].scaler, passes[-1].found_inf.device))
+
+    def _is_inside_step(self) -> bool:
+        """Tell whether a step of this optimizer is under way in this thread: wrappers step optimizers they hold."""
+        if self._stepping is None:
+            return False
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._stepping.frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def end_stale(self, *, is_over: bool = False) -> None:
+        """Close the regions of a step that an interrupt kept from closing them."""
+        stepping = self._stepping
+        if stepping is None or stepping.thread != threading.get_ident():
+            return
+        if is_over or not self._is_inside_step():
+            self._switch.leave_down_to(stepping.regions)
+            self._stepping = None
+
+    def _step_or_skip(
+        self,
+        passes: Sequence[BackwardPass],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not passes:
+            result = self._take_step(None, original, args, kwargs)
+            self._window.end(())
+            self._steps.add_taken()
+            self._gradients.drop_masters()
+            return result
+        optimizer: Any = self._get_optimizer()
+        for one in passes:
+            one.scaler.update()
+        found = StepResult(passes)
+        flag = None
+        if not found.is_known() and self.device_skip is not None and self.device_skip.is_possible(optimizer):
+            flag = found.found_inf()
+        result = None
+        if flag is None and found.find_overflowed(is_dynamic=True):
+            # what LR schedulers look at: a skipped step is no reason to warn about their order
+            optimizer._opt_called = True
+        else:
+            result = self._take_step(flag, original, args, kwargs)
+        self._window.end(passes)
+        try:
+            self._steps.add(found)
+        finally:
+            self._gradients.drop_masters()
+        return result
+
+    def _take_step(
+        self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
+        try:
+            if flag is None:
+                result = original(*args, **kwargs)
+            else:
+                result = skip_by(flag, self._get_optimizer(), original, args, kwargs)
+        finally:
+            self._switch.leave(region)
+        self._masters.push()
+        return result
+
+    def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = kwargs.get("closure", args[0] if args else None)
+        if closure is None or not callable(closure):
+            return args, kwargs
+        if any(scaler.is_dynamic for scaler in self._scalers):
+            raise OptimizerError(
+                "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the"
+                " optimizer calls the closure. Call step() without a closure, or give initialize a static loss_scale,"
+                " or use a bfloat16 level (O4, O5)."
+            )
+
+        def evaluate() -> Any:
+            with self._switch.region(Mode.BY_LISTS):
+                self._masters.push()
+                loss = closure()
+            self._gradients.unscale()
+            self._gradients.resume()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (evaluate, *args[1:]), kwargs

@@ -1,0 +1,61 @@
+"""Multiplying and dividing lists of gradients by a loss scale in place, one kernel for each device and dtype."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
+    """Divide `gradients` by `scale`, one read and one write each, and set `found_inf` to 1.0 if an element is inf
+    or NaN.
+
+    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
+    0-dim float32. Waits for nothing.
+    """
+    groups = _group_values(gradients)
+    if not groups:
+        return
+    is_on_mps = scale.device.type == "mps"  # which has no float64
+    inverse = scale.reciprocal() if is_on_mps else scale.double().reciprocal().float()
+    _multiply_and_check(groups, inverse, found_inf)
+
+
+def check_(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (0-dim float32) to 1.0 if an element of `gradients` is inf or NaN. Waits for nothing."""
+    groups = _group_values(gradients)
+    if groups:
+        _multiply_and_check(groups, torch.ones((), dtype=torch.float32, device=found_inf.device), found_inf)
+
+
+def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply `gradients` by `scale`, so that a backward pass of a loss scaled by it may add to them."""
+    for (device, _), values in _group_values(gradients).items():
+        torch._foreach_mul_(values, scale.to(device))
+
+
+_Groups = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+
+def _multiply_and_check(groups: _Groups, factor: Tensor, found_inf: Tensor | None) -> None:
+    for (device, _), values in groups.items():
+        is_here = found_inf is not None and found_inf.device == device
+        found = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
+        assert found is not None
+        torch._amp_foreach_non_finite_check_and_unscale_(values, found, factor.to(device))
+        if found_inf is not None and not is_here:
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
+def _group_values(gradients: Iterable[Tensor]) -> _Groups:
+    groups: _Groups = {}
+    for gradient in gradients:
+        values = dense_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    return groups
+
+
+def dense_values(gradient: Tensor) -> Tensor:
+    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
+    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    return torch.view_as_real(values) if values.is_complex() else values

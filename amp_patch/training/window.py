@@ -1,0 +1,60 @@
+"""`Window`: the accumulation window of one optimizer, from one step (or zeroing) to the next."""
+
+from collections.abc import Iterable
+
+from .backward_pass import BackwardPass
+from .gradients import GradientSet
+
+
+class Window:
+    """The backward passes that the next step of an optimizer depends on, and the gradients that they leave.
+
+    Args:
+        gradients: those of the optimizer.
+    """
+
+    def __init__(self, gradients: GradientSet) -> None:
+        self._gradients = gradients
+        self._passes: list[BackwardPass] = []
+
+    def add(self, backward_pass: BackwardPass) -> None:
+        """Let the next step depend on a pass that begins."""
+        self._passes.append(backward_pass)
+        backward_pass.awaited_by.append(self)
+        self._gradients.join(backward_pass)
+
+    def passes(self) -> list[BackwardPass]:
+        """Return the passes that the next step depends on."""
+        if self._passes:
+            self._passes = [one for one in self._passes if self in one.awaited_by]
+        return list(self._passes)
+
+    def close_passes(self) -> None:
+        """Say that no block runs any more."""
+        for one in self._passes:
+            one.close()
+
+    def end(self, passes: Iterable[BackwardPass]) -> None:
+        """Depend on these passes no longer: their gradients are stepped on, or zeroed."""
+        for one in passes:
+            one.awaited_by = [other for other in one.awaited_by if other is not self]
+        self._gradients.forget_window()
+
+    def abandon(self) -> None:
+        """The gradients are zeroed: whether they overflowed matters to the loss scale, and no longer to the step."""
+        closed = [one for one in self.passes() if not one.is_open]
+        if any(self._gradients in one.scaled_in for one in closed):
+            self._gradients.unscale()
+            self._gradients.resume()
+        self.end(closed)
+        for one in closed:
+            one.scaler.update()
+
+    def abandon_if_empty(self) -> None:
+        """The same, if there are no gradients: they were set to None one by one."""
+        if self._passes and self._gradients.is_empty():
+            self.abandon()
+
+    def is_overflow(self) -> bool:
+        """Tell whether the next step will be skipped. Waits for the device, once for each pass of a dynamic scale."""
+        return any(one.scaler.is_dynamic and one.is_overflow() for one in self.passes())
