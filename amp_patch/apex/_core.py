@@ -179,7 +179,7 @@ class SessionView:
 
 
 class ManualPass:
-    """A backward pass whose gradients the caller unscales. No decision of the scaler counts it before `update_scale`.
+    """A backward pass whose gradients the caller unscales. No update of the scaler counts it before `update_scale`.
 
     Args:
         scaler: the scaler of the loss.
@@ -188,30 +188,29 @@ class ManualPass:
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
         self._scaler = scaler
-        self._check = scaler.open_check(device)
-        self._check.is_open = True
+        self._pass = scaler.begin_pass(device)
 
     def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
         """Divide gradients by `scale` (0-dim float32), and note whether any holds inf or NaN. Waits for nothing."""
-        loss_scaler.unscale_(gradients, scale, self._check)
+        loss_scaler.unscale_(gradients, scale, self._pass.found_inf)
 
     def has_overflow(self) -> bool:
         """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
-        return bool(self._check.found_inf.item())
+        return bool(self._pass.found_inf.item())
 
     def update_scale(self) -> bool:
         """End the pass: update the loss scale, and return whether the step is to be skipped.
 
         Waits for the device if the scale is dynamic.
         """
-        self._check.is_open = False
-        is_overflow = self._scaler.is_dynamic and self._check.is_overflow()
-        self._scaler.decide()
+        self._pass.close()
+        is_overflow = self._scaler.is_dynamic and self._pass.is_overflow()
+        self._scaler.update()
         return is_overflow
 
     def discard(self) -> None:
         """Have no later update count this pass."""
-        self._scaler.discard(self._check)
+        self._scaler.discard(self._pass)
 
 
 class OptimizerView:
@@ -248,20 +247,21 @@ class OptimizerView:
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale that they carry."""
-        self._binding.gradients.settle()
+        self._binding.gradients.unscale()
+        self._binding.gradients.resume()
 
     def begin_pass(self) -> None:
         """Make gradients ready for a backward pass of a loss that is multiplied by the scale of the first scaler."""
         scaler = current.require().scaler(0)
-        self._binding.gradients.enter(None if scaler.is_identity else scaler.scale_on(self.device))
+        self._binding.gradients.begin(None if scaler.is_identity else scaler.scale_on(self.device))
 
     def end_pass(self, manual: ManualPass) -> None:
         """Unscale the gradients of that pass, and have `manual` and the next step know of an overflow."""
-        self._binding.gradients.leave()
-        self._binding.add_check(manual._check)
+        self._binding.gradients.end()
+        self._binding.window.add(manual._pass)
         self.unscale()
-        self._binding.close_checks()
+        self._binding.window.close_passes()
 
     def is_next_step_skipped(self) -> bool:
         """Tell whether `step()` will be skipped. Waits for the device."""
-        return self._binding.is_next_step_skipped()
+        return self._binding.window.is_overflow()

@@ -164,8 +164,10 @@ class GradientSet:
         """Tell whether the sums hold a pass that another scaler or other optimizers would answer for."""
         if backward_pass.is_delayed or self.is_local:
             return False  # what is held is held together
+        awaited_by = {id(window) for window in backward_pass.awaited_by}
         return any(
-            one.scaler is not backward_pass.scaler or one.awaited_by != backward_pass.awaited_by for one in self._window
+            one.scaler is not backward_pass.scaler or {id(window) for window in one.awaited_by} != awaited_by
+            for one in self._window
         )
 
     def _change_scale(self, scale: Tensor | None) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .backward_pass import BackwardPass, PassState, combine_found_inf
+from .unscaling import rescale_ as rescale_
+from .unscaling import unscale_ as unscale_
 
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5

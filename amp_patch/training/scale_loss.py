@@ -148,7 +148,7 @@ class BackwardPasses:
         if block.handle is not None:
             block.handle.remove()
         self._open = others
-        if backward_pass is not None and not backward_pass.awaited_by:
+        if backward_pass is not None and not block.has_failed and not backward_pass.awaited_by:
             block.scaler.update()  # the optimizers all stepped in the middle of the pass
         if not block.is_delayed:
             self._on_end()
@@ -177,7 +177,7 @@ class BackwardPasses:
 class LossBlock(contextlib.AbstractContextManager[Tensor]):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
-    __slots__ = ("__weakref__", "_loss", "_open", "_passes")
+    __slots__ = ("_loss", "_open", "_passes")
 
     def __init__(
         self,

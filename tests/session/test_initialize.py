@@ -1,7 +1,6 @@
 """`initialize`: shapes, identity, `enabled=False`, and bad input that changes nothing."""
 
 import inspect
-import sys
 
 import pytest
 import torch
@@ -9,6 +8,9 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
+from amp_patch.patching import references
+from amp_patch.training import patches as gradient_patches
+from amp_patch.training.attributes import Attributes
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -283,15 +285,14 @@ def test_an_optimizer_without_any_of_the_parameters_is_warned_about():
 def test_a_failure_half_way_is_undone(level, error, monkeypatch):
     model, optimizer = make()
     before = describe(model, optimizer)
-    session = sys.modules["amp_patch.session.session"]
 
     def fail(*args, **kwargs):
         raise error("in the middle")
 
     where = {
-        "O1": (session.rebinding, "bind"),
-        "O2": (session.Session, "_patch_around_ops"),
-        "O3": (session.OptimizerBinding, "_replace"),
+        "O1": (references, "bind"),
+        "O2": (gradient_patches, "resolved_before_reading"),
+        "O3": (Attributes, "replace"),
     }
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(error, match="in the middle"):

@@ -62,7 +62,7 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
             optimizer.step()
     assert amp.stats().steps > 0 and amp.stats().steps_skipped == 0
     assert amp.stats().loss_scales[0] < 65536
-    assert len(optimizer._amp_stash._checks) <= 1
+    assert len(optimizer._amp_stash.window.passes()) <= 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch.casting import weight_cache
-from amp_patch.training.loss_scaler import EarlyReading
+from amp_patch.training.backward_pass import EarlyReading
 
 LOW = torch.bfloat16
 LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it
@@ -104,8 +104,13 @@ def assert_same_tree(left, right, where=""):
 class Pass:
     """One pass of scale_loss under a scale: whose step an overflow skips, and whether there was one."""
 
-    def __init__(self, scaler, owners):
+    def __init__(self, scaler, owners, is_delayed):
         self.scaler, self.owners, self.is_overflow, self.is_open = scaler, owners, False, True
+        self.is_delayed = is_delayed
+        self.stepped = []  # owners that have stepped, or dropped their gradients, since
+
+    def awaiting(self):
+        return [owner for owner in self.owners if owner not in self.stepped]
 
 
 class Scaler:
@@ -171,6 +176,10 @@ class Owner:
         self.optimizer = make_optimizer(self.stepped)
         self.checks = []  # passes that may skip the next step
         self.owed = []  # passes whose gradients are still scaled
+        self.summed = []  # passes whose gradients are in the sums
+        self.aside = []  # gradients of a pass under way apart from the sums before it
+        self.is_held = False  # by a delayed pass
+        self.is_in_block = False
         self.window, self.carried = None, 1.0  # and by which scale
         self.was_skipped = False
         self.steps = self.skips = 0
@@ -190,16 +199,36 @@ class Owner:
         if self.owed and not all(bool(torch.isfinite(gradient).all()) for gradient in found):
             for one in self.owed:
                 one.is_overflow = True
+        for parameter, earlier in self.aside:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad + earlier
+        self.aside = []
         self.owed, self.window, self.carried = [one for one in self.owed if one.is_open], None, 1.0
+        self.is_held = False
 
-    def enter(self, window, carried):
+    def enter(self, window, carried, one=None):
         """What the start of a pass does.
 
-        Gradients of one window stay as they are, but at scale 1 nothing is lost by settling.
+        Gradients of one window stay as they are, but at scale 1 nothing is lost by settling. What a delayed pass left
+        stays anyway. An overflow in what is there already is not one of this pass.
         """
-        if window is None or self.window is not window:
+        if not self.is_held and (window is None or self.window is not window):
             self.settle()
-        self.window, self.carried = window, carried
+            if one is not None and not one.is_delayed and any(self.is_another(other, one) for other in self.summed):
+                for name, parameter in self.net.named_parameters():
+                    if name not in self.masters and parameter.grad is not None:
+                        self.aside.append((parameter, parameter.grad.clone()))
+                        parameter.grad = torch.zeros_like(parameter.grad)
+        self.window, self.carried, self.is_in_block = window, carried, True
+        if one is not None:
+            self.summed.append(one)
+
+    @staticmethod
+    def is_another(left, right):
+        return left.scaler is not right.scaler or set(left.awaiting()) != set(right.awaiting())
+
+    def end_window(self):
+        self.summed, self.aside = [one for one in self.summed if one.is_open], []
 
     def step(self):
         self.settle()
@@ -210,6 +239,9 @@ class Owner:
                 if one in owner.owed:
                     owner.settle()
         self.was_skipped = any(one.scaler.is_dynamic and one.is_overflow for one in checks)
+        for one in checks:
+            one.stepped.append(self)
+        self.end_window()
         if self.was_skipped:
             self.skips += 1
         else:
@@ -226,10 +258,17 @@ class Owner:
 
     def abandon(self):
         """The gradients are gone: what had overflowed in them is for the loss scale, no longer for the next step."""
-        for one in self.checks:
-            if one not in self.owed:
-                one.scaler.decide()
-        self.checks = [one for one in self.checks if one in self.owed]
+        closed = [one for one in self.checks if not one.is_open]
+        if any(one in self.owed for one in closed):
+            self.settle()
+        self.checks = [one for one in self.checks if one.is_open]
+        for one in closed:
+            one.stepped.append(self)
+        self.end_window()
+        if not self.is_in_block:
+            self.is_held = False
+        for one in closed:
+            one.scaler.decide()
 
     def abandon_if_empty(self):
         gradients = [holder.grad for holder in (*self.net.parameters(), *self.masters.values())]
@@ -319,14 +358,14 @@ class Reference:
         hidden = torch.tanh(net.norm(LINEAR[0](inputs.to(dtype), net.first.weight, net.first.bias)))
         return LINEAR[0](hidden, net.last.weight, net.last.bias).float()
 
-    def enter(self, loss_id, passed):
+    def enter(self, loss_id, passed, delay):
         scaler, chosen = self.scalers[loss_id], [self.owners[index] for index in passed]
         for owner in chosen:
             owner.abandon_if_empty()
         window = (None, 1.0) if scaler.is_identity() else (scaler.window, scaler.scale)
-        self.open.append((window, Pass(scaler, chosen)))
+        self.open.append((window, Pass(scaler, chosen, delay)))
         for owner in self.owners:
-            owner.enter(*window)
+            owner.enter(*window, self.open[-1][1] if window[0] is not None and owner in chosen else None)
         if window[0] is not None:
             for owner in chosen:
                 owner.owed.append(self.open[-1][1])
@@ -338,12 +377,16 @@ class Reference:
         if failed:
             for owner in one.owners:
                 owner.owed = [other for other in owner.owed if other is not one]
+                owner.summed = [other for other in owner.summed if other is not one]
                 owner.checks = [other for other in owner.checks if other is not one]
         elif window is not None:
             one.scaler.undecided.append(one)
         for owner in self.owners:
+            owner.is_in_block = False
             if failed or not delay or owner not in one.owners:
                 owner.settle()
+            elif window is not None or owner.masters or owner.window is not None:
+                owner.is_held = True
             if self.open:
                 owner.enter(*self.open[-1][0])
 
@@ -474,12 +517,11 @@ class TrainingMachine(RuleBasedStateMachine):
     def run_pass(self, loss, other, passed, loss_id=0, delay=False, inside=None, error=None, error_first=False):
         """One scale_loss block. `inside` is called before the backward pass, and `error` raised before or after it."""
         optimizers = [self.optimizers[index] for index in passed]
-        scale = (
-            amp.state_dict()[f"loss_scaler{loss_id}"]["loss_scale"]
-            if not self.reference.scalers[loss_id].undecided
-            else None
-        )
-        self.reference.enter(loss_id, passed)
+        scale = None
+        if not self.reference.scalers[loss_id].undecided:
+            self.reference.settle()  # as asking does
+            scale = amp.state_dict()[f"loss_scaler{loss_id}"]["loss_scale"]
+        self.reference.enter(loss_id, passed, delay)
         with contextlib.suppress(Boom) if error else contextlib.nullcontext():
             with amp.scale_loss(
                 loss, optimizers if len(optimizers) > 1 else optimizers[0], loss_id=loss_id, delay_unscale=delay

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_patch as amp
-from amp_patch.training.loss_scaler import EarlyReading
+from amp_patch.training.backward_pass import EarlyReading
 
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
