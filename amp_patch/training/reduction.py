@@ -11,8 +11,8 @@ class LocalGradients:
     """The `DistributedDataParallel` modules of a session's models, and whether they reduce what comes next.
 
     A module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in the forward,
-    under gradients; `no_sync` and some training loops clear it. A wrapper of another kind says itself what it does, by
-    a method `leaves_gradients_local`.
+    under gradients; `no_sync` and some training loops clear it. A subclass that reduces by itself says so by a method
+    `leaves_gradients_local`, whose answer None means torch's rule.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LocalGradients:
         """Return the ids of the parameters whose gradients stay local."""
         found: set[int] = set()
         for module, is_reducing in self._reduces.items():
-            own = getattr(module, "leaves_gradients_local", None)
-            if own() if own is not None else not is_reducing:
+            answer = getattr(module, "leaves_gradients_local", lambda: None)()
+            if not is_reducing if answer is None else answer:
                 found.update(map(id, module.parameters()))
         return found

@@ -143,6 +143,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         finally:
             self._set_allreduce(before)
 
+    def leaves_gradients_local(self) -> bool | None:
+        """Tell whether gradients stay as they are now; None where that was decided in the forward, as torch does."""
+        return not self._is_reducing if self.delay_allreduce else None
+
     def reduce_after_backward(self) -> None:
         """Called in a backward pass: once it is over, reduce the gradients of all parameters."""
         current = torch._C._current_graph_task_id()
