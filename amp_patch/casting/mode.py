@@ -27,8 +27,8 @@ class Mode(Enum):
     FLOAT32 = "every listed op in float32"
 
 
-Region = tuple[Mode, object]
-"""How casts act in it, and what tells it from others of the same mode."""
+Region = tuple[Mode, object, int]
+"""How casts act in it, what tells it from others of the same mode, and the thread that opened it."""
 
 
 class Switch:
@@ -107,7 +107,7 @@ class Switch:
         regions: list[Region] | None = getattr(self._local, "regions", None)
         if regions is None:
             regions = self._local.regions = []
-        entry = (mode, object())
+        entry = (mode, object(), threading.get_ident())
         regions.append(entry)
         compiling.show_region(mode.name)
         with self._lock:
@@ -129,14 +129,16 @@ class Switch:
         return len(getattr(self._local, "regions", ()))
 
     def leave_down_to(self, count: int) -> None:
-        """Close the regions of this thread that were opened last, but for `count`, also half-opened ones."""
+        """Close the regions of this thread but for the first `count`, also those that an interrupt left half-open."""
         regions: list[Region] = getattr(self._local, "regions", [])
-        while len(regions) > count:
-            entry = regions.pop()
-            compiling.show_region((regions[-1][0] if regions else Mode.BY_LISTS).name)
-            with self._lock:
-                self._open[:] = [other for other in self._open if other is not entry]
-                self.regions = len(self._open)
+        thread = threading.get_ident()
+        if len(regions) <= count and sum(entry[2] == thread for entry in self._open) == len(regions):
+            return
+        del regions[count:]
+        compiling.show_region((regions[-1][0] if regions else Mode.BY_LISTS).name)
+        with self._lock:
+            self._open[:] = [entry for entry in self._open if entry[2] != thread or entry in regions]
+            self.regions = len(self._open)
 
     def enter_traced(self, mode: Mode) -> None:
         """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local

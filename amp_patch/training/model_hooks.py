@@ -86,7 +86,7 @@ class _EntriesByThread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Mode, object] | None] = []
+        self.stack: list[tuple[Mode, object, int] | None] = []
 
     def __reduce__(self) -> tuple[type["_EntriesByThread"], tuple[()]]:
         return _EntriesByThread, ()

@@ -1,0 +1,260 @@
+"""What a backward pass answers for: the overflow that it added, its own block, and an interrupt in the middle of it."""
+
+import math
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch.training.backward_pass import PassState
+
+PACKAGE = Path(amp.__path__[0])
+DYNAMIC = {"O1": {}, "O2": {}, "O4": {}, "O5": {}}
+
+
+def make(level, seed=0, models=1, **options):
+    torch.manual_seed(seed)
+    nets = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(models)]
+    options = {"loss_scale": "dynamic", **options}
+    return nets, options
+
+
+def plain(index, bad=None):
+    """A loss that reaches one weight of a model, with a gradient of `bad` where it is given."""
+    return index.weight.float().sum() * (1.0 if bad is None else bad)
+
+
+# ---- an overflow is judged on what its own pass added ----------------------------------------------------------------
+
+
+def two_optimizers(level, num_losses=1, **options):
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    optimizers = [
+        torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=1.0),
+        torch.optim.SGD(models[2].parameters(), lr=1.0),
+    ]
+    options = {"loss_scale": "dynamic", "num_losses": num_losses, **options}
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
+    return models, optimizers
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)], ids=["one scaler", "two scalers"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_skips_only_the_optimizers_that_were_passed_with_its_loss(level, loss_ids, bad):
+    (m0, m1, m2), (first, second) = two_optimizers(level, num_losses=2)
+    before = [master.clone() for optimizer in (first, second) for master in amp.master_params(optimizer)]
+    with amp.scale_loss(plain(m0, bad) + plain(m1), first, loss_id=loss_ids[0]) as scaled:
+        scaled.backward()
+    with amp.scale_loss(plain(m1) + plain(m2), [first, second], loss_id=loss_ids[1]) as scaled:
+        scaled.backward()
+    first.step()
+    second.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
+    after = [master for optimizer in (first, second) for master in amp.master_params(optimizer)]
+    assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [True, True, False]
+    assert torch.equal(after[2], before[2] - 1.0)
+    expected = [32768.0, 65536.0] if loss_ids == (0, 1) else [32768.0]
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_an_overflow_of_the_later_loss_skips_both(level):
+    (m0, m1, m2), (first, second) = two_optimizers(level)
+    with amp.scale_loss(plain(m0), first) as scaled:
+        scaled.backward()
+    with amp.scale_loss(plain(m1, math.inf) + plain(m2), [first, second]) as scaled:
+        scaled.backward()
+    first.step()
+    second.step()
+    assert first.step_was_skipped and second.step_was_skipped
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_overflow_over_an_overflow_is_found(level):
+    """The later loss overflows where the earlier one had: its own optimizer must be skipped all the same."""
+    (m0, _, m2), (first, second) = two_optimizers(level, num_losses=2)
+    with amp.scale_loss(plain(m0, math.inf), first, loss_id=0) as scaled:
+        scaled.backward()
+    with amp.scale_loss(plain(m0, math.inf) + plain(m2), [first, second], loss_id=1) as scaled:
+        scaled.backward()
+    first.step()
+    second.step()
+    assert first.step_was_skipped and second.step_was_skipped
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [32768.0, 32768.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sums_set_aside_come_back(level, sparse):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)])
+    first = torch.optim.SGD(model.parameters(), lr=1.0)
+    second = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the second optimizer has no parameter of the model
+        amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
+    table = model[0]
+    held = []
+    for passed, row in (([first], 1), ([first, second], 2), ([first], 1)):
+        with amp.scale_loss(table(torch.tensor([row])).sum(), passed) as scaled:
+            scaled.backward()
+        held.append(table.weight.grad)
+    expected = torch.zeros(5, 3)
+    expected[1], expected[2] = 2.0, 1.0
+    found = table.weight.grad.to_dense() if sparse else table.weight.grad
+    assert torch.equal(found, expected)
+    assert sparse or all(gradient is held[0] for gradient in held)  # who holds a gradient sees it change
+
+
+# ---- the block -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_reset_inside_a_block_is_refused_and_changes_nothing(level):
+    (model,), options = make(level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    patched = amp.stats().names_patched
+    with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+        with pytest.raises(amp.SessionError, match="leave it before"):
+            amp.reset()
+        with pytest.raises(amp.SessionError, match="leave it before"):
+            amp.initialize(model, optimizer, opt_level="O0", replace=True, verbosity=0)
+        scaled.backward()
+    assert amp.stats().names_patched == patched
+    largest = max(float(p.grad.abs().max()) for p in amp.master_params(optimizer) if p.grad is not None)
+    assert largest < 1000
+    optimizer.step()
+    amp.reset()
+    assert find_changes() == []
+
+
+def test_reset_in_a_backward_hook_is_refused():
+    (model,), options = make("O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
+    handle = model[0].weight.register_hook(lambda gradient: amp.reset())
+    with pytest.raises(amp.SessionError, match="leave it before"):
+        with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+    handle.remove()
+    amp.reset()
+    assert find_changes() == []
+
+
+# ---- an interrupt at any line ----------------------------------------------------------------------------------------
+
+INTERRUPTS = int(os.environ.get("AMP_PATCH_INTERRUPTS", "100"))  # at each level, twice
+WATCHED = ("training", "session", "casting")
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the given event (a call or a line of the package), or only counts them."""
+
+    def __init__(self, at=None):
+        self.at, self.count = at, 0
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            return None
+        if Path(frame.f_code.co_filename).parent.name not in WATCHED:
+            return None
+        if event in ("call", "line"):
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+class Run:
+    """A model under a level, the same in float64 by hand, and one iteration of training."""
+
+    def __init__(self, level, loss_scale):
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
+        amp.initialize(self.model, self.optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+        self.binding = self.optimizer._amp_stash
+        self.inputs = torch.tensor([[1.0, 2.0, 4.0], [0.5, 1.0, -1.0]])
+
+    def iterate(self, micro_batches=2):
+        for index in range(micro_batches):
+            loss = self.model(self.inputs).float().sum()
+            with amp.scale_loss(loss, self.optimizer, delay_unscale=index + 1 < micro_batches) as scaled:
+                scaled.backward()
+        self.optimizer.step()
+
+    def sums(self):
+        """The gradients of one micro-batch: the sum is linear, so they are the same at all weights."""
+        return [self.inputs.sum(0).expand(2, 3), torch.full((2,), 2.0)]
+
+    def check_next_iteration(self, *, zeroed):
+        """After an interrupt: gradients are true sums of whole passes, steps are right, nothing is left open."""
+        if zeroed:
+            self.optimizer.zero_grad()
+        masters = list(amp.master_params(self.optimizer))
+        before = [master.detach().clone() for master in masters]
+        with amp.scale_loss(self.model(self.inputs).float().sum(), self.optimizer) as scaled:
+            scaled.backward()
+        for master, one in zip(masters, self.sums(), strict=True):
+            multiple = master.grad / one
+            assert bool((multiple == multiple.flatten()[0].round()).all()), multiple
+            assert 1 <= multiple.flatten()[0] <= (1 if zeroed else 3)
+        gradients = [master.grad.clone() for master in masters]
+        self.optimizer.step()
+        assert self.optimizer.step_was_skipped is False
+        for master, old, gradient in zip(masters, before, gradients, strict=True):
+            assert torch.equal(master, old - 0.25 * gradient)
+        for parameter, master in zip(self.model.parameters(), masters, strict=True):
+            assert torch.equal(parameter.detach(), master.detach().to(parameter.dtype))
+        session = sys.modules["amp_patch.session.current"].state.session
+        assert session.switch.regions == 0 and session.switch.count_regions_here() == 0
+        assert not session._passes.is_block_open() and not self.binding.gradients.is_in_block
+        assert all(one.state is not PassState.OPEN for one in self.binding.window.passes())
+
+
+SWEEP = [("O1", "dynamic"), ("O2", "dynamic"), ("O4", 1.0), ("O5", 1.0), ("O5", 256.0)]
+
+
+def positions(count, sample, seed):
+    return sorted(random.Random(seed).sample(range(1, count + 1), min(sample, count)))
+
+
+@pytest.mark.parametrize(("level", "loss_scale"), SWEEP)
+def test_an_interrupt_at_any_line_of_a_block_or_a_step_is_made_good(level, loss_scale):
+    run = Run(level, loss_scale)
+    run.iterate()
+    with Interrupt() as counted:
+        run.iterate()
+    assert counted.count > 200
+    caught = 0
+    for position in positions(counted.count, INTERRUPTS, seed=f"{level} {loss_scale}"):
+        for zeroed in (True, False):
+            run.optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # gradients that were dropped
+                try:
+                    with Interrupt(position):
+                        run.iterate()
+                except KeyboardInterrupt:
+                    caught += 1
+                run.check_next_iteration(zeroed=zeroed)
+    assert caught >= INTERRUPTS
+    amp.reset()
+    assert find_changes() == []
