@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .coverage import Coverage
 from .levels import Expected, arguments_of
 from .script import Script
-from .structure import text_of
+from .structure import argument_of, text_of
 
 WRAPPERS = frozenset(
     {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
@@ -65,5 +65,4 @@ def parts(node: ast.expr | None) -> list[ast.expr]:
 
 def scaled_optimizers(call: ast.Call) -> list[ast.expr]:
     """Return the optimizers in a call of `scale_loss`."""
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    return parts(call.args[1] if len(call.args) > 1 else keywords.get("optimizers"))
+    return parts(argument_of(call, "optimizers", 1))

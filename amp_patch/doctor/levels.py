@@ -18,7 +18,7 @@ from ..config import Policy, make_policy, presets, shipped
 from ..dtypes import LOW_DTYPES
 from ..errors import PolicyError
 from .script import Script
-from .structure import text_of
+from .structure import argument_of, text_of
 
 _PARAMETERS = tuple(inspect.signature(initialize).parameters)
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
@@ -235,13 +235,10 @@ def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
 
 
 def offered(script: Script, node: ast.AST) -> list[str]:
-    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads; none if it has
-    none.
-    """
+    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads, if any."""
     for option in options_read_by(script, node):
-        choices = next(
-            (literal(script, keyword.value) for keyword in option.keywords if keyword.arg == "choices"), UNKNOWN
-        )
+        written = argument_of(option, "choices")
+        choices = UNKNOWN if written is None else literal(script, written)
         if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
             return choices
     return []
@@ -255,10 +252,8 @@ def options_read_by(script: Script, node: ast.AST) -> list[ast.Call]:
 
 def destinations(option: ast.Call) -> list[str]:
     """Return the names of the attribute that an `add_argument` call may fill."""
-    explicit = [
-        keyword.value.value
-        for keyword in option.keywords
-        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant)
-    ]
+    explicit = argument_of(option, "dest")
+    if isinstance(explicit, ast.Constant):
+        return [str(explicit.value)]
     flags = [value.value for value in option.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-    return [str(name) for name in explicit] or [flag.lstrip("-").replace("-", "_") for flag in flags]
+    return [flag.lstrip("-").replace("-", "_") for flag in flags]

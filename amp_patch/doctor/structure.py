@@ -30,6 +30,18 @@ def text_of(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names and chains of attributes in an expression."""
+    return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+
+
+def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
+    """Return the argument that a call gives at the position `index` or by the keyword `name`; None if it gives none."""
+    if index is not None and len(call.args) > index:
+        return call.args[index]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
 class Structure:
     """The parents of every node of one tree."""
 
