@@ -51,7 +51,7 @@ class Context:
         return frozenset(found)
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Tell whether an expression stands for an optimizer: one that amp was given, or one that is called so."""
+        """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
 

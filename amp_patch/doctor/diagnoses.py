@@ -23,10 +23,10 @@ from .findings import Fault, Finding
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the
-    machine's part.
+    """One check: `find` yields the faults of one script.
 
-    `is_for_all`: the check is for scripts that do not run under amp, too.
+    Codes without `find` come from the reader and from the look at the machine. `is_for_all`: the check is for scripts
+    that do not run under amp, too.
     """
 
     code: str
