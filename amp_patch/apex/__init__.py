@@ -76,10 +76,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`:
-
-    `sys.meta_path`, and what `sys.modules` held under these names, are as they were. Harmless without one.
-    """
+    """Undo every `install`: `sys.meta_path` and `sys.modules` are as they were. Harmless without one."""
     finder = _finder.installed()
     if finder is not None:
         finder.remove()

@@ -52,7 +52,7 @@ def replace_registered(before: Sequence[Registration], after: Sequence[Registrat
 
 
 def is_disabled() -> bool:
-    """Tell whether `initialize(enabled=False)` was the last word."""
+    """Tell whether `initialize(enabled=False)` has made amp a no-op."""
     return current.state.is_disabled
 
 

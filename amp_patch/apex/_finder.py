@@ -1,5 +1,4 @@
-"""`ApexFinder`: makes `import apex...` find the modules of this package, beside or in front of an `apex` that is
-installed.
+"""`ApexFinder`: has `import apex...` find this package, beside or in front of an `apex` that is installed.
 
 A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is
 `sys.modules["amp_patch.apex.amp"]`.
@@ -47,8 +46,9 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give what lies below the module its name too: an import of it later on would bind its name in the package
-        anew.
+        """Register what lies below the module under its other name too.
+
+        A later import of it would bind its name in the package anew.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
@@ -68,9 +68,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        self._is_whole: bool | None = (
-            None  # whether all of apex is served, or only what the installed one lacks; None: not known yet
-        )
+        # whether all of apex is served, or only what the installed one lacks; None: not known yet
+        self._is_whole: bool | None = None
         self._is_idle = False  # the installed one has amp and is left alone
         self._displaced: dict[str, ModuleType] = {}
         self._completed: list[ModuleType] = []
@@ -97,10 +96,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Take the finder out, and every module that it served out of `sys.modules` and of other packages; what it put
-        aside comes back.
+        """Take the finder out, and every module that it served; what it put aside comes back. Harmless twice.
 
-        Harmless twice.
+        Modules are taken out of `sys.modules` and of other packages.
         """
         if self not in sys.meta_path:
             return
@@ -129,9 +127,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         Raises ModuleNotFoundError, saying what to use today, for a part of Apex that nobody has.
         """
         root, _, rest = fullname.partition(".")
-        if fullname.startswith(
-            self._package + "."
-        ):  # what `from apex import X` looks for, since the package goes by its own name
+        # what `from apex import X` looks for, since the package goes by its own name
+        if fullname.startswith(self._package + "."):
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
         if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
@@ -178,7 +175,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(self._package):
                 raise
-            real = None  # not even what it would lie below
+            real = None  # its package is missing too
         if real is None:
             return None
         spec = ModuleSpec(
@@ -204,9 +201,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             for folder in folders
             if os.path.exists(os.path.join(folder, part, "__init__.py"))
         }
-        is_there = (
-            spec is not None and spec.origin is not None
-        )  # a folder without __init__.py, such as a checkout, is no package to respect
+        # a folder without __init__.py, such as a checkout, is no package to respect
+        is_there = spec is not None and spec.origin is not None
         self._is_whole = self._force or not (is_there and parts)
         self._is_idle = not self._is_whole and "amp" in parts
         where = folders[0] if folders else getattr(spec, "origin", None) or ""
@@ -257,9 +253,8 @@ def installed() -> ApexFinder | None:
 def _raise_if_gone(name: str) -> None:
     advice = advise(name)
     if advice is not None:
-        raise ModuleNotFoundError(
-            f"No module named {name!r}: {advice}"
-        )  # with name=, `from apex import X` would drop the message
+        # with name=, `from apex import X` would drop the message
+        raise ModuleNotFoundError(f"No module named {name!r}: {advice}")
 
 
 def _describe_distribution(where: str) -> str:

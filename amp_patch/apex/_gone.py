@@ -45,8 +45,9 @@ _GONE = {
 
 
 def advise(name: str) -> str | None:
-    """Return what `name`, such as "apex.transformer.parallel_state", was and what to use today; None for what Apex
-    never had, or is here.
+    """Return what a part of Apex was and what to use today; None for what Apex never had, or is here.
+
+    `name` is dotted, such as "apex.transformer.parallel_state".
     """
     for part in sorted(_GONE, key=len, reverse=True):
         if name == part or name.startswith(part + "."):

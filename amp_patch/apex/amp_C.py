@@ -1,10 +1,10 @@
-"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`: tensors of any device and floating dtype,
-contiguous or not.
+"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`.
 
-Every function takes a chunk size (ignored), a flag (one integer element) and lists of tensors; results go into the
-lists. The flag becomes 1 when a checked tensor holds inf or NaN, and is never cleared. What Apex had beyond these (the
-capturable and mixed-precision variants, the two stages of LAMB) is absent, so that importing it fails by name. Unlike
-Apex's, `multi_tensor_lamb` leaves the gradients as they are.
+Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
+flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
+holds inf or NaN, and is never cleared. What Apex had beyond these (the capturable and mixed-precision variants, the two
+stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` leaves the gradients
+as they are.
 
 Waits for the device: only `multi_tensor_sgd`, which reads the flag.
 """
@@ -63,10 +63,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,), or (0,) without
-    `per_tensor`; float32.
+    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,); float32.
 
-    Raises the flag if the norm is not finite.
+    The second is of shape (0,) without `per_tensor`. Raises the flag if the norm is not finite.
     """
     xs = tensor_lists[0]
     total = updates.total_norm(xs, noop_flag.device).float()
@@ -110,9 +109,9 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """[gradients, params, momenta] and perhaps [16-bit copies of params]:
+    """[gradients, params, momenta, perhaps 16-bit copies of params]: `updates.sgd_` on scale * gradient.
 
-    `updates.sgd_` on scale * gradient; nothing if the flag is up.
+    Does nothing if the flag is up.
     """
     if bool(noop_flag.any()):
         return
@@ -186,9 +185,9 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """[gradients, params, exp_avgs] and `grad_norms` of shape (n,):
+    """[gradients, params, exp_avgs], and `grad_norms` of shape (n,): `updates.novograd_`.
 
-    `updates.novograd_`, with weight decay inside the moment if `mode` is 0.
+    Weight decay is inside the moment if `mode` is 0.
     """
     gradients, params, exp_avgs = tensor_lists
     updates.novograd_(
@@ -254,11 +253,10 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Update a loss scale (float32) and its two counters (int32), one element each, in place; return the scale. Waits
-    for nothing.
+    """Update a loss scale (float32) and its two counters (int32) in place, one element each; return the scale.
 
-    After `hysteresis` overflows without a good step between them, each overflow multiplies the scale by
-    `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf.
+    Waits for nothing. After `hysteresis` overflows without a good step between them, each overflow multiplies the scale
+    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf.
     """
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)

@@ -23,9 +23,7 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def get_places(*lists: Tensors) -> list[list[int]]:
-    """Return the indices of lists of equal length, in groups of the same device and dtype: what one foreach kernel can
-    take.
-    """
+    """Return the indices of lists of equal length in groups of one device and dtype, as foreach kernels take them."""
     places: dict[tuple[object, ...], list[int]] = {}
     for index, tensors in enumerate(zip(*lists, strict=True)):
         places.setdefault(tuple((tensor.device, tensor.dtype) for tensor in tensors), []).append(index)
@@ -33,8 +31,7 @@ def get_places(*lists: Tensors) -> list[list[int]]:
 
 
 def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
-    """Yield the lists at full precision, in parts that are on one device and of one dtype each, so that foreach kernels
-    take them whole.
+    """Yield the lists at full precision, in parts that are on one device and of one dtype each.
 
     What the loop body does to the `changed` lists is copied back when it has run.
     """
@@ -66,8 +63,9 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
 
 
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
-    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision, on `device` or that of the first
-    tensor.
+    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision.
+
+    It is on `device`, or on that of the first tensor.
     """
     each = norms(tensors)
     if not each:
@@ -92,7 +90,9 @@ def sgd_(
     decays_late: bool = False,
     gradient_factor: float = 1.0,
 ) -> None:
-    """g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m)
+    """SGD with momentum, as in torch.optim.SGD.
+
+    g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m)
     with Nesterov.
 
     `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
@@ -130,8 +130,9 @@ def adam_(
     is_decoupled: bool,
     corrects_bias: bool,
 ) -> None:
-    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1; with `is_decoupled` the weight decay of Loshchilov & Hutter
-    (arXiv:1711.05101).
+    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1.
+
+    `is_decoupled` takes the weight decay of Loshchilov & Hutter (arXiv:1711.05101).
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
     `step` counts from 1.
@@ -206,8 +207,9 @@ def novograd_(
     averages_gradients: bool,
     norm_type: int,
 ) -> None:
-    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor, a 0-dim tensor in
-    `norm_avgs`.
+    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor.
+
+    The second moments are 0-dim tensors, `norm_avgs`.
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
     m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment
@@ -250,8 +252,9 @@ def adagrad_(
     weight_decay: float,
     is_decoupled: bool,
 ) -> None:
-    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal: h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p
-    beforehand.
+    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal.
+
+    h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
     """
     for g, p, h in in_full(gradients, params, sums):
         if weight_decay and not is_decoupled:

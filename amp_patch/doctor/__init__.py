@@ -1,7 +1,7 @@
 """The doctor: reads training scripts, without running or importing them, for what goes wrong under amp.
 
-A script becomes a `Script` (tree, names, structure); each check in the table of `diagnoses` yields faults of it; `#
-amp-patch: ignore[CODE]` on the line silences one.
+A script becomes a `Script` (tree, names, structure), and each check in the table of `diagnoses` yields faults of it.
+The comment `# amp-patch: ignore[CODE]` on a line silences one.
 """
 
 from .coverage import get_coverage as get_coverage

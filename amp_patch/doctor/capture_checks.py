@@ -1,4 +1,4 @@
-"""Checks of functions that amp patches, in hands that patching cannot reach, and of losses that the lists ban.
+"""Checks of patched functions that are kept where patching cannot reach them, and of losses that the lists ban.
 
 `initialize` rebinds every module global that holds a listed function, so a by-name import is no fault. What it cannot
 rebind is a function that was put away before: in a container, a default argument, an attribute, a partial, a closure.
@@ -32,11 +32,10 @@ def _load(name: str) -> OpLists:
 
 @cache
 def captured_originals(lists: tuple[str, ...]) -> frozenset[str]:
-    """Return the dotted names of functions on a whitelist or blacklist whose originals cast nothing once they are
-    captured.
+    """Return the dotted names of listed functions whose originals cast nothing once they are captured.
 
-    Not among them: functions in Python that only pass their arguments on to the op of the same name in another
-    namespace, which is patched too (`F.softmax` calls `Tensor.softmax`).
+    Only whitelists and blacklists count. Not among them: functions in Python that only pass their arguments on to the
+    op of the same name in another namespace, which is patched too (`F.softmax` calls `Tensor.softmax`).
     """
     found: set[str] = set()
     for name in lists:
@@ -104,9 +103,7 @@ def captured_functions(context: Context) -> Iterator[Fault]:
 
 
 def _holder(context: Context, node: ast.AST) -> str | None:
-    """Return what keeps a function that is read at `node` (and was patched nowhere by then), or None if
-    nothing does.
-    """
+    """Return what keeps a function that is read at `node`, unpatched by then; None if nothing does."""
     structure = context.script.structure
     function = structure.function_name(node)
     runs_late = function.startswith("forward") or function == "__call__"
@@ -141,9 +138,7 @@ def _holder(context: Context, node: ast.AST) -> str | None:
 
 
 def _keeper(context: Context, call: ast.Call) -> str | None:
-    """Return what a call makes of a function among its arguments, if it keeps it: classes do, as far as the case of
-    their names tells.
-    """
+    """Return what keeps a function that `call` is given, if anything: classes do, as far as the case of names tells."""
     name = text_of(call.func).rpartition(".")[2]
     if context.script.is_call_of(call, _PARTIALS) or name == "partial":
         return "a partial"
@@ -161,8 +156,9 @@ def _runs_before_initialize(context: Context, node: ast.AST) -> bool:
 
 
 def _target_of(structure: Structure, values: ast.AST, part: ast.AST) -> ast.expr | None:
-    """Return what takes `part` of the tuple `values` in `a, b = values`; None where that is no such assignment, or
-    `part` is deeper inside.
+    """Return what is assigned `part` of the tuple `values` in `a, b = values`.
+
+    None where that is no such assignment, or `part` is deeper inside.
     """
     statement = structure.parent(values)
     if not (isinstance(statement, ast.Assign) and isinstance(values, (ast.Tuple, ast.List)) and part in values.elts):

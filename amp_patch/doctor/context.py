@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .coverage import Coverage
 from .levels import Expected, arguments_of
 from .script import Script
-from .structure import text_of
+from .structure import argument_of, text_of
 
 WRAPPERS = frozenset(
     {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
@@ -51,7 +51,7 @@ class Context:
         return frozenset(found)
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Tell whether an expression stands for an optimizer: one that amp was given, or one that is called so."""
+        """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
 
@@ -65,5 +65,4 @@ def parts(node: ast.expr | None) -> list[ast.expr]:
 
 def scaled_optimizers(call: ast.Call) -> list[ast.expr]:
     """Return the optimizers in a call of `scale_loss`."""
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    return parts(call.args[1] if len(call.args) > 1 else keywords.get("optimizers"))
+    return parts(argument_of(call, "optimizers", 1))

@@ -1,6 +1,4 @@
-"""Which names of `apex` the stand-in has: read from the source of its modules, so that nothing is imported and nothing
-kept by hand.
-"""
+"""Which names of `apex` the stand-in has: read from its source, so that nothing is imported or kept by hand."""
 
 import ast
 import itertools
@@ -27,8 +25,7 @@ class Coverage:
         self._package = package
 
     def has(self, dotted: str, *, is_imported: bool = True) -> bool:
-        """Tell whether a dotted name, `apex.optimizers.FusedAdam` or `amp_C`, is a module of the stand-in or bound in
-        one.
+        """Tell whether a dotted name, such as `apex.optimizers.FusedAdam`, is a module of the stand-in or bound in one.
 
         `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at
         the first object that a package binds (`amp._amp_state`), even if there is a module of that name.
@@ -39,22 +36,16 @@ class Coverage:
         where = self._package
         if not (where / "__init__.py").is_file():
             return False
-        parts = list(
-            itertools.takewhile(lambda part: not part.startswith("__"), parts)
-        )  # every module has a __dict__ and a __name__
+        # every module has a __dict__ and a __name__
+        parts = list(itertools.takewhile(lambda part: not part.startswith("__"), parts))
         for index, part in enumerate(parts):
             deeper = _module_file(where / part)
-            if (
-                not is_imported
-                and where.is_dir()
-                and part in _bound_names(where / "__init__.py", with_submodules=False)
-            ):
+            is_chain = not is_imported and where.is_dir()
+            if is_chain and part in _bound_names(where / "__init__.py", with_submodules=False):
                 return True
             if deeper is None:
-                bound = _bound_names(where / "__init__.py" if where.is_dir() else where)
-                return (
-                    part in bound
-                )  # what is below a bound name is an attribute of an object: nothing the source could tell
+                # what is below a bound name is an attribute of an object: nothing the source could tell
+                return part in _bound_names(where / "__init__.py" if where.is_dir() else where)
             if index == len(parts) - 1:
                 return True
             where = where / part if deeper.name == "__init__.py" else deeper
@@ -84,9 +75,7 @@ def has_public_name(name: str) -> bool:
 
 
 def _module_file(path: Path) -> Path | None:
-    """Return the file of the module at `path`, without its suffix: a package's `__init__.py`, a module's own file, or
-    None.
-    """
+    """Return the file of the module at `path`, given without suffix: a package's `__init__.py`, its own, or None."""
     for candidate in (path / "__init__.py", path.with_name(f"{path.name}.py")):
         if candidate.is_file():
             return candidate
@@ -152,9 +141,7 @@ def _star_names(path: Path, node: ast.ImportFrom) -> frozenset[str]:
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one that run when its module is imported: functions and classes, but not what is
-    in them.
-    """
+    """Yield the nodes that run when a module is imported: functions and classes, but not their bodies."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):

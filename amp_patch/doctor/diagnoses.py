@@ -6,17 +6,27 @@ A code is for good: people silence it by `# amp-patch: ignore[CODE]`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import capture_checks, checkpoint_checks, import_checks, loop_checks, setup_checks
+from . import (
+    argument_checks,
+    backward_checks,
+    capture_checks,
+    checkpoint_checks,
+    import_checks,
+    model_checks,
+    native_amp_checks,
+    optimizer_checks,
+    step_checks,
+)
 from .context import Context
 from .findings import Fault, Finding
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `find` yields the faults of one script. Codes without `find` are given out by the reader and by the
-    machine's part.
+    """One check: `find` yields the faults of one script.
 
-    `is_for_all`: the check is for scripts that do not run under amp, too.
+    Codes without `find` come from the reader and from the look at the machine. `is_for_all`: the check is for scripts
+    that do not run under amp, too.
     """
 
     code: str
@@ -35,27 +45,27 @@ CHECKS: tuple[Check, ...] = (
         import_checks.uncovered_names,
         is_for_all=True,
     ),
-    Check("AMP201", "an opt_level that is no level", setup_checks.unknown_levels),
-    Check("AMP202", "arguments of initialize that contradict each other", setup_checks.contradicting_arguments),
-    Check("AMP203", "a parallel wrapper before initialize", setup_checks.wrapped_models),
-    Check("AMP204", "TorchScript and initialize", setup_checks.scripted_models),
-    Check("AMP205", "an optimizer that initialize does not know", setup_checks.unseen_optimizers),
-    Check("AMP206", "a model cast to 16 bits before initialize", setup_checks.low_models),
-    Check("AMP207", "a cast to 16 bits by hand", setup_checks.casts_by_hand),
-    Check("AMP208", "a model moved to its device after initialize", setup_checks.models_moved_late),
-    Check("AMP209", "a copy of a model that amp has cast", setup_checks.copied_models),
-    Check("AMP301", "an unscaled loss inside scale_loss", loop_checks.unscaled_in_block),
-    Check("AMP302", "a scaled loss after its scale_loss", loop_checks.scaled_after_block),
-    Check("AMP303", "a backward pass without scale_loss", loop_checks.unscaled_losses),
-    Check("AMP304", "optimizer.step() inside scale_loss", loop_checks.steps_in_block),
-    Check("AMP305", "clipping inside scale_loss", loop_checks.clips_in_block),
-    Check("AMP306", "clipping past the masters", loop_checks.clips_past_masters),
-    Check("AMP307", "torch.autocast or a GradScaler beside amp", loop_checks.native_amp),
-    Check("AMP308", "autocast(enabled=False) to turn casts off", loop_checks.autocast_switched_off),
-    Check("AMP309", "an LR scheduler that counts skipped steps", loop_checks.unguarded_schedulers),
-    Check("AMP310", "a loss_id without a loss scaler", loop_checks.loss_ids),
-    Check("AMP311", "step(closure) with a dynamic loss scale", loop_checks.closures),
-    Check("AMP312", "a gradient penalty on unscaled outputs", loop_checks.gradient_penalties),
+    Check("AMP201", "an opt_level that is no level", argument_checks.unknown_levels),
+    Check("AMP202", "arguments of initialize that contradict each other", argument_checks.contradicting_arguments),
+    Check("AMP203", "a parallel wrapper before initialize", model_checks.wrapped_models),
+    Check("AMP204", "TorchScript and initialize", model_checks.scripted_models),
+    Check("AMP205", "an optimizer that initialize does not know", optimizer_checks.unseen_optimizers),
+    Check("AMP206", "a model cast to 16 bits before initialize", model_checks.low_models),
+    Check("AMP207", "a cast to 16 bits by hand", model_checks.casts_by_hand),
+    Check("AMP208", "a model moved to its device after initialize", model_checks.models_moved_late),
+    Check("AMP209", "a copy of a model that amp has cast", model_checks.copied_models),
+    Check("AMP301", "an unscaled loss inside scale_loss", backward_checks.unscaled_in_block),
+    Check("AMP302", "a scaled loss after its scale_loss", backward_checks.scaled_after_block),
+    Check("AMP303", "a backward pass without scale_loss", backward_checks.unscaled_losses),
+    Check("AMP304", "optimizer.step() inside scale_loss", step_checks.steps_in_block),
+    Check("AMP305", "clipping inside scale_loss", step_checks.clips_in_block),
+    Check("AMP306", "clipping past the masters", step_checks.clips_past_masters),
+    Check("AMP307", "torch.autocast or a GradScaler beside amp", native_amp_checks.native_amp),
+    Check("AMP308", "autocast(enabled=False) to turn casts off", native_amp_checks.autocast_switched_off),
+    Check("AMP309", "an LR scheduler that counts skipped steps", step_checks.unguarded_schedulers),
+    Check("AMP310", "a loss_id without a loss scaler", backward_checks.loss_ids),
+    Check("AMP311", "step(closure) with a dynamic loss scale", step_checks.closures),
+    Check("AMP312", "a gradient penalty on unscaled outputs", backward_checks.gradient_penalties),
     Check("AMP401", "a listed function where it cannot be replaced", capture_checks.captured_functions),
     Check("AMP402", "a loss on probabilities", capture_checks.probability_losses),
     Check("AMP501", "a checkpoint without amp's state", checkpoint_checks.saves_without_amp),

@@ -67,8 +67,9 @@ def reached_scripts(scripts: Sequence[Script]) -> list[Script]:
 
 
 def _absolute(imported: str, path: str) -> Iterator[str]:
-    """Yield the name of an imported module as the importing file may mean it: relative ones by the folders around the
-    file.
+    """Yield the name of an imported module as the importing file may mean it.
+
+    Relative names are resolved by the folders around the file.
     """
     name = imported.lstrip(".")
     level = len(imported) - len(name)
@@ -80,9 +81,9 @@ def _absolute(imported: str, path: str) -> Iterator[str]:
 
 
 def _module_names(path: str) -> frozenset[str]:
-    """Return every name a file could be imported by:
+    """Return every name a file could be imported by.
 
-    `net`, `models.net` and `project.models.net` for `project/models/net.py`.
+    For `project/models/net.py` these are `net`, `models.net` and `project.models.net`.
     """
     stem = PurePath(path).stem
     parts = _folders(path) + ([] if stem == "__init__" else [stem])

@@ -1,6 +1,4 @@
-"""What a script asks of `initialize`, as far as its text says: literal arguments, the levels they may mean, and what
-those levels do.
-"""
+"""What a script asks of `initialize`: literal arguments, the levels they may mean, and what those levels do."""
 
 import ast
 import inspect
@@ -18,7 +16,7 @@ from ..config import Policy, make_policy, presets, shipped
 from ..dtypes import LOW_DTYPES
 from ..errors import PolicyError
 from .script import Script
-from .structure import text_of
+from .structure import argument_of, text_of
 
 _PARAMETERS = tuple(inspect.signature(initialize).parameters)
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
@@ -44,9 +42,7 @@ UNKNOWN = _Unknown()
 
 
 def literal(script: Script, node: ast.AST) -> Any:
-    """Return the value of a literal, of a torch dtype (as its name), or of a name that is assigned once to such; else
-    `UNKNOWN`.
-    """
+    """Return the value of a literal or of a name assigned once, or the name of a torch dtype; else `UNKNOWN`."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -93,8 +89,9 @@ def is_written_out(call: ast.Call) -> bool:
 
 @cache
 def presets_in_force() -> tuple[Path, str | None]:
-    """Return the presets file that a run would use, and what is wrong with the one that AMP_PATCH_PRESETS names (then
-    the shipped one counts).
+    """Return the presets file that a run would use, and what is wrong with the one in AMP_PATCH_PRESETS.
+
+    A file that is wrong gives way to the shipped one.
     """
     chosen = os.environ.get(presets.PRESETS_VARIABLE)
     if chosen:
@@ -115,8 +112,9 @@ def known_levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the calls of `initialize` in view may do (any of them at any possible level) and must do (all of them at all
-    levels).
+    """What the calls of `initialize` in view may do, and what they must do.
+
+    They may do what any of them does at any possible level, and must do what all of them do at all levels.
     """
 
     policies: tuple[Policy, ...]
@@ -195,9 +193,7 @@ def expect(scripts: Iterable[Script]) -> Expected:
 
 
 def is_apex(script: Script, call: ast.Call) -> bool:
-    """Tell whether a call of amp is one of Apex's, which the stand-in answers; not if it may be one of amp_patch's as
-    well.
-    """
+    """Tell whether a call of amp is certainly one of Apex's, which the stand-in answers, and not one of amp_patch's."""
     return all(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
 
 
@@ -214,10 +210,7 @@ def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Polic
 
 
 def levels_for(script: Script, call: ast.Call) -> tuple[str, ...]:
-    """Return the levels that a call of `initialize` takes:
-
-    Apex's own four through the stand-in, else those of the presets.
-    """
+    """Return the levels that a call of `initialize` takes: Apex's four through the stand-in, else the presets'."""
     return APEX_LEVELS if is_apex(script, call) else known_levels()
 
 
@@ -235,13 +228,10 @@ def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
 
 
 def offered(script: Script, node: ast.AST) -> list[str]:
-    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads; none if it has
-    none.
-    """
+    """Return the `choices` of the command line option that an expression such as `args.opt_level` reads, if any."""
     for option in options_read_by(script, node):
-        choices = next(
-            (literal(script, keyword.value) for keyword in option.keywords if keyword.arg == "choices"), UNKNOWN
-        )
+        written = argument_of(option, "choices")
+        choices = UNKNOWN if written is None else literal(script, written)
         if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
             return choices
     return []
@@ -255,10 +245,8 @@ def options_read_by(script: Script, node: ast.AST) -> list[ast.Call]:
 
 def destinations(option: ast.Call) -> list[str]:
     """Return the names of the attribute that an `add_argument` call may fill."""
-    explicit = [
-        keyword.value.value
-        for keyword in option.keywords
-        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant)
-    ]
+    explicit = argument_of(option, "dest")
+    if isinstance(explicit, ast.Constant):
+        return [str(explicit.value)]
     flags = [value.value for value in option.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-    return [str(name) for name in explicit] or [flag.lstrip("-").replace("-", "_") for flag in flags]
+    return [flag.lstrip("-").replace("-", "_") for flag in flags]

@@ -1,6 +1,4 @@
-"""The machine: versions, devices, which 16-bit dtypes are fast on them and how one can tell, and what is installed
-under the name `apex`.
-"""
+"""The machine: versions, devices, which 16-bit dtypes are fast on them, and what is installed as `apex`."""
 
 import importlib.machinery
 import importlib.metadata
@@ -30,7 +28,7 @@ _INSTALLED_BY_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transfor
 
 @dataclass(frozen=True, slots=True)
 class LowDtype:
-    """How a 16-bit dtype fares on a device: "fast", "slow", "even" or "unknown", against float32."""
+    """The speed of a 16-bit dtype on a device against float32: "fast", "slow", "even" or "unknown"."""
 
     name: str
     verdict: str
@@ -56,7 +54,7 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """All of it."""
+    """The machine as the report shows it."""
 
     python: str
     amp_patch: str
@@ -98,10 +96,10 @@ def _devices() -> Iterator[Device]:
 
 
 def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return the verdict on each 16-bit dtype for a CUDA compute capability: NVIDIA's matrix units take float16 from
-    7.0, bfloat16 from 8.0 on.
+    """Return the verdict on each 16-bit dtype for a CUDA compute capability.
 
-    None stands for an accelerator of another make, which nothing here tells about.
+    NVIDIA's matrix units take float16 from 7.0, bfloat16 from 8.0 on. None stands for an accelerator of another make,
+    of which nothing is known here.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in ("float16", "bfloat16"))
@@ -123,9 +121,7 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def measure_cpu() -> dict[str, float]:
-    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: the best of a few repeats
-    each.
-    """
+    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: best of a few repeats."""
     seconds = {dtype: _time_product(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
     return {
         str(dtype).removeprefix("torch."): seconds[torch.float32] / taken
@@ -163,7 +159,7 @@ def find_apex() -> ApexInstall:
     """Tell what `import apex` would find, from its files and metadata; it is not imported."""
     try:
         spec = importlib.util.find_spec("apex")
-    except (ValueError, ImportError):  # a module without a spec, such as one that a script has put together by itself
+    except (ValueError, ImportError):  # a module without a spec, such as one that a script has made
         return ApexInstall("other", None, None)
     if spec is None:
         return ApexInstall("none", None, None)

@@ -1,6 +1,4 @@
-"""What the names of a script stand for: dotted names of modules and their members, followed through imports and plain
-aliases.
-"""
+"""What the names of a script stand for: dotted names, followed through imports and plain aliases."""
 
 import ast
 
@@ -36,8 +34,9 @@ def canonical(dotted: str) -> str:
 
 
 class Names:
-    """The imports and aliases of one script, all scopes together: a name may stand for several things (`try`/`except
-    ImportError`).
+    """The imports and aliases of one script, all scopes together.
+
+    A name may stand for several things (`try`/`except ImportError`).
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -81,8 +80,9 @@ class Names:
                 )
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names, as imported, that an expression may stand for; none for anything but a name or a
-        chain of attributes.
+        """Return the dotted names, as imported, that a name or a chain of attributes may stand for.
+
+        None for any other expression.
         """
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))

@@ -48,7 +48,7 @@ class Script:
         self.tree = tree
         self._text = text
 
-    # What most of a directory's files never need is made when it is asked for.
+    # Cached properties, because most files of a directory need none of them.
 
     @cached_property
     def names(self) -> Names:
@@ -95,9 +95,7 @@ class Script:
         return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield (call, receiver) for each call of an attribute of these names on something that is no imported
-        module.
-        """
+        """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""
         for call in self.calls:
             if (
                 isinstance(call.func, ast.Attribute)
@@ -125,8 +123,9 @@ class Script:
         return [self.structure.atoms(call) for call in self._core_calls]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Tell whether a node runs only where amp is switched off: the other arm of an `if`, or behind the negation of
-        the same flag.
+        """Tell whether a node runs only where amp is switched off.
+
+        It is on the other arm of an `if`, or behind the negation of the same flag.
         """
         if any(self.structure.are_exclusive(node, call) for call in self._core_calls):
             return True
@@ -134,9 +133,7 @@ class Script:
 
     @cached_property
     def imported_modules(self) -> frozenset[str]:
-        """The dotted names of modules, and of members of modules, that the script imports; relative ones start with
-        dots.
-        """
+        """The dotted names of modules and their members that the script imports; relative ones start with dots."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -156,9 +153,7 @@ class Script:
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
-        """Every `target = value` as (target's text, value, statement); the parts of tuples of equal length are taken
-        one by one.
-        """
+        """Every `target = value` as (target's text, value, statement); tuples of equal length are taken apart."""
         found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -206,8 +201,9 @@ class Script:
         return max(line, 1), len(before.decode(errors="ignore")) + 1
 
     def is_ignored(self, code: str, node: ast.AST) -> bool:
-        """Tell whether a comment on a line of this node (on the first line, for a node with a body) silences
-        the code.
+        """Tell whether a comment on a line of this node silences the code.
+
+        For a node with a body only its first line counts.
         """
         first = position(node)[0]
         last = first if hasattr(node, "body") else getattr(node, "end_lineno", None) or first
@@ -228,8 +224,9 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
-    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line; without brackets, a comment means
-    every code.
+    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line.
+
+    A comment without brackets means every code.
     """
     found: dict[int, frozenset[str]] = {}
     try:

@@ -1,6 +1,4 @@
-"""Where a node stands in its script: scope, loop, order, and which nodes can never run in the same pass through the
-code.
-"""
+"""Where a node stands in its script: scope, loop, order, and which nodes never run in one pass."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -28,6 +26,18 @@ def end(node: ast.AST) -> tuple[int, int]:
 def text_of(node: ast.AST) -> str:
     """Return a node as source text in one spelling."""
     return ast.unparse(node)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names and chains of attributes in an expression."""
+    return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+
+
+def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
+    """Return the argument that a call gives at the position `index` or by the keyword `name`; None if it gives none."""
+    if index is not None and len(call.args) > index:
+        return call.args[index]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 class Structure:
@@ -75,9 +85,7 @@ class Structure:
         return self.tree
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function or module that a node runs in: the body of a class runs where the class is
-        defined.
-        """
+        """Return the innermost function or module that a node runs in; the body of a class runs where it is defined."""
         scope = self.scope(node)
         while isinstance(scope, ast.ClassDef):
             scope = self.scope(scope)
@@ -104,9 +112,7 @@ class Structure:
         return any(one is outer for one in self.around(node))
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Tell whether both may run in one pass through the same function or module, and `first` ends before `second`
-        begins.
-        """
+        """Tell whether `first` ends before `second` begins in one pass through the same function or module."""
         return (
             end(first) <= position(second)
             and self.frame(first) is self.frame(second)
@@ -114,8 +120,9 @@ class Structure:
         )
 
     def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Tell whether the nodes stand on different arms of one if, try or match, or one behind a return that the
-        other's arm ends with.
+        """Tell whether the nodes never run in one pass.
+
+        They are on different arms of one if, try or match, or one comes behind a return that ends the other's arm.
         """
         arms, other_arms = self._arms(one), self._arms(other)
         if any(arms[split] != arm for split, arm in other_arms.items() if split in arms):
@@ -160,8 +167,9 @@ class Structure:
     # ---- guards ------------------------------------------------------------------------------------------------------
 
     def atoms(self, node: ast.AST) -> Atoms:
-        """Return the conditions of the ifs around a node, taken apart at `not`, `and`, `or` and comparisons with
-        constants.
+        """Return the conditions of the ifs around a node.
+
+        They are taken apart at `not`, `and`, `or` and comparisons with constants.
         """
         atoms: Atoms = {}
         child = node
@@ -173,9 +181,7 @@ class Structure:
 
 
 def contradict(atoms: Atoms, others: Sequence[Atoms]) -> bool:
-    """Tell whether some condition of `atoms` fails whenever those of `others` hold that speak of the same
-    expression.
-    """
+    """Tell whether a condition of `atoms` fails whenever those of `others` on the same expression hold."""
     for text, mine in atoms.items():
         theirs = [pair for other in others for pair in other.get(text, ())]
         if theirs and all(_exclude(pair, own) for pair in theirs for own in mine):

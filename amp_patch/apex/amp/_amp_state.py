@@ -15,8 +15,9 @@ master_params = api.master_params
 
 
 class AmpState:
-    """What amp is doing. `opt_properties`, `handle` and the bounds of the loss scale are there from the first
-    `initialize` on.
+    """What amp is doing.
+
+    `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
 
     Attributes:
         hard_override: accept options that contradict the opt_level, with a printed warning.

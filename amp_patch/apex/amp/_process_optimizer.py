@@ -109,14 +109,12 @@ def _master_params_to_model_params(optimizer: Any) -> None:
 
 
 def _prepare_amp_backward(optimizer: Optimizer) -> None:
-    """Before a backward pass of a loss that the caller multiplied by the first scaler's scale: let gradients sum up
-    right.
-    """
+    """Make gradients ready for a backward pass of a loss that the caller multiplies by the first scaler's scale."""
     OptimizerView(optimizer).begin_pass()
 
 
 def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
-    """After it: unscale, and have `scaler.update_scale()` and the next `step()` know of an overflow."""
+    """Unscale after that pass; `scaler.update_scale()` and the next `step()` know of an overflow."""
     view = OptimizerView(optimizer)
     view.end_pass(scaler.open_pass(view.device))
 
@@ -125,7 +123,7 @@ def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
 
 
 def show_skip(optimizer: Any) -> None:
-    """While the next `step()` will be skipped, let `optimizer.step` be another object than usual: scripts compare.
+    """Make `optimizer.step` another object while the next step will be skipped: scripts compare it with the usual.
 
     Waits for the device.
     """
@@ -144,8 +142,9 @@ def _function_of(step: Any) -> Any:
 
 
 def _usual_step(step: Any) -> Any:
-    """Return what a skip step stands for; any other step itself, also one that wraps a skip step and has taken over its
-    attributes.
+    """Return the step that a skip step stands for, and any other step itself.
+
+    That includes a step that wraps a skip step and has taken over its attributes.
     """
     function = _function_of(step)
     shown, usual = vars(function).get("_amp_skip_step", (None, step))

@@ -46,7 +46,7 @@ def init(
     Args:
         enabled: False gives a handle that does nothing.
         loss_scale: what `wrap_optimizer` of the handle scales losses by.
-        enable_caching, verbose: what the handle says of itself.
+        enable_caching, verbose: what the handle returns as `has_cache` and `verbose`.
         allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
 
     Raises SessionError if `initialize` is in force.

@@ -48,8 +48,7 @@ _MODEL_OPTIONS = frozenset({"cast_model_type", "patch_torch_functions", "keep_ba
 
 
 class Properties:
-    """The options in force: attributes that are entries of the dict `options`, checked against the opt_level when they
-    are set.
+    """The options in force: attributes kept in the dict `options`, checked against the opt_level when they are set.
 
     `level_patches` is none of them: it says that the opt_level casts at functions, and so keeps the model float32.
     """
@@ -82,8 +81,9 @@ class Properties:
 
 
 def _checked(name: str, value: Any, patches: bool) -> Any:
-    """Return the value of an option, parsed; a contradiction to the level is an error, or a warning under
-    `hard_override`.
+    """Return the value of an option, parsed.
+
+    A contradiction to the level is an error, or a warning under `hard_override`.
     """
     if name == "loss_scale":
         return parse_loss_scale(value)
@@ -173,8 +173,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`, and the module docstring for
-    what is Apex's way here.
+    """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`.
+
+    The docstring of this module says where it follows Apex.
 
     Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC
         wrappers. A `verbosity` of 2 is no more than 1: casts are not printed.
@@ -216,8 +217,9 @@ def initialize(
 
 
 def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
-    """Return the options of the level, the script's or the one laid over it, with the script's other arguments applied;
-    print them.
+    """Return the level's options with the script's other arguments applied, and print them.
+
+    The level is the script's, or the one laid over it.
     """
     overrides = {name: value for name, value in given.items() if value is not None}
     level = in_force.settings.opt_level
@@ -290,18 +292,15 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return one entry `loss_scaler<i>: {"loss_scale": float, "unskipped": int}` for each scaler; none if amp is
-    disabled.
-    """
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if amp is disabled."""
     return api.state_dict(collections.OrderedDict() if destination is None else destination)
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, in the order of its entries, as far as there are scalers. A difference in number
-    is printed.
+    """Load what `state_dict` returned, in the order of its entries, as far as there are scalers.
 
-    Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before anything is loaded, for entries
-    that are no scaler's.
+    A difference in number is printed. Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before
+    anything is loaded, for entries that are no scaler's.
     """
     if is_disabled():
         return

@@ -28,9 +28,9 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """See `amp_patch.scale_loss`. As in Apex, an overflow shows at the exit: in `loss_scale()`,
-    `_amp_stash.already_patched` and `optimizer.step`.
+    """See `amp_patch.scale_loss`.
 
+    As in Apex, an overflow shows at the exit: in `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step`.
     Waits for the device at the exit under a dynamic scale, unless delayed.
     """
     properties = getattr(_amp_state, "opt_properties", None)

@@ -1,6 +1,4 @@
-"""`OptimWrapper`: the optimizer that `amp.init().wrap_optimizer(...)` gives, Apex's interface from before
-`initialize`.
-"""
+"""`OptimWrapper`: what `amp.init().wrap_optimizer(...)` gives, Apex's interface from before `initialize`."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -131,9 +131,9 @@ class LossScaler:
         scale_override: float | None = None,
     ) -> None:
         """Write `model_grads` divided by the scale to `master_grads`, of any dtype; the same tensors may be both.
-        Non-finite ones are noted.
 
-        Under a static scale of 1.0 with `models_are_masters`, do nothing, as Apex did.
+        Tensors that hold inf or NaN are noted. Under a static scale of 1.0 with `models_are_masters`, do nothing, as
+        Apex did.
         """
         scale = self._scale_or(scale_override)
         if scale == 1.0 and models_are_masters and not self.dynamic:
@@ -153,11 +153,10 @@ class LossScaler:
         master_grads: Iterable[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`. Non-finite model
-        gradients are noted.
+        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`.
 
-        `scale_override` holds the scale of the model gradients, that of the stashed ones, and the scale that the result
-        is to have.
+        Model gradients that hold inf or NaN are noted. `scale_override` holds the scale of the model gradients, that of
+        the stashed ones, and the scale that the result is to have.
         """
         of_model, of_stash, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
         full = [gradient.detach().to(torch.float32, copy=True) for gradient in model_grads]
@@ -167,10 +166,9 @@ class LossScaler:
         _copy(full, list(master_grads))
 
     def update_scale(self) -> bool:
-        """Judge the gradients unscaled since `clear_overflow_state` and return whether the step is to be skipped. Waits
-        for the device.
+        """Judge the gradients unscaled since `clear_overflow_state`; return whether the step is to be skipped.
 
-        Called without any, it counts a good step, as Apex's did.
+        Without any, it counts a good step, as Apex's did. Waits for the device.
         """
         ended, self._pass = self.open_pass(torch.device("cpu")), None
         return ended.update_scale()

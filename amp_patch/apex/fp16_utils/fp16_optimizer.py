@@ -157,8 +157,7 @@ class FP16_Optimizer:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the masters and copy them to the model; after an overflow do nothing. Returns what the optimizer
-        returns.
+        """Step on the masters, copy them to the model, and return what the optimizer returns; not after an overflow.
 
         `closure` calls `zero_grad` and `backward` of this object and returns the loss; only with a static loss scale,
         else OptimizerError.
@@ -229,10 +228,9 @@ class FP16_Optimizer:
         raise RuntimeError("an FP16_Optimizer belongs to its model: save state_dict() instead of pickling it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on, the masters included, in Apex's layout; `loss_scaler` is
-        plain numbers.
+        """Return everything that training needs to go on, the masters included, in Apex's layout.
 
-        Loads with weights_only=True. Waits for the device.
+        `loss_scaler` holds plain numbers. Loads with weights_only=True. Waits for the device.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),

@@ -34,9 +34,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the module's own floating parameters, their gradients, and buffers to `dtype`, in place; not those of its
-    children.
-    """
+    """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place; not its children's."""
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_floating_point():
             gradient, parameter.grad = parameter.grad, None
@@ -48,9 +46,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast all modules of `network` but affine BatchNorm layers to `dtype`, in place, with `convert_module`; return
-    `network`.
-    """
+    """Cast `network` to `dtype` in place, but for affine BatchNorm layers, and return it."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -76,10 +72,10 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the trainable parameters and their float32 masters: copies, or a single flat Parameter with a gradient of
-    zeros.
+    """Return the trainable parameters, and their float32 masters.
 
-    Raises RuntimeError if a flat master is asked for parameters of several dtypes.
+    The masters are copies, or a single flat Parameter with a gradient of zeros. Raises RuntimeError if a flat master is
+    asked for parameters of several dtypes.
     """
     params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:

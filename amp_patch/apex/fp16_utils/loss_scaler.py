@@ -37,8 +37,9 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls by `scale_factor` at each overflow, to no less than 1, and rises by it after
-    `scale_window` steps without one.
+    """A loss scale that falls at each overflow, to no less than 1, and rises after `scale_window` good steps.
+
+    `scale_factor` is the factor of both.
     """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:

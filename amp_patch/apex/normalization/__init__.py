@@ -1,7 +1,4 @@
-"""`apex.normalization`:
-
-Apex's layer norms as subclasses of torch's. Checkpoints are interchangeable with torch.nn.LayerNorm and RMSNorm.
-"""
+"""`apex.normalization`: Apex's layer norms as subclasses of torch's; checkpoints are interchangeable with theirs."""
 
 from .fused_layer_norm import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 

@@ -21,9 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     OptimizerError in `step`.
     """
 
-    _options: ClassVar[tuple[str, ...]] = (
-        "set_grad_none",
-    )  # attributes beside the groups, which copies must take along
+    # attributes beside the groups, which copies must take along
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         for name in ("lr", "eps", "weight_decay", "momentum"):
@@ -78,9 +77,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             moment = state.get(name)
             if moment is None:
                 moment = state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            elif (
-                moment.dtype is not dtype
-            ):  # amp.initialize casts state together with the parameters when there are no masters
+            elif moment.dtype is not dtype:  # amp.initialize casts it with the parameter where there is no master
                 moment = state[name] = moment.to(dtype)
             moments.append(moment)
         return moments
@@ -111,9 +108,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, params, strict=True):
             for name, value in saved["state"].get(key, {}).items():
-                if (
-                    isinstance(value, Tensor) and value.is_floating_point()
-                ):  # torch has rounded it to the parameter's dtype
+                # torch has rounded it to the parameter's dtype
+                if isinstance(value, Tensor) and value.is_floating_point():
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

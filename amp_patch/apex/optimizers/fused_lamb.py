@@ -8,8 +8,9 @@ from .base import FusedOptimizer, Work
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB with clipping by the norm of all gradients; `updates.lamb_` has the formula. Leaves `.grad` alone, where
-    Apex wrote the update there.
+    """LAMB with clipping by the norm of all gradients; `updates.lamb_` has the formula.
+
+    Leaves `.grad` alone, where Apex wrote the update there.
 
     Args:
         adam_w_mode: weight decay decoupled from the gradient.

@@ -12,8 +12,9 @@ from .base import FusedOptimizer, Work
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad; `updates.novograd_` has the formula. Which parameters have gradients may change from step to step,
-    which Apex did not allow.
+    """NovoGrad; `updates.novograd_` has the formula.
+
+    Which parameters have gradients may change from step to step, which Apex did not allow.
 
     In the state dict the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
     (n,), for the 16-bit and for the other parameters of the group that have stepped, in their order.
@@ -79,8 +80,9 @@ class FusedNovoGrad(FusedOptimizer):
             )
 
     def _norm_averages(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return the second moment of each parameter, 0-dim; a parameter without one starts with the norm of its
-        gradient, or 0.
+        """Return the second moment of each parameter, 0-dim.
+
+        A parameter without one starts with the norm of its gradient, or 0.
         """
         fresh = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
         starts = norms([gradients[index] for index in fresh], 2.0 if group["norm_type"] == 2 else float("inf"))

@@ -10,8 +10,9 @@ from .base import FusedOptimizer, Work
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum; `updates.sgd_` has the formula. The momentum of a parameter starts with its own first
-    gradient, as in torch.optim.SGD.
+    """SGD with momentum; `updates.sgd_` has the formula.
+
+    The momentum of a parameter starts with its own first gradient, as in torch.optim.SGD.
 
     Args:
         wd_after_momentum: add weight decay to the step instead of the gradient.

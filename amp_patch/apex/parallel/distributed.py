@@ -19,10 +19,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are summed over the ranks: all_reduce(gradient / predivide), times predivide / world size if they
-    are averaged.
+    """How gradients are summed over the ranks: all_reduce(gradient / predivide).
 
-    With `in_float32` 16-bit gradients are divided and summed in float32, and rounded once.
+    Averaged, the sum is multiplied by predivide / world size. With `in_float32` 16-bit gradients are divided and summed
+    in float32, and rounded once.
     """
 
     world_size: int
@@ -118,14 +118,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(self._reduction, reduce_bucket)
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients in backward passes whose forward comes after this call (with `delay_allreduce`: in all
-        backward passes after it).
+        """Reduce gradients in backward passes whose forward comes after this call.
+
+        With `delay_allreduce`: in all backward passes after it.
         """
         self._set_allreduce(True)
 
     def disable_allreduce(self) -> None:
-        """Leave gradients as they are in backward passes whose forward comes after this call (with `delay_allreduce`:
-        in all after it).
+        """Leave gradients as they are in backward passes whose forward comes after this call.
+
+        With `delay_allreduce`: in all backward passes after it.
         """
         self._set_allreduce(False)
 
@@ -201,9 +203,7 @@ class Reducer:
             self.grads = list(_find_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Average: the gradients of parameters that have one (on every rank the same parameters), or the
-        tensors given.
-        """
+        """Average the gradients of parameters that have one (on every rank the same), or the tensors given."""
         params = () if self.module is None else self.module.parameters()
         flat_dist_call(
             [*self.grads, *(parameter.grad for parameter in params if parameter.grad is not None)], dist.all_reduce
@@ -233,9 +233,7 @@ def unflatten(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors by `Tensor.type()`, such as "torch.FloatTensor" and "torch.cuda.BFloat16Tensor", in order of
-    appearance.
-    """
+    """Return the tensors by `Tensor.type()`, such as "torch.FloatTensor", in order of appearance."""
     buckets: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -243,9 +241,7 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the float16, bfloat16, float32 and float64 tensors as up to four lists, in this order, without
-    empty ones.
-    """
+    """Return the float16, bfloat16, float32 and float64 tensors as lists, in this order, without empty ones."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
     return [bucket for bucket in buckets if bucket]
@@ -254,8 +250,7 @@ def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run `call(flat, *extra_args)` on the flattened tensors, which are of one dtype and device, and put the result
-    back into them.
+    """Run `call(flat, *extra_args)` on tensors of one dtype and device, flattened, and copy the result back.
 
     After `dist.all_reduce` the sum is divided by the number of ranks.
     """

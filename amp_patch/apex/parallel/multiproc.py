@@ -1,5 +1,4 @@
-"""`python -m amp_patch.apex.parallel.multiproc script.py ...`: runs torchrun with a process for each GPU of this
-machine.
+"""`python -m amp_patch.apex.parallel.multiproc script.py ...`: torchrun with a process for each local GPU.
 
 Apex's launcher appended `--world-size` and `--rank` to the script's arguments; torchrun sets WORLD_SIZE, RANK and
 LOCAL_RANK in its environment.

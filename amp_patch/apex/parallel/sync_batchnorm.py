@@ -12,8 +12,7 @@ from ...errors import ModelError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization over the batches of all ranks: torch.nn.SyncBatchNorm, on the CPU too, with Apex's
-    `channel_last`, `fuse_relu` and `z`.
+    """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, on the CPU too.
 
     Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
     too); the output has the dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback
@@ -65,9 +64,7 @@ class SyncBatchNorm(_BatchNorm):
     _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
-        """torch has no kernels for this: sums over the ranks, in float32 and in two passes, in operations that autograd
-        knows.
-        """
+        """Normalize by sums over the ranks, in float32 and in two passes: torch has no kernels for this on the CPU."""
         self._check_input_dim(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"SyncBatchNorm expects {self.num_features} channels, not {input.size(1)}")
@@ -104,8 +101,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group; so is its gradient, since every rank's output depends on every
-    rank's input.
+    """The sum of a tensor over the ranks of a group.
+
+    The gradient is summed as well: every rank's output depends on every rank's input.
     """
 
     @staticmethod
@@ -126,13 +124,12 @@ def _sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return `module` with every BatchNorm layer (torch's SyncBatchNorm too, InstanceNorm not) replaced by a
-    SyncBatchNorm.
+    """Return `module` with every BatchNorm layer replaced by a SyncBatchNorm.
 
-    Layers are replaced in place; a module that is a BatchNorm itself is returned as a new one. Parameters and buffers
-    are taken over as they are, so optimizers that hold them stay right; so are the training mode and `requires_grad`,
-    both of which Apex lost. Hooks are not: call this before `amp.initialize`. Raises ModelError for a lazy layer that
-    has seen no input yet.
+    torch's SyncBatchNorm counts as one, InstanceNorm does not. Layers are replaced in place; a module that is a
+    BatchNorm itself is returned as a new one. Parameters and buffers are taken over as they are, so optimizers that
+    hold them stay right; so are the training mode and `requires_grad`, both of which Apex lost. Hooks are not: call
+    this before `amp.initialize`. Raises ModelError for a lazy layer that has seen no input yet.
     """
     return _convert(module, process_group, channel_last, {})
 
@@ -167,10 +164,10 @@ def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Return the process group of this rank among consecutive groups of `group_size` ranks, or None, meaning all ranks,
-    for 0.
+    """Return the process group of this rank among consecutive groups of `group_size` ranks.
 
-    Every rank must call it. Raises ValueError if the number of ranks is no multiple of `group_size`.
+    For 0 it is None, which means all ranks. Every rank must call it. Raises ValueError if the number of ranks is no
+    multiple of `group_size`.
     """
     if group_size == 0:
         return None

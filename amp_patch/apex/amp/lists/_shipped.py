@@ -8,9 +8,7 @@ _read_list = functools.cache(read_list)
 
 
 def shipped_names(owner: str, rule: str) -> list[str]:
-    """Return the names that the shipped list `apex` has for an owner such as `torch.Tensor` on one of its lists,
-    without in-place twins.
-    """
+    """Return the names that the list `apex` has for an owner, such as `torch.Tensor`, and a rule; no in-place twins."""
     return [
         op.rpartition(".")[2]
         for op, rule_of_op in _read_list("apex")
