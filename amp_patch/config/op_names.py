@@ -143,7 +143,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     return dict(found)
 
 
-def find_late(op: str, complete: str) -> object | None:
+def find_deferred(op: str, complete: str) -> object | None:
     """Return the owner of a name outside torch, or None while an import may yet bring the name.
 
     Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import amp_patch as amp
-from amp_patch.config import list_file, module_rules, op_lists
+from amp_patch.config import list_file, module_rules
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 
@@ -20,13 +20,13 @@ def test_the_schema_is_one():
 
 
 def test_it_knows_the_reader_s_keys():
-    assert set(SCHEMA["properties"]) == set(op_lists._KEYS)
+    assert set(SCHEMA["properties"]) == set(list_file.KEYS)
     entry = SCHEMA["definitions"]["op"]["oneOf"][1]
-    assert set(entry["properties"]) == set(list_file._ENTRY_KEYS)
+    assert set(entry["properties"]) == set(list_file.ENTRY_KEYS)
     module = SCHEMA["definitions"]["module"]
-    assert set(module["properties"]) == set(module_rules._KEYS)
+    assert set(module["properties"]) == set(module_rules.MODULE_KEYS)
     assert module["properties"]["run"]["enum"] == list(module_rules.RUNS)
-    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{list_file._NAME.pattern}$"
+    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{list_file.NAME.pattern}$"
 
 
 @pytest.mark.parametrize("name", shipped_names())
