@@ -1,6 +1,8 @@
 """The JSON Schema that editors use agrees with the reader of list files."""
 
 import json
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -11,12 +13,19 @@ from amp_patch.config import list_file, module_rules
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 
+sys.path.append(str(Path(amp.__path__[0]).parent / "tools"))
+import generate_list_schema
+
 SCHEMA = json.loads((lists_dir() / "schema.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 
 
 def test_the_schema_is_one():
     jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def test_the_file_is_what_is_generated():
+    assert (lists_dir() / "schema.json").read_text() == generate_list_schema.render()
 
 
 def test_it_knows_the_reader_s_keys():
