@@ -1,5 +1,4 @@
-"""What float32 buys the blacklisted ops: the error of each op's 16-bit kernel, against that of a cast to float32 and a
-rounding of the result.
+"""What float32 buys the blacklisted ops: the error of each 16-bit kernel against that of float32, rounded.
 
     python tools/list_errors.py --json list_errors.json
     python tools/list_errors.py --dtypes bfloat16 --ops softmax,layer_norm --sizes 64,4096
@@ -65,9 +64,7 @@ class Errors:
 def measure(
     op: str, dtype: torch.dtype, sizes: Sequence[int] = SIZES, scales: Sequence[float] = SCALES, device: str = "cpu"
 ) -> Errors:
-    """Return the worst errors of one op in one dtype; an op without a 16-bit kernel has the kernel's complaint as
-    `problem`.
-    """
+    """Return the worst errors of one op in one dtype; `problem` is the complaint of an op without a 16-bit kernel."""
     worst = [0.0, 0.0, math.nan, math.nan]
     out_of_range = 0
     for size in sizes:
@@ -125,8 +122,9 @@ def _roundings(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_errors(low: Tensor | None, wide: Tensor | None, exact: Tensor | None, dtype: torch.dtype) -> list[float]:
-    """Return the errors by norm of both gradients, that of float32 rounded as the cast of a 16-bit input rounds it; nan
-    where it has no value.
+    """Return the errors by norm of both gradients, nan where there is none.
+
+    That of float32 is rounded as the cast of a 16-bit input rounds it.
     """
     if low is None or wide is None or exact is None or not (exact.isfinite().all() and wide.to(dtype).isfinite().all()):
         return [math.nan, math.nan]
@@ -157,9 +155,7 @@ def _describe_machine(device: torch.device) -> dict[str, object]:
 
 
 def unmeasured() -> list[str]:
-    """Return the ops that float16.yaml blacklists for another reason than a missing kernel, and that are neither
-    measured nor left out.
-    """
+    """Return the ops that are neither measured nor left out, of those on float16's blacklist that have kernels."""
     entries = {spelling.entry for spelling in load_oplists("float16").spellings if spelling.entry.rule == "blacklist"}
     return sorted({entry.op for entry in entries if entry.why != "kernel"} - {*MEASURED, *LEFT_OUT})
 

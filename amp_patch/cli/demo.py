@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train at each level asked for, in order, in this process; print the table, write the picture, close amp's
-    session.
-    """
+    """Train at each level asked for, in order; print the table, write the picture, close amp's session."""
     require_extras(["sklearn", "tqdm", *(["matplotlib"] if arguments.plot else [])])
     from tqdm import tqdm
 

@@ -18,9 +18,7 @@ COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#CC79A7", "
 
 
 def save_plot(results: Sequence[TrainResult], path: Path) -> None:
-    """Write the loss curves of all results into one PNG; each line carries its own label, so there is no legend to look
-    up.
-    """
+    """Write the loss curves of all results into one PNG, each line with its own label instead of a legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -77,9 +75,7 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move label heights (fractions of the axis) apart until neighbours differ by `gap`, around where they were and
-    inside 0..1.
-    """
+    """Move label heights (fractions of the axis) apart to `gap`, around where they were and inside 0..1."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     placed: list[float] = []
     for index in order:

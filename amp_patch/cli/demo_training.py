@@ -87,9 +87,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_digits_tensors(device: torch.device | str = "cpu") -> Digits:
-    """Return the digits on `device`: every third image is for testing (599 of 1,797), so the split does not depend on
-    the seed.
-    """
+    """Return the digits on `device`: every third image is for testing (599 of 1,797), whatever the seed."""
     require_extras(["sklearn"])
     from sklearn.datasets import load_digits
 
@@ -164,9 +162,7 @@ def _accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def _report(level: str, accuracy: float, losses: list[float], seconds: list[float]) -> TrainResult:
-    """Join the measurements with what the open session says of itself; the first tenth of the steps is warm-up and not
-    timed.
-    """
+    """Join the measurements, without the first tenth of the times as warm-up, with what the session says of itself."""
     stats = amp.stats()
     return TrainResult(
         level=level,

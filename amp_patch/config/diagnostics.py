@@ -13,8 +13,9 @@ Place = tuple[str | None, int | None, int | None]
 
 
 class Diagnostics:
-    """`with diagnostics:` encloses what one fault spoils. The error leaves the block or, when collecting, is kept, and
-    what follows the block goes on.
+    """`with diagnostics:` encloses what one fault spoils.
+
+    An error leaves the block; when collecting it is kept instead, and what follows the block runs.
 
     Args:
         is_collecting: keep errors and warnings, instead of raising the first error and logging the warnings.

@@ -47,8 +47,11 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that lists say of an op: rulings, and entries that have no effect on this torch, because it lacks the op or
-    has another version.
+    """All that lists say of an op: rulings, and entries without effect on this torch.
+
+    Attributes:
+        missing: entries whose op this torch lacks.
+        other_torch: entries that are for other versions.
     """
 
     op: str
@@ -59,10 +62,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have
-    other kinds.
+    """Spellings of an op whose kinds differ between two lists.
 
-    A difference between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    `op` is dotted where other spellings of the op have other kinds. A difference
+    between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
     """
 
     op: str
@@ -75,9 +78,7 @@ _Rulings = dict[Key, Ruling]
 
 
 def describe_effects(kind: Rule, low: str) -> dict[str, str]:
-    """Return what a rule does to an argument of each dtype that is ever cast, when the low dtype is `low`; an argument
-    of any other dtype stays as it is.
-    """
+    """Return what a rule does to an argument of each dtype that is ever cast, when the low dtype is `low`."""
     untouched = dict.fromkeys((*_SIXTEEN_BIT, "float32"), "as it is")
     match kind:
         case Rule.WHITELIST:
@@ -99,8 +100,7 @@ def describe_effects(kind: Rule, low: str) -> dict[str, str]:
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say of an op, a bare or a dotted name as in a list file. Its in-place twins are explained along
-    with it.
+    """Return what lists say of an op, a bare or a dotted name as in a list file, and of its in-place twins.
 
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
     lists do not name.

@@ -79,8 +79,7 @@ def check_oplists(path: Path) -> Diagnostics:
 
 
 def find_owner(spelling: Spelling, complete: str) -> object | None:
-    """Return who owns a deferred op, now that the module `complete` has run, or None while the name may still be
-    imported.
+    """Return who owns a deferred op, now that the module `complete` has run, or None while it may still be imported.
 
     Raises OpListError, with the place of the entry, if it cannot be.
     """

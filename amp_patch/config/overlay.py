@@ -166,9 +166,7 @@ class Overlay:
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
     def _warn_of_redundant(self, named: Mapping[Key, Spelling]) -> None:
-        """Say which entries of a file change nothing: earlier files have all their spellings on that rule, or they
-        follow as in-place twins.
-        """
+        """Say which entries change nothing: all their spellings are on that rule already, or follow as twins."""
         by_entry: dict[OpEntry, list[Key]] = {}
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)

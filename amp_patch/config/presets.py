@@ -82,9 +82,7 @@ class Presets:
         return () if self.path == shipped_presets() else Presets(shipped_presets()).names()
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (properties, properties that differ on the CPU) of a level; a level the file lacks is looked up in the
-        shipped file.
-        """
+        """Return (properties, properties that differ on the CPU) of a level of this file, or of the shipped one."""
         if level not in self._levels:
             if self.path == shipped_presets():
                 raise _unknown_level(level, self.names())

@@ -623,6 +623,7 @@ def refused(path: Path, position: str, *problems: str) -> None:
     with pytest.raises(OpListError) as caught:
         load_oplists(path)
     assert str(caught.value).startswith(f"{path}:{position}: ")
+    assert (caught.value.path, f"{caught.value.line}:{caught.value.column}") == (str(path), position)
     for problem in problems:
         assert problem in str(caught.value)
 
