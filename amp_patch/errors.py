@@ -5,6 +5,7 @@ because that is what scripts written for Apex expect. A message says what was gi
 """
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -12,12 +13,38 @@ class AmpError(RuntimeError):
     """Base of all errors of this package."""
 
 
-class PolicyError(AmpError, ValueError):
-    """An opt_level, a preset or an override is unknown or contradicts another."""
+class _Located(Exception):
+    """An error that may stand in a file; its text then starts with `path:line:column: `.
+
+    Attributes:
+        path, line, column: the place, lines and columns counted from 1; all None where there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        path: str | os.PathLike[str] | None = None,
+        line: int | None = None,
+        column: int | None = None,
+    ) -> None:
+        super().__init__(message if path is None else f"{os.fspath(path)}:{line}:{column}: {message}")
+        self.path = None if path is None else os.fspath(path)
+        self.line = line
+        self.column = column
 
 
-class OpListError(AmpError, ValueError):
-    """An op list cannot be used; the message starts with `file:line:column` where there is one."""
+class PolicyError(_Located, AmpError, ValueError):
+    """An opt_level, a preset or an override is unknown or contradicts another.
+
+    `path`, `line` and `column` tell where in a presets file, and are None elsewhere.
+    """
+
+
+class OpListError(_Located, AmpError, ValueError):
+    """An op list cannot be used.
+
+    `path`, `line` and `column` tell where in a list file, and are None elsewhere.
+    """
 
 
 class ModelError(AmpError, ValueError):
@@ -33,9 +60,7 @@ class ArgumentTypeError(AmpError, TypeError):
 
 
 class SessionError(AmpError):
-    """A call that the state of the session does not allow: before `initialize`, or against a session that is still in
-    use.
-    """
+    """The state of the session does not allow a call: there is no session yet, or the one there is is still in use."""
 
 
 class BannedOpError(AmpError, NotImplementedError):

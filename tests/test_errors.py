@@ -2,7 +2,10 @@
 close.
 """
 
+import copy
 import inspect
+import pickle
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,20 @@ def test_an_error_is_public_and_documented(error: type[AmpError]) -> None:
     assert getattr(amp, error.__name__) is error
     assert error.__name__ in amp.__all__
     assert error.__doc__
+
+
+@pytest.mark.parametrize("error", [errors.OpListError, errors.PolicyError], ids=lambda error: error.__name__)
+def test_an_error_of_a_file_tells_its_place_and_keeps_it_when_it_is_pickled(
+    error: type[errors.OpListError] | type[errors.PolicyError],
+) -> None:
+    for raised in (error("no such key", Path("a:b.yaml"), 3, 7), error("no such list")):
+        again = pickle.loads(pickle.dumps(raised))
+        for one in (raised, again, copy.copy(raised)):
+            place = (one.path, one.line, one.column)
+            if one.path is None:
+                assert (str(one), place) == ("no such list", (None, None, None))
+            else:
+                assert (str(one), place) == ("a:b.yaml:3:7: no such key", ("a:b.yaml", 3, 7))
 
 
 @pytest.mark.parametrize(

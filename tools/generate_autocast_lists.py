@@ -1,5 +1,4 @@
-"""Write lists/autocast-cpu.yaml and lists/autocast-cuda.yaml: what torch.autocast of the installed torch does, as op
-lists.
+"""Write lists/autocast-cpu.yaml and lists/autocast-cuda.yaml: what the installed torch's autocast does, as op lists.
 
     python tools/generate_autocast_lists.py            write both files
     python tools/generate_autocast_lists.py --print    print them instead

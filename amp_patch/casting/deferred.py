@@ -34,9 +34,9 @@ class LateOps:
         patcher: Patcher,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
-        self._pending = oplists.pending
+        self._deferred = oplists.deferred
         self._spellings = (
-            *oplists.pending,
+            *oplists.deferred,
             *(spelling for spelling in oplists.spellings if spelling.is_outside_torch),
         )
         self._overridden = tuple(overridden)
@@ -53,7 +53,7 @@ class LateOps:
 
     def open(self) -> None:
         """Wait for the packages that are not imported yet."""
-        for spelling in self._pending:
+        for spelling in self._deferred:
             path = spelling.owner_name.split(".")
             self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
 
@@ -85,7 +85,7 @@ class LateOps:
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
                 except Exception as exc:
-                    at = f"{op_lists.describe_place(spelling.entry)}: {spelling.entry.op!r}"
+                    at = f"{spelling.entry.place}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
             if functions and (stuck := references.bind([(self._patcher, functions)], ())):
                 problems.append((concerned[0], references.describe_stuck(stuck)))

@@ -36,9 +36,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands; parsed arguments carry their `Command` as `command` and its parser as
-    `parser`.
-    """
+    """Return the parser of all commands; parsed arguments carry their `Command` and its parser by those names."""
     parser = argparse.ArgumentParser(prog="amp-patch", description="Apex-style mixed precision by reversible patches.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:

@@ -148,9 +148,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _run_as_main(code: types.CodeType, attributes: dict[str, Any]) -> None:
-    """Run code in a new `__main__`, which stays: exit handlers, threads and pickles look for it until the
-    process ends.
-    """
+    """Run code in a new `__main__`, which stays: exit handlers, threads and pickles look for it until the end."""
     module = types.ModuleType("__main__")
     vars(module).update({"__builtins__": builtins, **attributes})
     sys.modules["__main__"] = module

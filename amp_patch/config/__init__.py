@@ -9,4 +9,4 @@ from .module_rules import ModuleRule as ModuleRule
 from .op_lists import OpLists as OpLists
 from .op_lists import load_oplists as load_oplists
 from .policy import Policy as Policy
-from .policy import make_policy as make_policy
+from .presets import make_policy as make_policy

@@ -1,29 +1,30 @@
-"""What becomes of the faults of a file: the first one is raised, or all of them are collected."""
+"""Where the faults of a file go: the first one is raised, or all of them are collected."""
 
 import logging
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from types import TracebackType
 
 from ..errors import OpListError
 
 _log = logging.getLogger(__name__)
-_POSITION = re.compile(r"(.*?):(\d+):(\d+): ", re.DOTALL)
+
+Place = tuple[str | None, int | None, int | None]
+"""Path, line and column; None where there is none."""
 
 
-class Faults:
-    """`with faults:` encloses what a single fault spoils. The error leaves the block, or, when collecting, ends it and
-    is kept.
+class Diagnostics:
+    """`with diagnostics:` encloses what one fault spoils.
 
-    Attributes:
-        found: the messages of the errors, each once, as keys.
-        warnings: what was passed to `warn`.
+    An error leaves the block; when collecting it is kept instead, and what follows the block runs.
+
+    Args:
+        is_collecting: keep errors and warnings, instead of raising the first error and logging the warnings.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
-        self.found: dict[str, None] = {}  # a broken file may be reached along several ways
-        self.warnings: list[str] = []
+        self._errors: dict[str, Place] = {}  # by message: a broken file may be reached along several ways
+        self._warnings: dict[str, Place] = {}
 
     def __enter__(self) -> None:
         pass
@@ -33,31 +34,33 @@ class Faults:
     ) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
-        self.found[str(error)] = None
+        self._errors[str(error)] = (error.path, error.line, error.column)
         return True
 
-    def warn(self, position: str, text: str) -> None:
-        """Say what is no fault but has no effect: to the log, or into `warnings`."""
+    def warn(self, text: str, path: str, line: int, column: int) -> None:
+        """Log, or keep, what is no fault but has no effect."""
         if self.is_collecting:
-            self.warnings.append(f"{position}: warning: {text}")
+            self._warnings[f"{path}:{line}:{column}: warning: {text}"] = (path, line, column)
         else:
-            _log.warning("%s: %s", position, text)
+            _log.warning("%s:%d:%d: %s", path, line, column, text)
 
-    def sort(self) -> None:
-        """Order both by position."""
-        self.found = dict.fromkeys(_sort_by_position(self.found))
-        self.warnings = _sort_by_position(self.warnings)
+    @property
+    def errors(self) -> list[str]:
+        """The messages of the errors, sorted by place."""
+        return _sort_by_place(self._errors)
+
+    @property
+    def warnings(self) -> list[str]:
+        """The kept warnings, sorted by place."""
+        return _sort_by_place(self._warnings)
 
 
-def _sort_by_position(messages: Iterable[str]) -> list[str]:
-    """Return messages that start with `file:line:column:` by line and column, the files in the order of their first
-    message.
-    """
-    files: dict[str, int] = {}
+def _sort_by_place(messages: Mapping[str, Place]) -> list[str]:
+    """Return messages by line and column, the files in the order of their first message."""
+    files = list(dict.fromkeys(path for path, _, _ in messages.values()))
 
-    def position(message: str) -> tuple[int, int, int]:
-        match = _POSITION.match(message)
-        path, line, column = match.groups() if match else ("", "0", "0")
-        return files.setdefault(path, len(files)), int(line), int(column)
+    def place(message: str) -> tuple[int, int, int]:
+        path, line, column = messages[message]
+        return files.index(path), line or 0, column or 0
 
-    return sorted(messages, key=position)
+    return sorted(messages, key=place)

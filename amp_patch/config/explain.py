@@ -2,43 +2,44 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..errors import OpListError
 from .list_file import OpEntry
-from .op_lists import OpLists, kind_of
+from .module_rules import ModuleRule
+from .op_lists import OpLists
 from .op_names import Key, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
+from .rules import Rule
 
 SUMMARIES = {
-    "whitelist": "runs in {low}",
-    "blacklist": "runs in float32",
-    "promote": "runs in the widest dtype among its arguments",
-    "sequence_promote": "runs in the widest dtype among the tensors of its first argument",
-    "banned": "refuses 16-bit arguments",
-    "match_self": "writes to its first argument, in the dtype of that",
-    "inplace_error": "writes to its first argument, and refuses if that is 16-bit",
-    "neutral": "taken off its list, so it runs in the dtype it is given",
-    "unlisted": "on no list, so it runs in the dtype it is given",
+    Rule.WHITELIST: "runs in {low}",
+    Rule.BLACKLIST: "runs in float32",
+    Rule.PROMOTE: "runs in the widest dtype among its arguments",
+    Rule.SEQUENCE_PROMOTE: "runs in the widest dtype among the tensors of its first argument",
+    Rule.BANNED: "refuses 16-bit arguments",
+    Rule.MATCH_SELF: "writes to its first argument, in the dtype of that",
+    Rule.INPLACE_ERROR: "writes to its first argument, and refuses if that is 16-bit",
+    Rule.NEUTRAL: "taken off its list, so it runs in the dtype it is given",
+    Rule.UNLISTED: "on no list, so it runs in the dtype it is given",
 }
-"""Each kind of behaviour in a few words; `{low}` stands for the low dtype."""
+"""Each rule in a few words; `{low}` stands for the low dtype."""
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What happens to those spellings of an op that have the same fate for the same reason.
+    """The spellings of an op that follow one rule for one reason.
 
     Attributes:
         spellings: dotted names.
-        kind: a key of SUMMARIES.
+        kind: the rule that they follow.
         entry: the line that decides; None for what no list names.
         overridden: the lines of earlier files that it overrules, the earliest first.
         package: what has to be imported first, or None.
     """
 
     spellings: tuple[str, ...]
-    kind: str
+    kind: Rule
     entry: OpEntry | None = None
     overridden: tuple[OpEntry, ...] = ()
     package: str | None = None
@@ -46,8 +47,11 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that lists say of an op: rulings, and entries that have no effect on this torch, because it lacks the op or
-    has another version.
+    """All that lists say of an op: rulings, and entries without effect on this torch.
+
+    Attributes:
+        missing: entries whose op this torch lacks.
+        other_torch: entries that are for other versions.
     """
 
     op: str
@@ -58,10 +62,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists; `op` is dotted where other spellings of the op have
-    other kinds.
+    """Spellings of an op whose kinds differ between two lists.
 
-    A difference between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    `op` is dotted where other spellings of the op have other kinds. A difference
+    between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
     """
 
     op: str
@@ -73,30 +77,30 @@ class Difference:
 _Rulings = dict[Key, Ruling]
 
 
-def describe_effects(kind: str, low: str) -> dict[str, str]:
-    """Return what becomes of an argument of each dtype that is ever cast, when the low dtype is `low`; any other dtype
-    stays as it is.
-    """
+def describe_effects(kind: Rule, low: str) -> dict[str, str]:
+    """Return what a rule does to an argument of each dtype that is ever cast, when the low dtype is `low`."""
     untouched = dict.fromkeys((*_SIXTEEN_BIT, "float32"), "as it is")
-    if kind == "whitelist":
-        return {name: "as it is" if name == low else f"cast to {low}" for name in untouched}
-    if kind == "blacklist":
-        return untouched | dict.fromkeys(_SIXTEEN_BIT, "cast to float32")
-    if kind in ("promote", "sequence_promote"):
-        return untouched | {
-            "float16": "cast to float32 beside float32 or bfloat16",
-            "bfloat16": "cast to float32 beside float32 or float16",
-        }
-    if kind == "match_self":
-        return dict.fromkeys(untouched, "cast to the dtype of the first argument")
-    if kind == "inplace_error":
-        return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error as the first argument, else cast to float32")
-    return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error") if kind == "banned" else untouched
+    match kind:
+        case Rule.WHITELIST:
+            return {name: "as it is" if name == low else f"cast to {low}" for name in untouched}
+        case Rule.BLACKLIST:
+            return untouched | dict.fromkeys(_SIXTEEN_BIT, "cast to float32")
+        case Rule.PROMOTE | Rule.SEQUENCE_PROMOTE:
+            return untouched | {
+                "float16": "cast to float32 beside float32 or bfloat16",
+                "bfloat16": "cast to float32 beside float32 or float16",
+            }
+        case Rule.MATCH_SELF:
+            return dict.fromkeys(untouched, "cast to the dtype of the first argument")
+        case Rule.INPLACE_ERROR:
+            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error as the first argument, else cast to float32")
+        case Rule.BANNED:
+            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error")
+    return untouched
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say of an op, a bare or a dotted name as in a list file. Its in-place twins are explained along
-    with it.
+    """Return what lists say of an op, a bare or a dotted name as in a list file, and of its in-place twins.
 
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
     lists do not name.
@@ -112,7 +116,7 @@ def explain(op: str, lists: OpLists) -> Explanation:
     groups: dict[Ruling, list[str]] = {}
     for key, owner in _with_twins(keys).items():
         package = key[0].partition(".")[0] if owner is None else None
-        groups.setdefault(by_key.get(key) or Ruling((), "unlisted", package=package), []).append(".".join(key))
+        groups.setdefault(by_key.get(key) or Ruling((), Rule.UNLISTED, package=package), []).append(".".join(key))
     rulings = tuple(replace(ruling, spellings=tuple(names)) for ruling, names in groups.items())
     return Explanation(op, rulings, missing, other_torch)
 
@@ -130,20 +134,15 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     return (*ops, *_compare_modules(left.modules, right.modules))
 
 
-def _compare_modules(left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
+def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) -> Iterator[Difference]:
     before, after = ({rule.chooser: rule.run for rule in rules} for rules in (left, right))
-    if before != after:
-        for chooser in {**before, **after}:
-            if before.get(chooser) != after.get(chooser):
-                yield Difference(
-                    f"modules {chooser}", (), before.get(chooser, "unlisted"), after.get(chooser, "unlisted")
-                )
-    elif [(rule.chooser, rule.run) for rule in left] != [
-        (rule.chooser, rule.run) for rule in right
-    ]:  # of several, the last one counts
-        yield Difference(
-            "modules", (), *(", ".join(f"{rule.chooser} {rule.run}" for rule in rules) for rules in (left, right))
-        )
+    for chooser in {**before, **after}:
+        sides = [side.get(chooser, Rule.UNLISTED) for side in (before, after)]
+        if sides[0] != sides[1]:
+            yield Difference(f"modules {chooser}", (), *sides)
+    written = [[f"{rule.chooser} {rule.run}" for rule in rules] for rules in (left, right)]
+    if before == after and written[0] != written[1]:  # of several that cover a module, the last one counts
+        yield Difference("modules", (), *(", ".join(rules) for rules in written))
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
@@ -168,9 +167,9 @@ def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> 
             yield Difference(name, tuple(".".join(key) for key in members), before, after)
 
 
-def _kind(key: Key, rulings: _Rulings) -> str:
+def _kind(key: Key, rulings: _Rulings) -> Rule:
     ruling = rulings.get(key)
-    return "unlisted" if ruling is None or ruling.kind == "neutral" else ruling.kind
+    return Rule.UNLISTED if ruling is None or ruling.kind is Rule.NEUTRAL else ruling.kind
 
 
 def _is_written_to(key: Key) -> bool:
@@ -188,10 +187,9 @@ def _rule_all(lists: OpLists) -> _Rulings:
         (spelling.owner_name, spelling.name): Ruling((), spelling.kind, spelling.entry, spelling.overridden)
         for spelling in (*lists.spellings, *lists.neutral)
     }
-    for entry in lists.deferred:
-        owner_name, _, name = entry.op.rpartition(".")
-        kind = kind_of(name, entry.rule, lists.inplace_blacklist)
-        rulings[owner_name, name] = Ruling((), kind, entry, package=owner_name.partition(".")[0])
+    for spelling in lists.deferred:
+        package = spelling.owner_name.partition(".")[0]
+        rulings[spelling.owner_name, spelling.name] = Ruling((), spelling.kind, spelling.entry, package=package)
     return rulings
 
 

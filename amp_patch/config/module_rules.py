@@ -21,13 +21,13 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import OpListError
-from .diagnostics import Faults
+from .diagnostics import Diagnostics
 from .list_file import check_keys, read_choice, read_text
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
-_KEYS = ("match", "type", "run", "why")
-_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+MODULE_KEYS = ("match", "type", "run", "why")
+TYPE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,31 @@ class ModuleRule:
         return found is not None and isinstance(module, found)
 
 
-def read_module_rule(node: Node, path: Path, faults: Faults) -> ModuleRule:
-    """Return the rule that one entry of `modules` states, or raise OpListError with its position; unknown keys go to
-    `faults`.
+def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule:
+    """Return the rule that one entry of `modules` states.
+
+    Raises OpListError with its place; unknown keys go to `diagnostics`.
     """
-    here = f"{path}:{node.line}:{node.column}"
     if not isinstance(node.value, dict):
-        raise OpListError(f'{here}: an entry of modules is a mapping such as {{match: "encoder.*.norm", run: float32}}')
-    fields = check_keys(node, _KEYS, path, faults)
+        problem = 'an entry of modules is a mapping such as {match: "encoder.*.norm", run: float32}'
+        raise OpListError(problem, path, node.line, node.column)
+    fields = check_keys(node, MODULE_KEYS, path, diagnostics)
     if ("match" in fields) == ("type" in fields):
-        raise OpListError(
-            f"{here}: an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
-        )
+        problem = "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
+        raise OpListError(problem, path, node.line, node.column)
     if "run" not in fields:
-        raise OpListError(f"{here}: an entry of modules needs the key 'run' ({', '.join(RUNS)})")
+        problem = f"an entry of modules needs the key 'run' ({', '.join(RUNS)})"
+        raise OpListError(problem, path, node.line, node.column)
     run = read_choice(fields["run"], path, "run", RUNS)
     why = read_text(fields["why"], path, "why") if "why" in fields else ""
-    if "match" in fields:
-        chooser = read_text(fields["match"], path, "match")
-        return ModuleRule(
-            chooser, run, _compile(chooser, fields["match"], path), why, str(path), node.line, node.column
-        )
-    chooser = read_text(fields["type"], path, "type")
-    if not _TYPE.fullmatch(chooser):
-        position = f"{path}:{fields['type'].line}:{fields['type'].column}"
-        raise OpListError(f"{position}: {chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm")
-    return ModuleRule(chooser, run, None, why, str(path), node.line, node.column)
+    key = "match" if "match" in fields else "type"
+    chooser, pattern = read_text(fields[key], path, key), None
+    if key == "match":
+        pattern = _compile(chooser, fields[key], path)
+    elif not TYPE_NAME.fullmatch(chooser):
+        problem = f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm"
+        raise OpListError(problem, path, fields[key].line, fields[key].column)
+    return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
@@ -98,7 +97,7 @@ def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
             raise ValueError("a part of the name is empty")
         return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise OpListError(f"{path}:{node.line}:{node.column}: {match!r} is not a pattern: {error}") from None
+        raise OpListError(f"{match!r} is not a pattern: {error}", path, node.line, node.column) from None
 
 
 def _compile_part(part: str) -> str:

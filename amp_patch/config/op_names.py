@@ -110,8 +110,9 @@ _REFUSED = frozenset(
 
 
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
-    """Return the spellings of a name with their owners; none at all for a missing op, a None owner for a package not
-    imported yet.
+    """Return the spellings of a name with their owners.
+
+    There are none for a missing op; the owner is None for a package that is not imported yet.
 
     Raises OpListError, without a position, where no rule can apply to the name, or torch lacks the op and it may not be
     missing.
@@ -143,7 +144,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     return dict(found)
 
 
-def find_late(op: str, complete: str) -> object | None:
+def find_deferred(op: str, complete: str) -> object | None:
     """Return the owner of a name outside torch, or None while an import may yet bring the name.
 
     Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a
@@ -182,9 +183,7 @@ def _check_that_it_may_come(path: list[str]) -> None:
 
 
 def inplace_twin(key: Key) -> Key | None:
-    """Return the spelling of the op's in-place twin (`exp_` of `exp`), or None where it has none, is one, or is an
-    operator.
-    """
+    """Return the spelling of an op's in-place twin (`exp_` of `exp`), or None; operators count as having none."""
     owner_name, name = key
     if owner_name not in _OWNERS or name.endswith("_"):
         return None
@@ -194,8 +193,7 @@ def inplace_twin(key: Key) -> Key | None:
 
 
 def get_op(key: Key) -> str:
-    """Return the name by which a list means a spelling and all others of its op: bare if a bare name reaches it, else
-    dotted.
+    """Return the name by which a list means a spelling and all others of its op: bare if that reaches it, else dotted.
 
     In-place twins have the name of their op.
     """
@@ -220,9 +218,7 @@ def is_inplace(name: str) -> bool:
 
 
 def is_augmented(name: str) -> bool:
-    """Whether this is an augmented operator, such as `__iadd__`: in place where it can be, and Python rebinds the
-    result.
-    """
+    """Whether this is an augmented operator, such as `__iadd__`: in place if it can be, and its name is rebound."""
     return bool(_AUGMENTED.fullmatch(name))
 
 
@@ -255,9 +251,8 @@ def _fault(value: Any, name: str) -> str | None:
     if not callable(value):
         return "not a function"
     if isinstance(value, types.FunctionType):
-        value = inspect.unwrap(
-            value
-        )  # a replacement has the module of its original, and only the original tells a builtin from a function
+        # a replacement has the module of its original, and only the original tells a builtin from a function
+        value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
     if module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
@@ -266,9 +261,8 @@ def _fault(value: Any, name: str) -> str | None:
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
     ):
         module = home  # a replacement says that it is the original
-    is_foreign = (
-        module.partition(".")[0] != "torch"
-    )  # a method of C, or a replacement that amp_patch or another package put there
+    # a method of C, or a replacement that amp_patch or another package put there
+    is_foreign = module.partition(".")[0] != "torch"
     if (
         module == "torch._C"
         or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES)

@@ -1,51 +1,94 @@
-"""Presets from YAML plus the caller's overrides -> one frozen `Policy`."""
+"""The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
-from ..errors import AmpError, PolicyError
-from .presets import DTYPE_OVERRIDES, PARSERS, PRESETS_VARIABLE, Presets, unknown_level, without_overridden
-from .shipped import shipped_presets
+from ..errors import PolicyError
 
-_DESCRIBED = (
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "lists",
-    "cast_model_outputs",
-)
+Parser = Callable[[Any], Any]
+
+
+def _parse_boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("true", "True", "false", "False"):
+        return value in ("true", "True")
+    raise PolicyError(f"{value!r} is neither true nor false")
+
+
+def parse_loss_scale(value: object) -> float | str:
+    """Return "dynamic" or a finite positive float."""
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise PolicyError(f"loss_scale={value!r} is neither a finite positive number nor 'dynamic'")
+    return number
+
+
+def _parse_dtype_of(name: str) -> Parser:
+    return lambda value: parse_dtype(value, name)
+
+
+def _parse_lists(value: object) -> tuple[str, ...]:
+    if isinstance(value, (str, os.PathLike)):
+        return (os.fspath(value),)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, os.PathLike)) for item in value):
+        return tuple(os.fspath(item) for item in value)
+    raise PolicyError(f"lists={value!r} is neither a name, a path, nor a sequence of those")
+
+
+def _property(
+    parse: Parser | None,
+    default: Any = MISSING,
+    *,
+    in_presets: bool = True,
+    is_override: bool = True,
+    is_described: bool = True,
+) -> Any:
+    """Return a field of `Policy`.
+
+    Args:
+        parse: reads a value, and raises PolicyError, ValueError or TypeError.
+        in_presets: a presets file may state it.
+        is_override: the caller of `initialize` may, by an argument of the same name.
+        is_described: `describe` tells it.
+    """
+    told = {"parse": parse, "in_presets": in_presets, "is_override": is_override, "is_described": is_described}
+    return field(default=default, metadata=told)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The properties of one run.
 
-    `presets.yaml` says what each means; two runs with equal policies can share a session.
+    `presets.yaml` says what each means; two runs with equal policies can share a session. Whatever reads, overrides or
+    prints a property knows it from here.
     """
 
-    opt_level: str
-    cast_model_type: torch.dtype | None = None
-    patch_torch_functions: bool = False
-    patch_torch_functions_type: torch.dtype | None = None
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = 1.0
-    lists: tuple[str, ...] = ()
-    cast_model_outputs: torch.dtype | None = None
-    min_loss_scale: float | None = None
-    max_loss_scale: float = 2.0**24
-    description: str = ""
-    is_cpu_variant: bool = False  # the level's own dtype gave way to the one its preset names for the CPU
+    opt_level: str = _property(None, in_presets=False, is_override=False)
+    description: str = _property(str, "", is_override=False, is_described=False)
+    cast_model_type: torch.dtype | None = _property(_parse_dtype_of("cast_model_type"), None)
+    patch_torch_functions: bool = _property(_parse_boolean, False)
+    patch_torch_functions_type: torch.dtype | None = _property(_parse_dtype_of("patch_torch_functions_type"), None)
+    keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
+    master_weights: bool | None = _property(_parse_boolean, None)
+    loss_scale: float | str = _property(parse_loss_scale, 1.0)
+    lists: tuple[str, ...] = _property(_parse_lists, ())
+    cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
+    min_loss_scale: float | None = _property(float, None, in_presets=False, is_described=False)
+    max_loss_scale: float = _property(float, 2.0**24, in_presets=False, is_described=False)
+    # the level's own dtype gave way to the one its preset names for the CPU
+    is_cpu_variant: bool = _property(None, False, in_presets=False, is_override=False, is_described=False)
 
     @property
     def low_dtype(self) -> torch.dtype | None:
@@ -56,107 +99,59 @@ class Policy:
 
     def describe(self) -> list[str]:
         """Return one line for each property, `name : value` with the name padded to 22 columns."""
-        shown = {name: value for name, value in asdict(self).items() if name in _DESCRIBED}
+        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["is_described"]}
         return [
             f"{name:22} : {dtype_name(value) if isinstance(value, torch.dtype) else value}"
             for name, value in shown.items()
         ]
 
+    @classmethod
+    def get_overrides(cls) -> dict[str, Parser]:
+        """Return the properties that an argument of `initialize` overrides, each with what reads its value."""
+        return {one.name: one.metadata["parse"] for one in fields(cls) if one.metadata["is_override"]}
 
-# ---- from a level and overrides to a policy --------------------------------------------------------------------------
+    @classmethod
+    def get_preset_properties(cls) -> dict[str, Parser]:
+        """Return the properties that a presets file may state, each with what reads its value."""
+        return {one.name: one.metadata["parse"] for one in fields(cls) if one.metadata["in_presets"]}
 
 
-def make_policy(
-    opt_level: object, overrides: Mapping[str, Any], *, device_type: str, presets: str | os.PathLike[str] | None = None
-) -> Policy:
-    """Return the policy of a level on a device type, with `overrides` (None means: not given) applied.
+# ---- contradictions --------------------------------------------------------------------------------------------------
 
-    Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
-    contradictions at once.
-    """
-    path = Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets())
-    table = Presets(path)
-    if not isinstance(opt_level, str) or opt_level not in table.names():
-        raise unknown_level(opt_level, table.names())
-    properties, on_cpu = table.properties(opt_level)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    if device_type == "cpu":
-        on_cpu = without_overridden(on_cpu, {name: value for name, value in given.items() if value is not False})
-        is_cpu_variant = any(properties.get(name) != on_cpu[name] for name in DTYPE_OVERRIDES if name in on_cpu)
-        properties = {**properties, **on_cpu, "is_cpu_variant": is_cpu_variant}
-    preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
-    policy, problems = _override(preset, given)
-    problems += _contradictions(preset, given, policy)
-    if problems:
-        raise PolicyError(
-            f"opt_level {opt_level!r} cannot be combined with these arguments:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+
+def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
+    """Return what does not go together in a policy that comes of a preset and the overrides `given`."""
+    find = _contradict_casts_of_functions if preset.patch_torch_functions else _contradict_casts_of_the_model
+    return [*find(preset.opt_level, given, policy), *_contradict_bounds(policy)]
+
+
+def _contradict_casts_of_functions(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
+    if policy.cast_model_type not in (None, torch.float32):
+        yield (
+            f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
+            " use O2, O3 or O5"
         )
-    if policy.patch_torch_functions and not policy.lists:
-        policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
-    return policy
+    for name in ("keep_batchnorm_fp32", "master_weights"):
+        if given.get(name) is not None:
+            yield f"{name}={given[name]!r}: {level} keeps all weights float32 anyway; leave it out"
+    if policy.patch_torch_functions and policy.patch_torch_functions_type not in LOW_DTYPES:
+        yield f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16"
 
 
-def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
-    known = {field.name for field in fields(Policy)}
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        try:
-            if name == "cast_model_type" and value is False:  # Apex's way to say "leave the model alone"
-                values[name] = None
-            elif name == "cast_model_outputs":
-                values[name] = parse_dtype(value, name)
-            elif name in ("min_loss_scale", "max_loss_scale"):
-                values[name] = float(value)
-            elif name in known:
-                values[name] = PARSERS[name](value)
-        except (AmpError, ValueError, TypeError) as error:
-            problems.append(f"{name}={value!r}: {error}")
-    return replace(preset, **values), problems
+def _contradict_casts_of_the_model(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
+    if policy.patch_torch_functions:
+        yield f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions"
+    if (named := given.get("patch_torch_functions_type")) is not None:
+        yield f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4"
+    if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
+        yield (
+            f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another"
+            " level"
+        )
 
 
-def _contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
-    problems: list[str] = []
-    level = preset.opt_level
-    if preset.patch_torch_functions:
-        if policy.cast_model_type not in (None, torch.float32):
-            problems.append(
-                f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
-                " use O2, O3 or O5"
-            )
-        if given.get("keep_batchnorm_fp32") is not None:
-            problems.append(
-                f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']!r}: {level} keeps all weights float32 anyway; leave"
-                " it out"
-            )
-        if given.get("master_weights") is not None:
-            problems.append(
-                f"master_weights={given['master_weights']!r}: {level} keeps all weights float32 anyway; leave it out"
-            )
-        if policy.patch_torch_functions and policy.patch_torch_functions_type not in LOW_DTYPES:
-            problems.append(
-                f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16"
-            )
-    else:
-        if policy.patch_torch_functions:
-            problems.append(
-                f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions"
-            )
-        if given.get("patch_torch_functions_type") is not None:
-            named = given["patch_torch_functions_type"]
-            problems.append(
-                f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4"
-            )
-        if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
-            problems.append(
-                f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another"
-                " level"
-            )
+def _contradict_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
-        problems.append(
-            f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
-        )
+        yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
     if not policy.max_loss_scale > 0:
-        problems.append(f"max_loss_scale={policy.max_loss_scale}: must be positive")
-    return problems
+        yield f"max_loss_scale={policy.max_loss_scale}: must be positive"

@@ -1,73 +1,70 @@
-"""Levels and their properties, as a presets file states them."""
+"""From a level, as a presets file states it, and the caller's overrides to one `Policy`."""
 
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..dtypes import parse_dtype
+from ..dtypes import dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
+from .policy import Policy, find_contradictions
+from .policy import parse_loss_scale as parse_loss_scale
 from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
 PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
-DTYPE_OVERRIDES = ("cast_model_type", "patch_torch_functions_type")
+_DTYPES = ("cast_model_type", "patch_torch_functions_type")
 
 
-def _text(value: object) -> str:
-    return str(value)
+def make_policy(
+    opt_level: object, overrides: Mapping[str, Any], *, device_type: str, presets: str | os.PathLike[str] | None = None
+) -> Policy:
+    """Return the policy of a level on a device type, with overrides applied.
+
+    Args:
+        overrides: properties by name. None means that one is not given; names that override nothing are left aside, so
+            that a caller can pass all arguments it has.
+
+    Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
+    contradictions at once.
+    """
+    path = Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets())
+    table = Presets(path)
+    if not isinstance(opt_level, str) or opt_level not in table.names():
+        raise _unknown_level(opt_level, table.names())
+    properties, on_cpu = table.properties(opt_level)
+    known = Policy.get_overrides()
+    given = {name: value for name, value in overrides.items() if name in known and value is not None}
+    if device_type == "cpu":
+        on_cpu = _without_overridden(on_cpu, {name: value for name, value in given.items() if value is not False})
+        is_cpu_variant = any(properties.get(name) != on_cpu[name] for name in _DTYPES if name in on_cpu)
+        properties = {**properties, **on_cpu, "is_cpu_variant": is_cpu_variant}
+    preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
+    policy, problems = _override(preset, given)
+    problems += find_contradictions(preset, given, policy)
+    if problems:
+        raise PolicyError(
+            f"opt_level {opt_level!r} cannot be combined with these arguments:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+    if policy.patch_torch_functions and not policy.lists:
+        policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
+    return policy
 
 
-def _is_null(node: Node) -> bool:
-    return isinstance(node.value, str) and not node.quoted and node.value.lower() in ("", "null", "~", "none")
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value in ("true", "True", "false", "False"):
-        return value in ("true", "True")
-    raise PolicyError(f"{value!r} is neither true nor false")
-
-
-def parse_loss_scale(value: object) -> float | str:
-    """Return "dynamic" or a finite positive float."""
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise PolicyError(f"loss_scale={value!r} is neither a finite positive number nor 'dynamic'")
-    return number
-
-
-def _dtype_parser(name: str) -> Callable[[object], torch.dtype]:
-    return lambda value: parse_dtype(value, name)
-
-
-def _lists(value: object) -> tuple[str, ...]:
-    if isinstance(value, (str, os.PathLike)):
-        return (os.fspath(value),)
-    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, os.PathLike)) for item in value):
-        return tuple(os.fspath(item) for item in value)
-    raise PolicyError(f"lists={value!r} is neither a name, a path, nor a sequence of those")
-
-
-PARSERS: dict[str, Callable[[object], Any]] = {
-    "description": _text,
-    "cast_model_type": _dtype_parser("cast_model_type"),
-    "patch_torch_functions": _boolean,
-    "patch_torch_functions_type": _dtype_parser("patch_torch_functions_type"),
-    "keep_batchnorm_fp32": _boolean,
-    "master_weights": _boolean,
-    "loss_scale": parse_loss_scale,
-    "lists": _lists,
-}
+def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+    """Return the preset with the given values, and what is wrong with those that cannot be read."""
+    parsers = Policy.get_overrides()
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        is_off = name == "cast_model_type" and value is False  # Apex's way to say "leave the model alone"
+        try:
+            values[name] = None if is_off else parsers[name](value)
+        except (AmpError, ValueError, TypeError) as error:
+            problems.append(f"{name}={value!r}: {error}")
+    return replace(preset, **values), problems
 
 
 class Presets:
@@ -85,12 +82,10 @@ class Presets:
         return () if self.path == shipped_presets() else Presets(shipped_presets()).names()
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (properties, properties that differ on the CPU) of a level; a level the file lacks is looked up in the
-        shipped file.
-        """
+        """Return (properties, properties that differ on the CPU) of a level of this file, or of the shipped one."""
         if level not in self._levels:
             if self.path == shipped_presets():
-                raise unknown_level(level, self.names())
+                raise _unknown_level(level, self.names())
             return Presets(shipped_presets()).properties(level)
         node = self._levels[level]
         entries = dict(_mapping(self.path, node))
@@ -102,51 +97,54 @@ class Presets:
         cpu = entries.pop("cpu", None)
         own = _parse(self.path, node, entries)
         properties = {**properties, **own}
-        on_cpu = without_overridden(on_cpu, own)
+        on_cpu = _without_overridden(on_cpu, own)
         if cpu is not None:
             on_cpu = {**on_cpu, **_parse(self.path, cpu, dict(_mapping(self.path, cpu)))}
         return properties, on_cpu
 
     def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        where = f"{self.path}:{base.line}:{base.column}"
+        """Return the properties of the level that `base` names."""
         if not isinstance(base.value, str):
-            raise PolicyError(f"{where}: extends takes the name of one level")
-        if (base.value == level and level not in self._shipped_names()) or base.value in seen:
-            raise PolicyError(f"{where}: level {level!r} extends itself through {base.value!r}")
-        if base.value not in self.names():
-            raise PolicyError(f"{where}: {unknown_level(base.value, self.names())}")
-        if base.value == level:  # a user's O2 may build on the shipped O2
+            problem = "extends takes the name of one level"
+        elif (base.value == level and level not in self._shipped_names()) or base.value in seen:
+            problem = f"level {level!r} extends itself through {base.value!r}"
+        elif base.value not in self.names():
+            problem = str(_unknown_level(base.value, self.names()))
+        elif base.value == level:  # a user's O2 may build on the shipped O2
             return Presets(shipped_presets()).properties(level)
-        return self.properties(base.value, (*seen, level))
+        else:
+            return self.properties(base.value, (*seen, level))
+        raise PolicyError(problem, self.path, base.line, base.column)
 
 
 def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     if not isinstance(node.value, dict):
-        raise PolicyError(
-            f"{path}:{node.line}:{node.column}: expected a mapping of properties, for example {{extends: O2,"
-            " loss_scale: 128}"
-        )
+        problem = "expected a mapping of properties, for example {extends: O2, loss_scale: 128}"
+        raise PolicyError(problem, path, node.line, node.column)
     return node.value
 
 
 def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
+    parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
-        if name not in PARSERS:
+        if name not in parsers:
             line, column = parent.key_at.get(name, (node.line, node.column))
-            raise PolicyError(
-                f"{path}:{line}:{column}: unknown property {name!r}"
-                f" ({', '.join(PARSERS)}).{did_you_mean(name, PARSERS)}"
-            )
+            problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
+            raise PolicyError(problem, path, line, column)
         value = [item.value for item in node.value] if isinstance(node.value, list) else node.value
         try:
-            result[name] = None if _is_null(node) else PARSERS[name](value)
+            result[name] = None if _is_null(node) else parsers[name](value)
         except AmpError as error:
-            raise PolicyError(f"{path}:{node.line}:{node.column}: {name}: {error}") from None
+            raise PolicyError(f"{name}: {error}", path, node.line, node.column) from None
     return result
 
 
-def unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
+def _is_null(node: Node) -> bool:
+    return isinstance(node.value, str) and not node.quoted and node.value.lower() in ("", "null", "~", "none")
+
+
+def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
     hint = ""
     if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in allowed:
         hint = f" Did you mean 'O{level[1:]}'? The first character is the letter O."
@@ -155,8 +153,8 @@ def unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
     )
 
 
-def without_overridden(on_cpu: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_overridden(on_cpu: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a preset's CPU properties still stands beside explicit ones: nothing, if those name a dtype."""
-    if any(given.get(name) is not None for name in DTYPE_OVERRIDES):
+    if any(given.get(name) is not None for name in _DTYPES):
         return {}
     return {name: value for name, value in on_cpu.items() if name not in given}

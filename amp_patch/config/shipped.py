@@ -13,7 +13,7 @@ def lists_dir() -> Path:
         if (path / "presets.yaml").is_file() or (path / "float16.yaml").is_file():
             return path
     raise OpListError(
-        f"{candidates[0]}:1:1: the shipped lists are missing here and in {candidates[1]}; reinstall amp_patch"
+        f"the shipped lists are missing here and in {candidates[1]}; reinstall amp_patch", candidates[0], 1, 1
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import OpListError, did_you_mean
 from .op_names import Key, find_spellings
+from .rules import RULES, Rule
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _LOW, _OTHER = torch.bfloat16, torch.float16
 
 # Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
-_UNSEEN = {"cuda": {"_cudnn_rnn": "whitelist"}, "cpu": {}}
+_UNSEEN: dict[str, dict[str, Rule]] = {"cuda": {"_cudnn_rnn": Rule.WHITELIST}, "cpu": {}}
 # F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the
 # former is meant.
 _NAMES = {"max_pool3d": "torch.max_pool3d"}
@@ -63,8 +64,7 @@ _THROUGH = {
 
 
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
-    """Return the ops of each rule as a list file would name them, so that such a file does what autocast does on "cpu"
-    or "cuda".
+    """Return the ops of each rule, as names for a list file that does what autocast does on "cpu" or "cuda".
 
     Ops are sorted; rules without ops are left out. Raises OpListError for another device type.
     """
@@ -77,16 +77,14 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         function = next((function for function in below if function in functions), None)
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
-    order = ("whitelist", "blacklist", "promote", "sequence_promote", "banned")
-    return {rule: ops for rule in order if (ops := tuple(sorted(name for name in rules if rules[name] == rule)))}
+    return {rule.value: ops for rule in RULES if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))}
 
 
-def get_overload_rules(device_type: str) -> dict[str, str]:
-    """Return the rule of every overload that autocast has a kernel for on that device type, such as
-    {"pow.Tensor_Scalar": "blacklist"}.
+def get_overload_rules(device_type: str) -> dict[str, Rule]:
+    """Return the rule of every overload that autocast has a kernel for on a device type.
 
-    An overload whose kernel could not be understood is left out, and logged. Raises OpListError for another device type
-    than "cpu" or "cuda".
+    An example is {"pow.Tensor_Scalar": "blacklist"}. An overload whose kernel could not be understood is left out, and
+    logged. Raises OpListError for another device type than "cpu" or "cuda".
     """
     if device_type not in _KEYS:
         raise OpListError(
@@ -163,31 +161,28 @@ def _plain(value: Any) -> object:
     return tuple(_plain(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _observe(overload: str, device_type: str) -> str | None:
+def _observe(overload: str, device_type: str) -> Rule | None:
     """Return the rule of one overload, or None if what it does is none of the known things."""
     name, _, variant = overload.partition(".")
     op = getattr(getattr(torch.ops.aten, name), variant or "default")
     try:
         first = _outcome(op, device_type, (_OTHER,))
         if isinstance(first, _Seen) and first.cast_to in (_LOW, torch.float32):
-            return "whitelist" if first.cast_to is _LOW else "blacklist"
+            return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
         mixed = _outcome(op, device_type, (_LOW, torch.float32))
         if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
-            return "sequence_promote" if str(op._schema.arguments[0].type) == "List[Tensor]" else "promote"
+            return Rule.SEQUENCE_PROMOTE if str(op._schema.arguments[0].type) == "List[Tensor]" else Rule.PROMOTE
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None
-    if isinstance(first, _Seen) and isinstance(
-        plain, _Seen
-    ):  # the same but for a dtype of the result, which such ops compute in
-        return "blacklist" if (first.function, first.arguments) != (plain.function, plain.arguments) else None
-    return "banned" if isinstance(plain, _Seen) else None
+    if isinstance(first, _Seen) and isinstance(plain, _Seen):
+        # the same but for a dtype of the result, which such ops compute in
+        return Rule.BLACKLIST if (first.function, first.arguments) != (plain.function, plain.arguments) else None
+    return Rule.BANNED if isinstance(plain, _Seen) else None
 
 
 def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: bool = True) -> Exception | None:
-    """Return what ends a call of `op` whose tensors have these dtypes in turn: the first call on one of them, or an
-    error.
-    """
+    """Return what ends a call of `op` whose tensors have these dtypes in turn: the first call on one, or an error."""
     count = 0
 
     def tensor() -> Tensor:
@@ -206,9 +201,7 @@ def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: 
 
 
 def _make(argument: Any, tensor: Any) -> Any:
-    """Return something to pass for an argument of an op's schema: tensors wherever tensors may stand, else the default
-    or the simplest.
-    """
+    """Return a value for an argument of an op: tensors where it takes any, else the default or a simple one."""
     kind = str(argument.type)
     if kind in ("Tensor", "Optional[Tensor]"):
         return tensor()
@@ -245,10 +238,8 @@ def _autocast(device_type: str, is_on: bool) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, is_on)
         torch.set_autocast_dtype(device_type, _LOW)
         torch.set_autocast_cache_enabled(False)
-        with (
-            torch.inference_mode(False),
-            warnings.catch_warnings(),
-        ):  # in inference mode a cast is reported as the call of `to` around it
+        # in inference mode a cast is reported as the call of `to` around it
+        with torch.inference_mode(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

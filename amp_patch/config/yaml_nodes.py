@@ -15,14 +15,16 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ..errors import AmpError
+from ..errors import AmpError, OpListError, PolicyError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
-_LOADER = getattr(
-    yaml, "CLoader", yaml.Loader
-)  # only its event parser is used, which is the same for the safe and the full loader
+FileError = type[OpListError] | type[PolicyError]
+"""What a fault of a file is raised as."""
+
+# Only its event parser is used, which is the same for the safe and the full loader.
+_LOADER = getattr(yaml, "CLoader", yaml.Loader)
 # The characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -38,8 +40,8 @@ class Node:
     key_at: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def load_mapping(path: Path, error: type[AmpError]) -> Node:
-    """Return the mapping that the file holds, or raise `error` with a message that starts with `path:line:column: `.
+def load_mapping(path: Path, error: FileError) -> Node:
+    """Return the mapping that the file holds, or raise `error` with the place of the fault.
 
     Raises nothing but `error`, whatever the bytes are.
     """
@@ -51,42 +53,37 @@ def load_mapping(path: Path, error: type[AmpError]) -> Node:
         raise
     except yaml.YAMLError as exc:
         reader.refuse_syntax(exc)
-    except (
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-    ) as exc:  # the pure Python parser lets a bad escape or number through as these
-        raise error(f"{path}:1:1: not valid YAML: {exc}") from exc
+    except (ValueError, ArithmeticError, RecursionError) as exc:  # of a bad escape or number, in the pure Python parser
+        raise error(f"not valid YAML: {exc}", path, 1, 1) from exc
 
 
-def _read_text(path: Path, error: type[AmpError]) -> str:
+def _read_text(path: Path, error: FileError) -> str:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise error(f"{path}:1:1: this is a directory; give the path of a YAML file")
+            raise error("this is a directory; give the path of a YAML file", path, 1, 1)
         if not stat.S_ISREG(mode):  # a pipe or a device would block or never end
-            raise error(f"{path}:1:1: this is not a regular file; give the path of a YAML file")
+            raise error("this is not a regular file; give the path of a YAML file", path, 1, 1)
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except AmpError:
         raise
     except FileNotFoundError as exc:
-        raise error(f"{path}:1:1: there is no such file; give the path of an existing YAML file") from exc
+        raise error("there is no such file; give the path of an existing YAML file", path, 1, 1) from exc
     except (OSError, ValueError) as exc:
-        raise error(f"{path}:1:1: the file cannot be read: {exc}") from exc
+        raise error(f"the file cannot be read: {exc}", path, 1, 1) from exc
     if len(data) > MAX_BYTES:
-        raise error(f"{path}:1:1: the file is larger than {MAX_BYTES} bytes, the most that is read")
+        raise error(f"the file is larger than {MAX_BYTES} bytes, the most that is read", path, 1, 1)
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as exc:
         line, column = _position(data[: exc.start].decode("utf-8"))
-        raise error(
-            f"{path}:{line}:{column}: byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
-        ) from exc
+        problem = f"byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
+        raise error(problem, path, line, column) from exc
     if found := _FORBIDDEN.search(text):
         line, column = _position(text[: found.start()])
-        raise error(f"{path}:{line}:{column}: character U+{ord(found[0]):04X} is not allowed in YAML; remove it")
+        raise error(f"character U+{ord(found[0]):04X} is not allowed in YAML; remove it", path, line, column)
     return text
 
 
@@ -98,7 +95,7 @@ def _position(before: str) -> tuple[int, int]:
 class _Reader:
     """Builds nodes from the events of one file."""
 
-    def __init__(self, path: Path, error: type[AmpError], text: str) -> None:
+    def __init__(self, path: Path, error: FileError, text: str) -> None:
         self._path, self._error, self._text = path, error, text
         self._events: Iterator[Any] = iter(yaml.parse(text, Loader=_LOADER))
 
@@ -106,7 +103,7 @@ class _Reader:
         next(self._events)  # the start of the stream
         event = next(self._events)
         if isinstance(event, yaml.StreamEndEvent):
-            raise self._error(f"{self._path}:1:1: the file is empty; it must hold a mapping (`key: value` lines)")
+            raise self._error("the file is empty; it must hold a mapping (`key: value` lines)", self._path, 1, 1)
         root = self._node(next(self._events), 1)
         if not isinstance(root.value, dict):
             self._refuse(
@@ -126,7 +123,7 @@ class _Reader:
         lines = self._text.splitlines()
         source = lines[line - 1] if line <= len(lines) else ""
         hint = "; indent with spaces, YAML does not allow tabs there" if "\t" in source else ""
-        raise self._error(f"{self._path}:{line}:{column}: not valid YAML: {problem}{hint}") from exc
+        raise self._error(f"not valid YAML: {problem}{hint}", self._path, line, column) from exc
 
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
@@ -168,7 +165,7 @@ class _Reader:
         self._refuse(event.start_mark.line + 1, event.start_mark.column + 1, problem)
 
     def _refuse(self, line: int, column: int, problem: str) -> NoReturn:
-        raise self._error(f"{self._path}:{line}:{column}: {problem}")
+        raise self._error(problem, self._path, line, column)
 
 
 def _kind(node: Node) -> str:

@@ -39,7 +39,7 @@ def captured_originals(lists: tuple[str, ...]) -> frozenset[str]:
     """
     found: set[str] = set()
     for name in lists:
-        kinds = {(spelling.owner_name, spelling.name): spelling.kind for spelling in _load(name).spellings}
+        kinds: dict[tuple[str, str], str] = {(one.owner_name, one.name): one.kind for one in _load(name).spellings}
         for spelling in _load(name).spellings:
             if spelling.kind not in ("whitelist", "blacklist"):
                 continue

@@ -20,18 +20,7 @@ from .structure import argument_of, text_of
 
 _PARAMETERS = tuple(inspect.signature(initialize).parameters)
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
-OVERRIDES = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "cast_model_outputs",
-    "min_loss_scale",
-    "max_loss_scale",
-    "patch_torch_functions_type",
-    "lists",
-)
+OVERRIDES = tuple(name for name in _PARAMETERS if name in Policy.get_overrides())
 
 
 class _Unknown:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from ..tables import align
 from .findings import SEVERITIES, Finding
 from .machine import Machine
 
@@ -18,7 +19,7 @@ _APEX = {
 
 def as_text(machine: Machine, findings: Sequence[Finding], file_count: int) -> str:
     """Return the report for people: the machine, the findings by place, and a summary as the last line."""
-    lines = ["machine:", *(f"  {label:10} {value}" for label, value in _machine_lines(machine))]
+    lines = ["machine:", *(f"  {row}" for row in align(_machine_rows(machine), gap=3))]
     if findings:
         lines.append("")
     for finding in findings:
@@ -28,7 +29,7 @@ def as_text(machine: Machine, findings: Sequence[Finding], file_count: int) -> s
     return "\n".join(lines)
 
 
-def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
+def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version or 'missing'}" for name, version in machine.versions.items())
     lines = [("python", machine.python), ("packages", f"amp_patch {machine.amp_patch}, {versions}")]
     for device in machine.devices:

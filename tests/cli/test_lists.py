@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from amp_patch.cli import lists as listing
+from amp_patch.cli import lists_diff, lists_explain, lists_show
 from amp_patch.cli.main import main
 from amp_patch.config import explain
 from amp_patch.config.module_rules import ModuleRule
@@ -367,11 +367,11 @@ def test_diff_json(write: Write, lists: Amp) -> None:
     assert json.loads(lists("diff", "apex", "apex", "--json")[1])["differences"] == []
 
 
-@pytest.mark.parametrize("device", listing.DEVICES)
+@pytest.mark.parametrize("device", lists_diff.DEVICES)
 def test_diff_with_the_autocast_of_the_installed_torch(device: str, write: Write, lists: Amp) -> None:
     path = write(yaml.safe_dump({rule: list(ops) for rule, ops in get_rules(device).items()}))
     assert lists("diff", "torch", path, "--device", device) == (0, "", "")
-    other = next(name for name in listing.DEVICES if name != device)
+    other = next(name for name in lists_diff.DEVICES if name != device)
     code, printed, _ = lists("diff", path, "torch", "--device", other)
     assert (code, "softmax" in printed) == (1, True)
 
@@ -499,7 +499,7 @@ def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
 
 def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
     loaded = with_modules(load_oplists("apex"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
+    monkeypatch.setattr(lists_show, "load_oplists", lambda spec: loaded)
     shown = lists("show", "apex")[1]
     assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low      range  mine.yaml:3\n" in shown
     rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
@@ -508,7 +508,7 @@ def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> 
 
 def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
     loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr(listing, "load_oplists", lambda spec: loaded)
+    monkeypatch.setattr(lists_explain, "load_oplists", lambda spec: loaded)
     told = (
         "Within encoder.*.norm it runs in float32 (mine.yaml:3).\n"
         "Within torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"

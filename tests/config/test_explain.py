@@ -17,7 +17,7 @@ from amp_patch.casting.mode import Switch
 from amp_patch.casting.wrappers import OpCasts
 from amp_patch.config import op_lists
 from amp_patch.config.explain import SUMMARIES, Difference, Ruling, compare, describe_effects, explain
-from amp_patch.config.op_lists import OpLists, kind_of, load_oplists, make_oplists
+from amp_patch.config.op_lists import OpLists, load_oplists, make_oplists
 from amp_patch.config.op_names import get_op, is_augmented, is_inplace
 from amp_patch.config.shipped import shipped_names
 from amp_patch.errors import BannedOpError, OpListError
@@ -38,7 +38,7 @@ def write(tmp_path: Path) -> Write:
 
 def kinds(lists: OpLists) -> dict[str, str]:
     """The kind of each spelling, by its full name, those of packages that are not imported too."""
-    deferred = {entry.op: kind_of(entry.op, entry.rule, lists.inplace_blacklist) for entry in lists.deferred}
+    deferred = {spelling.entry.op: spelling.kind for spelling in lists.deferred}
     return deferred | {f"{spelling.owner_name}.{spelling.name}": spelling.kind for spelling in lists.spellings}
 
 

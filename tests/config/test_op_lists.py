@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_patch.config import op_lists, shipped
+from amp_patch.config import op_lists, overlay, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.config.yaml_nodes import load_mapping
@@ -420,7 +420,7 @@ def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     assert [entry.op for entry in lists.missing] == ["soon_to_come", "torch.fft.soon"]
     assert spelled(lists, "blacklist") == {"torch.exp", "torch.Tensor.exp"}
-    monkeypatch.setattr(op_lists, "lists_dir", lambda: tmp_path)
+    monkeypatch.setattr(overlay, "lists_dir", lambda: tmp_path)
     shipped = load_oplists(write("blacklist: [soon_to_come]", "float16.yaml"))
     assert [entry.op for entry in shipped.missing] == ["soon_to_come"]
 
@@ -460,7 +460,7 @@ def test_a_name_of_a_package_not_imported_is_deferred(
     monkeypatch.delitem(sys.modules, "somelib")
     monkeypatch.delitem(sys.modules, "somelib.ops")
     lists = load_oplists(path)
-    assert [entry.op for entry in lists.deferred] == ["somelib.ops.roi_align"]
+    assert [spelling.entry.op for spelling in lists.deferred] == ["somelib.ops.roi_align"]
     assert lists.spellings == ()
     assert lists.digest == resolved.digest
 
@@ -474,7 +474,7 @@ def test_a_submodule_not_imported_and_a_lazy_module_are_deferred_not_run(
 
     package.__getattr__ = fail  # type: ignore[method-assign]
     lists = load_oplists(write("blacklist: [somelib.other.f, somelib.ops.lazy]"))
-    assert [entry.op for entry in lists.deferred] == ["somelib.other.f", "somelib.ops.lazy"]
+    assert [spelling.entry.op for spelling in lists.deferred] == ["somelib.other.f", "somelib.ops.lazy"]
 
 
 def test_reading_a_list_imports_nothing(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +482,11 @@ def test_reading_a_list_imports_nothing(write: Write, tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     lists = load_oplists(write("blacklist: [trap.f, torchaudio.functional.resample, sqlite_x.y]"))
-    assert [entry.op for entry in lists.deferred] == ["trap.f", "torchaudio.functional.resample", "sqlite_x.y"]
+    assert [spelling.entry.op for spelling in lists.deferred] == [
+        "trap.f",
+        "torchaudio.functional.resample",
+        "sqlite_x.y",
+    ]
     assert set(sys.modules) == before
 
 
@@ -510,8 +514,8 @@ def test_bad_names_of_a_package(write: Write, op: str, problem: str, package: ty
 
 def test_a_check_finds_nothing_in_shipped_lists() -> None:
     for name in shipped_names():
-        faults = check_oplists(lists_dir() / f"{name}.yaml")
-        assert (dict(faults.found), faults.warnings) == ({}, [])
+        diagnostics = check_oplists(lists_dir() / f"{name}.yaml")
+        assert (diagnostics.errors, diagnostics.warnings) == ([], [])
 
 
 def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
@@ -522,7 +526,7 @@ def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
         "promote: [{op: sin, optional: maybe}, exp]\n"
         "neutral: relu\n"
     )
-    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == [
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).errors] == [
         "1:17:",
         "2:28:",
         "3:31:",
@@ -533,21 +537,21 @@ def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
 
 def test_an_entry_with_faulty_bounds_takes_no_place(write: Write) -> None:
     path = write("blacklist: [{op: exp, until: x}, {op: exp, since: 2.1}, {op: only_in_old_torch, until: x}]")
-    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).found] == ["1:30:", "1:88:"]
+    assert [fault.removeprefix(f"{path}:")[:5] for fault in check_oplists(path).errors] == ["1:30:", "1:88:"]
 
 
 def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
     write("blacklist: [sofmax]", "base.yaml")
     write("extends: base.yaml", "left.yaml")
     write("extends: base.yaml", "right.yaml")
-    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).errors) == 1
     write("blacklist: [", "base.yaml")
-    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).found) == 1
+    assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).errors) == 1
 
 
 def test_cycles_are_one_fault_each(write: Write) -> None:
     write("extends: [mine.yaml, b.yaml]\nblacklist: [sofmax]", "b.yaml")
-    found = check_oplists(write("extends: [b.yaml, mine.yaml]")).found
+    found = check_oplists(write("extends: [b.yaml, mine.yaml]")).errors
     assert [(Path(fault.partition(":")[0]).name, "extend each other" in fault) for fault in found] == [
         ("b.yaml", True),
         ("b.yaml", True),
@@ -619,6 +623,7 @@ def refused(path: Path, position: str, *problems: str) -> None:
     with pytest.raises(OpListError) as caught:
         load_oplists(path)
     assert str(caught.value).startswith(f"{path}:{position}: ")
+    assert (caught.value.path, f"{caught.value.line}:{caught.value.column}") == (str(path), position)
     for problem in problems:
         assert problem in str(caught.value)
 
@@ -753,7 +758,7 @@ def test_extends_cycles(write: Write) -> None:
 def test_a_long_chain_of_extends_is_refused(write: Write) -> None:
     for index in range(40):
         path = write(f"extends: f{index - 1}.yaml" if index else "whitelist: [mm]", f"f{index}.yaml")
-        if index < op_lists.MAX_EXTENDS:
+        if index < overlay.MAX_EXTENDS:
             assert load_oplists(path).spellings
     with pytest.raises(OpListError, match=r"f24\.yaml:1:10: more than 16 files extend each other"):
         load_oplists(path)
@@ -817,7 +822,7 @@ def load_text(text: str | bytes) -> OpLists | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "f.yaml")
         path.write_bytes(text.encode() if isinstance(text, str) else text)
-        found = check_oplists(path).found
+        found = check_oplists(path).errors
         for fault in found:
             line, column, problem = fault.removeprefix(f"{path}:").split(":", 2)
             assert int(line) >= 1 and int(column) >= 1 and problem.strip() and len(fault.splitlines()) == 1

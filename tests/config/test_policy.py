@@ -1,11 +1,13 @@
 """Presets and overrides: the shipped table, users' own levels, and faults with their position."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.config.policy import make_policy
+from amp_patch.config import Policy, make_policy
 from amp_patch.config.shipped import shipped_presets
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -112,3 +114,26 @@ def test_the_shipped_file_is_the_only_place_that_knows_the_levels(tmp_path):
     path = tmp_path / "presets.yaml"
     path.write_text(shipped_presets().read_text().replace("\nO2:", "\nTwo:").replace("extends: O2", "extends: Two"))
     assert properties(make_policy("Two", {}, device_type="cuda", presets=path)) == TABLE["O2"]
+
+
+def test_every_property_has_its_argument_and_its_line_of_documentation():
+    assert set(Policy.get_overrides()) <= set(inspect.signature(amp.initialize).parameters)
+    assert all(name in amp.initialize.__doc__ for name in Policy.get_overrides())
+    comment = shipped_presets().read_text().partition("\nO0:")[0]
+    assert all(f"#   {name} " in comment for name in Policy.get_preset_properties())
+
+
+def test_names_that_override_nothing_are_left_aside():
+    plain = make_policy("O1", {}, device_type="cuda")
+    assert make_policy("O1", {"opt_level": "O2", "verbosity": 1, "description": "x"}, device_type="cuda") == plain
+
+
+def test_a_fault_of_a_presets_file_has_its_place_as_attributes(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("Mine:\n  loss_scal: 1\n")
+    with pytest.raises(amp.PolicyError) as caught:
+        make_policy("Mine", {}, device_type="cpu", presets=path)
+    assert (caught.value.path, caught.value.line, caught.value.column) == (str(path), 2, 3)
+    with pytest.raises(amp.PolicyError) as caught:
+        make_policy("Other", {}, device_type="cpu", presets=path)
+    assert (caught.value.path, caught.value.line, caught.value.column) == (None, None, None)

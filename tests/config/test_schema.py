@@ -1,15 +1,20 @@
 """The JSON Schema that editors use agrees with the reader of list files."""
 
 import json
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
 import amp_patch as amp
-from amp_patch.config import list_file, module_rules, op_lists
+from amp_patch.config import list_file, module_rules
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
+
+sys.path.append(str(Path(amp.__path__[0]).parent / "tools"))
+import generate_list_schema
 
 SCHEMA = json.loads((lists_dir() / "schema.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
@@ -19,14 +24,18 @@ def test_the_schema_is_one():
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
+def test_the_file_is_what_is_generated():
+    assert (lists_dir() / "schema.json").read_text() == generate_list_schema.render()
+
+
 def test_it_knows_the_reader_s_keys():
-    assert set(SCHEMA["properties"]) == set(op_lists._KEYS)
+    assert set(SCHEMA["properties"]) == set(list_file.KEYS)
     entry = SCHEMA["definitions"]["op"]["oneOf"][1]
-    assert set(entry["properties"]) == set(list_file._ENTRY_KEYS)
+    assert set(entry["properties"]) == set(list_file.ENTRY_KEYS)
     module = SCHEMA["definitions"]["module"]
-    assert set(module["properties"]) == set(module_rules._KEYS)
+    assert set(module["properties"]) == set(module_rules.MODULE_KEYS)
     assert module["properties"]["run"]["enum"] == list(module_rules.RUNS)
-    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{list_file._NAME.pattern}$"
+    assert SCHEMA["definitions"]["name"]["pattern"] == f"^{list_file.NAME.pattern}$"
 
 
 @pytest.mark.parametrize("name", shipped_names())

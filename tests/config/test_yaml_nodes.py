@@ -179,7 +179,7 @@ def load_bytes(data: bytes) -> Node | None:
         path = Path(folder, "f.yaml")
         path.write_bytes(data)
         try:
-            return load_mapping(path, AmpError)
+            return load_mapping(path, OpListError)
         except AmpError as exc:
             line, column, problem = str(exc).removeprefix(f"{path}:").split(":", 2)
             assert int(line) >= 1 and int(column) >= 1 and problem.strip()

@@ -1,0 +1,52 @@
+"""`amp-patch lists diff`: the ops on which two lists differ."""
+
+import argparse
+import sys
+
+from ..config import OpLists, explain, load_oplists, op_lists, torch_autocast
+from ..errors import OpListError
+from ..tables import align
+from .lists_printing import LIST, as_data, as_json, print_lines
+
+SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 on trouble"
+DEVICES = ("cuda", "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the task."""
+    for name in ("left", "right"):
+        parser.add_argument(
+            name,
+            metavar="LISTS",
+            help=f"{LIST}; several joined by commas, of which later ones win; or torch, for torch.autocast",
+        )
+    parser.add_argument(
+        "--device", choices=DEVICES, default="cuda", help="the device type of torch.autocast (default: cuda)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the differences; return 1 if there are any."""
+    try:
+        left, right = (_load(spec, arguments.device) for spec in (arguments.left, arguments.right))
+    except OpListError as error:  # not 1, which would say that they differ
+        print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
+        return 2
+    found = explain.compare(left, right)
+    if arguments.json:
+        data = {"left": left.names, "right": right.names, "differences": [as_data(difference) for difference in found]}
+        print_lines(as_json(data))
+    else:
+        print_lines(align((one.op, f"{_name(one.left)} -> {_name(one.right)}") for one in found))
+    return 1 if found else 0
+
+
+def _name(kind: str) -> str:
+    return "(unlisted)" if kind == "unlisted" else kind
+
+
+def _load(spec: str, device_type: str) -> OpLists:
+    if spec == "torch":
+        return op_lists.make_oplists(torch_autocast.get_rules(device_type), f"torch.autocast({device_type!r})")
+    return load_oplists(spec.split(","))

@@ -1,0 +1,93 @@
+"""`amp-patch lists explain`: which rule an op follows, why, and what that does to its arguments."""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from ..config import explain, load_oplists
+from ..tables import align
+from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
+
+SUMMARY = "tell which rule an op follows, why, and what becomes of its arguments"
+LOW_NAMES = ("float16", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the task."""
+    parser.add_argument("op", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft")
+    parser.add_argument(
+        "--lists",
+        nargs="+",
+        metavar="NAME|FILE",
+        help=f"{LIST}; of several, later ones win (default: the list of the dtype)",
+    )
+    parser.add_argument(
+        "--dtype", choices=LOW_NAMES, help="the low dtype (default: the one that a list is named after, else float16)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the rules of an op."""
+    names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
+    low = arguments.dtype or next((name for name in names if name in LOW_NAMES), LOW_NAMES[0])
+    lists = load_oplists(names)
+    explanation = explain.explain(arguments.op, lists)
+    if arguments.json:
+        effects = {ruling.kind: explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
+        modules = [module_as_data(rule) for rule in lists.modules]
+        print_lines(
+            as_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
+        )
+        return 0
+    print_lines(_explain(explanation, names, low))
+    if lists.modules and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+        print_lines(
+            f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({place(rule)})."
+            for rule in lists.modules
+        )
+    return 0
+
+
+def _explain(explanation: explain.Explanation, names: list[str], low: str) -> Iterator[str]:
+    yield f"{explanation.op}, by {', '.join(names)} with {low} as the low dtype"
+    for ruling in explanation.rulings:
+        yield "\n" + ", ".join(ruling.spellings)
+        yield from (f"  {row}" for row in align(_explain_ruling(ruling, low)))
+    for entry in explanation.missing:
+        yield f"\n{entry.rule} by {place(entry)}, without effect: torch {torch.__version__} has no such op"
+    for entry in explanation.other_torch:
+        yield (
+            f"\n{entry.rule} by {place(entry)}, without effect:"
+            f" {bounds(entry)} keeps it out on torch {torch.__version__}"
+        )
+    kinds = {ruling.kind for ruling in explanation.rulings}
+    if kinds - {"unlisted", "neutral"}:
+        yield "\nfloat64, complex, integer and quantised arguments are left alone."
+    if kinds & {"whitelist", "blacklist", "promote", "sequence_promote"}:
+        yield f"A call with out={' or dtype=' if 'blacklist' in kinds else ''} runs as it was written."
+
+
+def _explain_ruling(ruling: explain.Ruling, low: str) -> Iterator[tuple[str, str]]:
+    entry = ruling.entry
+    summary = explain.SUMMARIES[ruling.kind].format(low=low)
+    yield "rule", summary if entry is None else f"{entry.rule}: {summary}"
+    if entry is not None:
+        yield "entry", f"{entry.op} at {place(entry)}{_reason(entry.why)}"
+    for earlier in reversed(ruling.overridden):
+        yield "overrides", f"{earlier.op} on {earlier.rule} at {place(earlier)}{_reason(earlier.why)}"
+    if ruling.package is not None:
+        takes_effect = (
+            "not imported yet; the entry takes effect when it is"
+            if entry
+            else "not imported, so the name cannot be looked up"
+        )
+        yield "package", f"{ruling.package} is {takes_effect}"
+    effects = explain.describe_effects(ruling.kind, low)
+    for effect in dict.fromkeys(effects.values()):
+        yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect
+
+
+def _reason(why: str) -> str:
+    return f", why: {why}" if why else ""

@@ -1,0 +1,47 @@
+"""What the tasks of `amp-patch lists` print alike."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..config import ModuleRule, op_lists, shipped
+
+LIST = "a shipped list or the path of a list file"
+"""What stands for a list on the command line."""
+
+
+def place(entry: op_lists.OpEntry | ModuleRule) -> str:
+    """Return `file:line`; a shipped list needs no folder."""
+    path = Path(entry.path)
+    return f"{path.name if path.parent == shipped.lists_dir() else entry.path}:{entry.line}"
+
+
+def bounds(entry: op_lists.OpEntry) -> str:
+    """Return the bounds of an entry on torch's version, in words."""
+    given = (("since", entry.since), ("until", entry.until))
+    return ", ".join(f"{bound} {version}" for bound, version in given if version)
+
+
+def as_data(value: Any) -> dict[str, Any]:
+    """Return an entry, or a dataclass that holds entries, for JSON: an entry as its op, rule, reason, place, bounds."""
+    return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name != "is_optional"})
+
+
+def module_as_data(rule: ModuleRule) -> dict[str, Any]:
+    """Return a module rule for JSON."""
+    return {name: getattr(rule, name) for name in ("chooser", "run", "why", "path", "line", "column")}
+
+
+def as_json(data: Mapping[str, object]) -> list[str]:
+    """Return data as the one text of JSON to print."""
+    return [json.dumps(data, indent=2, ensure_ascii=False)]
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines; what the terminal cannot show, as escapes."""
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in lines:
+        print(line.encode(encoding, "backslashreplace").decode(encoding))

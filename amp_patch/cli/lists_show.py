@@ -1,0 +1,110 @@
+"""`amp-patch lists show`: what lists come to."""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from ..config import OpLists, explain, load_oplists, op_lists
+from ..tables import align
+from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
+
+SUMMARY = "print what lists come to: every entry, why it is there and where it stands"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the task."""
+    parser.add_argument("lists", nargs="+", metavar="NAME|FILE", help=f"{LIST}; of several, later ones win")
+    parser.add_argument("--spellings", action="store_true", help="name every attribute of torch that follows an entry")
+    parser.add_argument("--json", action="store_true", help="print JSON, which has all spellings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lists."""
+    lists = load_oplists(arguments.lists)
+    print_lines(as_json(_as_data(lists)) if arguments.json else _show(lists, arguments.spellings))
+    return 0
+
+
+def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
+    yield (
+        f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest"
+        f" {lists.digest[:12]}"
+    )
+    yield from _show_rules(lists, has_spellings)
+    if lists.modules:
+        yield (
+            "\nmodules: run in this dtype whatever the rules above say;"
+            " of several that cover a module the last one counts"
+        )
+        rows = align((rule.chooser, rule.run, rule.why, place(rule)) for rule in lists.modules)
+        yield from (f"  {row}" for row in rows)
+    without_effect = (
+        (lists.missing, "missing: torch has no such op"),
+        (_deferred(lists), "deferred: takes effect when the package is imported"),
+        (lists.other_torch, "kept out: since or until excludes this torch"),
+    )
+    for entries, title in without_effect:
+        if entries:
+            yield f"\n{title}"
+            rows = align((entry.op, entry.rule, entry.why, place(entry), bounds(entry)) for entry in entries)
+            yield from (f"  {row}" for row in rows)
+
+
+def _show_rules(lists: OpLists, has_spellings: bool) -> Iterator[str]:
+    by_entry = _by_entry(lists)
+    for rule in op_lists.RULES:
+        entries = [entry for entry in by_entry if entry.rule is rule]
+        if entries:
+            yield f"\n{rule}: {explain.SUMMARIES[rule].format(low='the low dtype')}"
+        rows = align((entry.op, entry.why, place(entry)) for entry in entries)
+        for entry, row in zip(entries, rows, strict=True):
+            lost = ", ".join(_lost(entry, by_entry[entry]))
+            yield f"  {row}  except {lost}" if lost else f"  {row}"
+            if has_spellings:
+                yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
+
+
+def _as_data(lists: OpLists) -> dict[str, object]:
+    return {
+        "lists": lists.names,
+        "torch": str(torch.__version__),
+        "digest": lists.digest,
+        "inplace_blacklist": lists.inplace_blacklist,
+        "entries": [
+            {**as_data(entry), "spellings": [_spelling_as_data(spelling) for spelling in group]}
+            for entry, group in _by_entry(lists).items()
+        ],
+        "modules": [module_as_data(rule) for rule in lists.modules],
+        "missing": [as_data(entry) for entry in lists.missing],
+        "deferred": [as_data(entry) for entry in _deferred(lists)],
+        "other_torch": [as_data(entry) for entry in lists.other_torch],
+    }
+
+
+def _spelling_as_data(spelling: op_lists.Spelling) -> dict[str, object]:
+    name = f"{spelling.owner_name}.{spelling.name}"
+    return {"name": name, "kind": spelling.kind, "overridden": [as_data(entry) for entry in spelling.overridden]}
+
+
+def _deferred(lists: OpLists) -> tuple[op_lists.OpEntry, ...]:
+    return tuple(spelling.entry for spelling in lists.deferred)
+
+
+def _by_entry(lists: OpLists) -> dict[op_lists.OpEntry, list[op_lists.Spelling]]:
+    """Return the spellings that follow each entry, neutral entries too."""
+    by_entry: dict[op_lists.OpEntry, list[op_lists.Spelling]] = {}
+    for spelling in (*lists.spellings, *lists.neutral):
+        by_entry.setdefault(spelling.entry, []).append(spelling)
+    return by_entry
+
+
+def _lost(entry: op_lists.OpEntry, spellings: list[op_lists.Spelling]) -> list[str]:
+    """Return the spellings of an entry's op that later files put elsewhere."""
+    held = {(spelling.owner_name, spelling.name) for spelling in spellings}
+    return [".".join(key) for key in op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
+
+
+def _named(spelling: op_lists.Spelling) -> str:
+    name = f"{spelling.owner_name}.{spelling.name}"
+    return name if spelling.kind == spelling.entry.rule else f"{name} ({spelling.kind})"
