@@ -9,8 +9,29 @@ optimizer.step()
 """
 
 from . import amp as amp
-from .api import *  # noqa: F403
-from .api import __all__ as _api_names
+from .api import (
+    Stats,
+    disable_casts,
+    float_function,
+    get_original,
+    half_function,
+    initialize,
+    is_patched,
+    load_state_dict,
+    master_params,
+    promote_function,
+    refresh,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    reset,
+    scale,
+    scale_loss,
+    session,
+    state_dict,
+    stats,
+    unscale,
+)
 from .errors import (
     AmpError,
     ArgumentTypeError,
@@ -27,7 +48,6 @@ from .errors import (
 __version__ = "0.1.0"
 
 __all__ = [
-    *_api_names,
     "AmpError",
     "ArgumentTypeError",
     "BannedOpError",
@@ -38,5 +58,31 @@ __all__ = [
     "OptimizerError",
     "PolicyError",
     "SessionError",
+    "Stats",
     "amp",
+    "disable_casts",
+    "float_function",
+    "get_original",
+    "half_function",
+    "initialize",
+    "is_patched",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "refresh",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale",
+    "scale_loss",
+    "session",
+    "state_dict",
+    "stats",
+    "unscale",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names: wings and modules are no part of them."""
+    return [*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__", "__spec__"]

@@ -1,10 +1,9 @@
 """The public functions: Apex's names and signatures first, then what this package adds."""
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,14 @@ from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .reporting import say, set_verbosity
 from .session import Session, Stats, as_models, as_optimizers, device_type_of
 from .session import current as _current
+from .user_functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 
 __all__ = [
     "Stats",
@@ -40,8 +47,6 @@ __all__ = [
     "stats",
     "unscale",
 ]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def initialize(
@@ -94,6 +99,7 @@ def initialize(
             changed.
         SessionError: models under another policy are still alive.
     """
+    arguments = locals()  # those that override a property of the level
     returned = models if optimizers is None else (models, optimizers)
     set_verbosity(verbosity)
     if not enabled:
@@ -109,20 +115,8 @@ def initialize(
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-        "cast_model_outputs": cast_model_outputs,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-        "patch_torch_functions_type": patch_torch_functions_type,
-        "lists": lists,
-    }
     device_type = device_type_of(model_list)
-    policy = make_policy(opt_level, overrides, device_type=device_type, presets=presets)
+    policy = make_policy(opt_level, arguments, device_type=device_type, presets=presets)
     opened = _current.initialize(policy, model_list, optimizer_list, num_losses=num_losses, replace=replace)
     _announce(policy, opened)
     return returned
@@ -205,14 +199,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     `create_graph=True`, `unscale` them, and add the penalty to the loss that goes through `scale_loss`: an overflow on
     the way makes that loss overflow, so the scale recovers.
     """
-    if _current.state.is_disabled:
-        return tensors
-    scaler = _current.require().scaler(loss_id)
-    return (
-        tensors
-        if scaler.is_identity
-        else cast_tree(tensors, lambda tensor: tensor.float() * scaler.scale_on(tensor.device))
-    )
+    return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
@@ -220,14 +207,14 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 
     Differentiable; the dtype is kept.
     """
-    if _current.state.is_disabled:
-        return gradients
-    scaler = _current.require().scaler(loss_id)
-    return (
-        gradients
-        if scaler.is_identity
-        else cast_tree(gradients, lambda gradient: gradient / scaler.scale_on(gradient.device))
-    )
+    return _with_scale(gradients, loss_id, lambda gradient, scale: gradient / scale)
+
+
+def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    scaler = None if _current.state.is_disabled else _current.require().scaler(loss_id)
+    if scaler is None or scaler.is_identity:
+        return tensors
+    return cast_tree(tensors, lambda tensor: apply(tensor, scaler.scale_on(tensor.device)))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -288,77 +275,6 @@ def disable_casts() -> Iterator[None]:
         return
     with opened.switch.region(Mode.OFF):
         yield
-
-
-def half_function(function: Function) -> Function:
-    """Decorate a function to run in the low dtype, like a whitelisted op, whenever a session patches functions."""
-    return _decorate(function, "whitelist")  # type: ignore[no-any-return]
-
-
-def float_function(function: Function) -> Function:
-    """Decorate a function to run in float32, like a blacklisted op, whenever a session patches functions."""
-    return _decorate(function, "blacklist")  # type: ignore[no-any-return]
-
-
-def promote_function(function: Function) -> Function:
-    """Decorate a function to run in the widest dtype of its arguments whenever a session patches functions."""
-    return _decorate(function, "promote")  # type: ignore[no-any-return]
-
-
-def _decorate(function: Any, kind: str) -> Any:
-    if isinstance(function, staticmethod):
-        return staticmethod(_decorate(function.__func__, kind))
-    if isinstance(function, classmethod):
-        return classmethod(_decorate(function.__func__, kind))
-    casts: Any = None
-    cast_function = function
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal casts, cast_function
-        opened = _current.state.session
-        if opened is None or opened.casts is None:
-            return function(*args, **kwargs)
-        if casts is not opened.casts:
-            casts, cast_function = opened.casts, opened.casts.wrap(kind, function)
-        return cast_function(*args, **kwargs)
-
-    return wrapper
-
-
-def register_half_function(module: Any, name: str) -> None:
-    """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say.
-
-    Raises ValueError if there is no such name.
-    """
-    _register(module, name, "whitelist")
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say.
-
-    Raises ValueError if there is no such name.
-    """
-    _register(module, name, "blacklist")
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Have `module.name` run in its widest input dtype, from the next `initialize` on.
-
-    Raises ValueError if there is no such name.
-    """
-    _register(module, name, "promote")
-
-
-def _register(module: Any, name: str, kind: str) -> None:
-    owner = getattr(module, "__name__", module)
-    if not hasattr(module, name):
-        raise ValueError(f"{owner} has no function {name!r} to register")
-    if not callable(getattr(module, name)):
-        raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered")
-    registered = _current.state.registered
-    registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
-    registered.append((module, name, kind))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ FLOORS = (
     "casting",
     "training",
     "session",
+    "user_functions",
     "api",
     "amp",
     "__init__",

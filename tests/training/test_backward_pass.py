@@ -143,9 +143,9 @@ def test_reset_in_a_backward_hook_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
     handle = model[0].weight.register_hook(lambda gradient: amp.reset())
-    with pytest.raises(amp.SessionError, match="leave it before"):
-        with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
-            scaled.backward()
+    block = amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer)
+    with pytest.raises(amp.SessionError, match="leave it before"), block as scaled:
+        scaled.backward()
     handle.remove()
     amp.reset()
     assert find_changes() == []
