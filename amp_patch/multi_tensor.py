@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .torch_private import foreach_copy_
+
 Group = tuple[list[Tensor], list[Tensor]]
 """Targets and sources."""
 
@@ -23,4 +25,4 @@ def copy_(groups: Iterable[Group]) -> None:
     """Copy sources into targets, in one kernel for each group."""
     with torch.inference_mode(False), torch.no_grad():
         for targets, sources in groups:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from ..config import OpLists
 from ..dtypes import CASTABLE
 from ..patching import Patch, Patcher
+from ..torch_private import JIT_TRACE, VF, get_first_weight
 from .mode import Switch
 from .weight_cache import WeightLinks
 from .wrappers import OpCasts
@@ -36,13 +37,13 @@ def plan_patches(
             continue
         yield plan_op(owner, name, kind, casts)
     yield Patch(torch.utils.checkpoint, "checkpoint", lambda original: _replaying_checkpoint(original, casts.switch))
-    if any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
+    if any(spelling.owner is VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
         yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
     yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
     if links is not None:
         # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught
         # below
-        yield Patch(torch.jit._trace, "_trace_impl", lambda original: _bypassing_links(original, links))
+        yield Patch(*JIT_TRACE, lambda original: _bypassing_links(original, links))
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
@@ -71,7 +72,7 @@ def _checking_shapes(original: Callable[..., Any], casts: OpCasts) -> Callable[.
     """Recurrent layers refuse an input of another dtype than their weights before the patched op can cast both."""
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
-        weight = module._flat_weights[0]
+        weight = get_first_weight(module)
         if (
             casts.switch.is_on_here()
             and weight is not None

@@ -26,6 +26,14 @@ from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, TensorCast
 from ..multi_tensor import copy_, group_pairs
+from ..torch_private import (
+    get_storage_address,
+    get_storage_uses,
+    get_tensor_uses,
+    get_tracing_state,
+    get_version,
+    peek_interpreter_stack,
+)
 
 LiveLink = tuple[Tensor, int, int, bool]
 """The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
@@ -42,7 +50,7 @@ class _Link:
 
     def count_uses(self) -> tuple[int, int]:
         """Count the holders of the copy and of its memory: a graph saves the tensor itself or a view of it."""
-        return self.copy._use_count(), torch._C._storage_Use_Count(self.memory)  # type: ignore[attr-defined]
+        return get_tensor_uses(self.copy), get_storage_uses(self.memory)
 
     def is_held(self) -> bool:
         """Tell whether a graph needs the values that the copy has now."""
@@ -55,7 +63,7 @@ def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...
 
 
 def _signature(parameter: Tensor) -> tuple[int, int, bool]:
-    return parameter._version, parameter.data_ptr(), parameter.requires_grad
+    return get_version(parameter), parameter.data_ptr(), parameter.requires_grad
 
 
 def are_kept_on(device_type: str) -> bool:
@@ -136,7 +144,7 @@ class WeightLinks:
                 return self._keep_or_refresh(tensor, plain_cast)
             copy = plain_cast(tensor)
             if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
-                live[key] = (copy, tensor._version, tensor.data_ptr(), tensor.requires_grad)
+                live[key] = (copy, get_version(tensor), tensor.data_ptr(), tensor.requires_grad)
             return copy
 
         return cast
@@ -158,7 +166,7 @@ class WeightLinks:
 
     def _keep(self, parameter: Tensor, copy: Tensor) -> None:
         alias = copy.detach()
-        link = _Link(parameter, copy, alias, _layout(parameter), alias.untyped_storage()._cdata)
+        link = _Link(parameter, copy, alias, _layout(parameter), get_storage_address(alias))
         link.idle_uses = link.count_uses()
         self._links[id(parameter)] = link
         self.live[id(parameter)] = (copy, *_signature(parameter))
@@ -222,8 +230,4 @@ def _can_link(tensor: Tensor) -> bool:
     """
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (
-        torch._C._get_tracing_state()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
-    )
+    return not (get_tracing_state() or peek_interpreter_stack() is not None or torch.compiler.is_compiling())

@@ -22,6 +22,7 @@ from ..config import OpLists, Policy, load_oplists
 from ..errors import ArgumentTypeError, OptimizerError, PolicyError, SessionError
 from ..patching import Patcher, references
 from ..reporting import find_stacklevel
+from ..torch_private import get_own_children, get_own_parameters
 from ..training import (
     BackwardPasses,
     GradientSet,
@@ -307,9 +308,11 @@ class Session:
             if id(module) not in seen:
                 seen.add(id(module))
                 found.update(
-                    (id(parameter), parameter) for parameter in module._parameters.values() if parameter is not None
+                    (id(parameter), parameter)
+                    for parameter in get_own_parameters(module).values()
+                    if parameter is not None
                 )
-                modules.extend(child for child in module._modules.values() if child is not None)
+                modules.extend(child for child in get_own_children(module).values() if child is not None)
         return [
             parameter for key, parameter in found.items() if key not in owned and self._masters.get(parameter) is None
         ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..multi_tensor import copy_, group_pairs
+from ..torch_private import foreach_add_
 from .loss_scaler import OverflowCheck, dense_values, rescale_, unscale_
 from .masters import Pair
 
@@ -169,7 +170,7 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             sums.append(total)
             addends.append(gradient)
     if sums:
-        torch._foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
+        foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
 
 
 def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values, update_scale_
+
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 GROWTH_INTERVAL = 2000
@@ -158,7 +160,7 @@ class LossScaler:
         if not self.is_dynamic:
             return scale, good_steps + 1
         found_inf = combine_flags(due).to(scale.device)
-        torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
+        update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
         # good
         return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
@@ -233,7 +235,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | 
             if check is None or check.found_inf.device != device
             else check.found_inf
         )
-        torch._amp_foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
+        foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
         if check is not None and found_inf is not check.found_inf:
             check.found_inf.copy_(torch.maximum(check.found_inf, found_inf.to(check.found_inf.device)))
 
@@ -241,7 +243,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | 
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` in place, so that a backward pass of a loss scaled by it may add to them."""
     for (device, _), values_of_group in _group_values(gradients).items():
-        torch._foreach_mul_(values_of_group, scale.to(device))
+        foreach_mul_(values_of_group, scale.to(device))
 
 
 def _group_values(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
@@ -254,5 +256,5 @@ def _group_values(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch
 
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
-    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    values = get_sparse_values(gradient) if gradient.layout == torch.sparse_coo else gradient
     return torch.view_as_real(values) if values.is_complex() else values

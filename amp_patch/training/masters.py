@@ -1,17 +1,15 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
-import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from ..multi_tensor import Group, copy_, group_pairs
+from ..torch_private import get_version
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
-
-_get_version = operator.attrgetter("_version")
 
 
 class _State:
@@ -20,7 +18,7 @@ class _State:
     """
 
     def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
-        self.versions = list(map(_get_version, tensors))
+        self.versions = list(map(get_version, tensors))
         self.addresses = list(map(Tensor.data_ptr, tensors))
         # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
         # first
@@ -32,7 +30,7 @@ class _State:
     def see(self, index: int, tensor: Tensor) -> None:
         """Take over the state of one tensor."""
         self.versions[index], self.addresses[index], self.aliases[index] = (
-            tensor._version,
+            get_version(tensor),
             tensor.data_ptr(),
             tensor.detach(),
         )

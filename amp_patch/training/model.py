@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..casting import Mode, Switch, WeightLinks, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..torch_private import BatchNormBase
 from .masters import Masters
 from .model_hooks import CastInputs, CastOutputs, DoubtLinks, Float32StateDict, LoadMasters, RegionHooks, SyncMasters
 from .module_runs import decide_runs, find_borders
@@ -106,7 +107,7 @@ class ModelBinding:
                 tensor.dtype == (torch.float32 if run == "float32" else low)
                 for tensor in module.parameters(recurse=False)
             )
-            if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
+            if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
                 self._add(
                     module.register_forward_pre_hook(
                         CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
@@ -146,11 +147,7 @@ def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Mo
     """
     seen = ids_beside_opaque(model)
     for module in model.modules():
-        is_kept = (
-            runs[module] == "float32"
-            if module in runs
-            else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
-        )
+        is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:
             seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for tensor in (*model.parameters(), *model.buffers()):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..casting import Mode, Switch, WeightLinks, cast_tree
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
 
 
@@ -141,7 +142,7 @@ class Float32StateDict(_SessionHook):
         if masters is None:
             return
         masters.sync()
-        own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
@@ -158,7 +159,7 @@ class LoadMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        for name, parameter in module._parameters.items():
+        for name, parameter in get_own_parameters(module).items():
             value = state_dict.get(prefix + name)
             master = None if parameter is None else masters.get(parameter)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..casting import Mode, Switch, WeightLinks
 from ..dtypes import LOW_DTYPES, is_opaque
 from ..errors import OptimizerError
+from ..torch_private import mark_step_called
 from .fused_skip import DeviceSkip, skip_by
 from .gradients import GradientSet
 from .loss_scaler import LossScaler, OverflowCheck
@@ -275,9 +276,7 @@ class OptimizerBinding:
             flag = outcome.get_flag()
         result = None
         if flag is None and outcome.find_overflowed(is_dynamic=True):
-            optimizer._opt_called = (
-                True  # what LR schedulers look at: a skipped step is no reason to warn about their order
-            )
+            mark_step_called(optimizer)
         else:
             result = self._take_step(flag, original, args, kwargs)
         try:
