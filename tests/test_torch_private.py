@@ -137,6 +137,24 @@ def test_a_planted_use_is_found(source: str, found: set[str]) -> None:
     assert find_private_uses(ast.parse(source), frozenset({"_own"})) == found
 
 
+def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
+    """What a module takes of `torch.compiler` and of the names that are there for Dynamo."""
+    chains = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return (FOR_DYNAMO & imported) | {
+        chain for chain in chains if chain.startswith("torch.compiler.") or chain.rpartition(".")[2] in FOR_DYNAMO
+    }
+
+
+FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "TracingContext", "build_dynamo_tables", "mark_constant"}
+
+
+def test_only_compiling_touches_dynamo() -> None:
+    users = {str(path.relative_to(PACKAGE)) for path, tree in TREES.items() if find_uses_of_dynamo(tree)}
+    assert users == {"casting/compiling.py"}
+    assert find_uses_of_dynamo(TREES[PACKAGE / "casting/compiling.py"]) >= FOR_DYNAMO | {"torch.compiler.reset"}
+
+
 # ---- each name exists ------------------------------------------------------------------------------------------------
 
 

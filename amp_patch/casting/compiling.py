@@ -15,6 +15,9 @@ import torch
 
 from ..torch_private import DYNAMO, IDLE_DEVICE_TYPES, TracingContext, build_dynamo_tables, mark_constant
 
+is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+"""Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
+
 
 def prime() -> None:
     """Have Dynamo and torch.overrides build their tables of torch functions now, while every name is torch's own."""

@@ -34,6 +34,7 @@ from ..torch_private import (
     get_version,
     peek_interpreter_stack,
 )
+from .compiling import is_compiling, is_dynamo_compiling
 
 LiveLink = tuple[Tensor, int, int, bool]
 """The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
@@ -109,7 +110,6 @@ class WeightLinks:
         `plain_cast`.
         """
         live, cast_unlinked = self.live, self.make_cast_unlinked(plain_cast)
-        is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
         def to_low(tensor: Tensor) -> Tensor:
             if is_dynamo_compiling():
@@ -230,4 +230,4 @@ def _can_link(tensor: Tensor) -> bool:
     """
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (get_tracing_state() or peek_interpreter_stack() is not None or torch.compiler.is_compiling())
+    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling())

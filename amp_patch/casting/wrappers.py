@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
 from ..errors import BannedOpError
+from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import LiveLink, WeightLinks
@@ -112,7 +113,7 @@ class OpCasts:
             self.whitelist(original),
         )
         to_low_unlinked, plain_classes = self.to_low_unlinked, PLAIN_CLASSES
-        float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
+        float32, by_lists = torch.float32, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) < 2 or is_dynamo_compiling():

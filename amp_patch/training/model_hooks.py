@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightLinks, cast_tree
+from ..casting import Mode, Switch, WeightLinks, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
@@ -59,7 +59,7 @@ class RegionHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the inputs and open the region."""
-        if torch.compiler.is_dynamo_compiling():
+        if compiling.is_dynamo_compiling():
             self._is_traced.append(self.switch.is_on_here())
             if not self._is_traced[-1]:
                 return args, kwargs
@@ -73,7 +73,7 @@ class RegionHooks:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
-        if torch.compiler.is_dynamo_compiling():
+        if compiling.is_dynamo_compiling():
             if self._is_traced.pop():
                 self.switch.leave_traced()
         elif self._entries.stack and (entry := self._entries.stack.pop()) is not None:
@@ -114,7 +114,7 @@ class DoubtLinks(_SessionHook):
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if compiling.is_compiling() or torch.is_grad_enabled():
             return
         links: WeightLinks | None = self._target()
         if links is not None:
@@ -126,7 +126,7 @@ class SyncMasters(_SessionHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is not None and not torch.compiler.is_compiling():
+        if masters is not None and not compiling.is_compiling():
             masters.sync()
 
 
