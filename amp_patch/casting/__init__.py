@@ -1,12 +1,12 @@
 """Which tensors an op gets: wrappers around listed ops, whether they act in a thread, and the cache of low weights."""
 
 from . import compiling as compiling
-from .deferred import LateOps as LateOps
+from .deferred import DeferredOps as DeferredOps
 from .mode import Mode as Mode
 from .mode import Switch as Switch
 from .patches import Registration as Registration
 from .patches import plan_patches as plan_patches
 from .patches import plan_reload_patch as plan_reload_patch
 from .tree import cast_tree as cast_tree
-from .weight_cache import WeightLinks as WeightLinks
+from .weight_cache import WeightCache as WeightCache
 from .wrappers import OpCasts as OpCasts

@@ -11,7 +11,7 @@ import torch
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .weight_cache import LiveLink
+from .weight_cache import ValidEntry
 
 Op = Callable[..., Any]
 
@@ -38,9 +38,9 @@ class FastPaths:
     Args:
         switch: whether the casts act.
         low: the 16-bit dtype of whitelisted ops.
-        to_low: casts any tensor, a weight through its link.
-        to_low_unlinked: the same for a weight without a live link.
-        live: the live links, by the parameter's id.
+        to_low: casts any tensor, a weight by its entry in the cache.
+        to_low_uncached: the same for a weight without a valid entry.
+        valid: the valid entries of the cache, by the parameter's id.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class FastPaths:
         switch: Switch,
         low: torch.dtype,
         to_low: TensorCast,
-        to_low_unlinked: TensorCast,
-        live: Mapping[int, LiveLink],
+        to_low_uncached: TensorCast,
+        valid: Mapping[int, ValidEntry],
     ) -> None:
         self._switch = switch
         self._low = low
         self._to_low = to_low
-        self._to_low_unlinked = to_low_unlinked
-        self._live = live
+        self._to_low_uncached = to_low_uncached
+        self._valid = valid
 
     def find(self, kind: str, name: str) -> Callable[[Op, Op], Op] | None:
         """Return what makes the fast path of torch's op `name` under a rule from the op and `walk`; None if it has
@@ -65,7 +65,7 @@ class FastPaths:
         return None if path is None else getattr(self, path)
 
     def weighted(self, original: Op, walk: Op) -> Op:
-        """For calls with (input, weight, bias, ...): links are looked up in place."""
+        """For calls with (input, weight, bias, ...): the cache is looked up in place."""
         switch, low, float32, by_lists, plain_classes = (
             self._switch,
             self._low,
@@ -73,7 +73,7 @@ class FastPaths:
             Mode.BY_LISTS,
             PLAIN_CLASSES,
         )
-        to_low, to_low_unlinked, get_live = self._to_low, self._to_low_unlinked, self._live.get
+        to_low, to_low_uncached, get_entry = self._to_low, self._to_low_uncached, self._valid.get
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) < 2 or is_dynamo_compiling():
@@ -85,27 +85,27 @@ class FastPaths:
                 if value.dtype is not low:
                     value = to_low(value)
                 if (dtype := weight.dtype) is not low:
-                    link = get_live(id(weight)) if dtype is float32 else None
+                    entry = get_entry(id(weight)) if dtype is float32 else None
                     if (
-                        link is not None
-                        and link[1] == weight._version
-                        and link[2] == weight.data_ptr()
-                        and link[3] is weight.requires_grad
+                        entry is not None
+                        and entry[1] == weight._version
+                        and entry[2] == weight.data_ptr()
+                        and entry[3] is weight.requires_grad
                     ):
-                        weight = link[0]
+                        weight = entry[0]
                     elif weight.__class__ not in plain_classes and is_opaque(weight):
                         return walk(*args)
                     else:
-                        weight = to_low_unlinked(weight)
+                        weight = to_low_uncached(weight)
                 if bias is not None and (dtype := bias.dtype) is not low:
-                    link = get_live(id(bias)) if dtype is float32 else None
+                    entry = get_entry(id(bias)) if dtype is float32 else None
                     fresh = (
-                        link is not None
-                        and link[1] == bias._version
-                        and link[2] == bias.data_ptr()
-                        and link[3] is bias.requires_grad
+                        entry is not None
+                        and entry[1] == bias._version
+                        and entry[2] == bias.data_ptr()
+                        and entry[3] is bias.requires_grad
                     )
-                    bias = link[0] if fresh else to_low_unlinked(bias)  # type: ignore[index]
+                    bias = entry[0] if fresh else to_low_uncached(bias)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
             return original(value, weight, bias, *others) if len(args) > 2 else original(value, weight)

@@ -15,7 +15,7 @@ from ..dtypes import CASTABLE
 from ..patching import Patch, Patcher
 from ..torch_private import JIT_TRACE, VF, get_first_weight
 from .mode import Switch
-from .weight_cache import WeightLinks
+from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
 Registration = tuple[Any, str, str]
@@ -23,7 +23,7 @@ Registration = tuple[Any, str, str]
 
 
 def plan_patches(
-    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, links: WeightLinks | None, patcher: Patcher
+    oplists: OpLists, registered: Sequence[Registration], casts: OpCasts, cache: WeightCache | None, patcher: Patcher
 ) -> Iterator[Patch]:
     """Yield a patch for every listed spelling, for the user's registrations in their place, for activation
     checkpointing and for tracing.
@@ -40,10 +40,10 @@ def plan_patches(
     if any(spelling.owner is VF and spelling.kind == "whitelist" for spelling in oplists.spellings):
         yield Patch(torch.nn.RNNBase, "check_input", lambda original: _checking_shapes(original, casts))
     yield Patch(torch.jit, "script", lambda original: _reading_originals(original, patcher))
-    if links is not None:
+    if cache is not None:
         # not torch.jit.trace itself: Dynamo wraps that for good when it first compiles, and our patch would be caught
         # below
-        yield Patch(*JIT_TRACE, lambda original: _bypassing_links(original, links))
+        yield Patch(*JIT_TRACE, lambda original: _bypassing_cache(original, cache))
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
@@ -98,11 +98,11 @@ def _reading_originals(original: Callable[..., Any], patcher: Patcher) -> Callab
     return script
 
 
-def _bypassing_links(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:
-    """A trace must record the casts of the weights; a link would be recorded as a constant."""
+def _bypassing_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
+    """A trace must record the casts of the weights; a cached copy would be recorded as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        with links.bypassed():
+        with cache.bypassed():
             return original(*args, **kwargs)
 
     return trace

@@ -16,7 +16,7 @@ from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
 from .tensor_cast import cast_nested, make_plain_cast
-from .weight_cache import WeightLinks
+from .weight_cache import WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
@@ -29,18 +29,18 @@ class OpCasts:
         switch: whether the casts act.
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
-        links: the cache of low-precision weights, or None to cast weights at each use.
+        cache: the cache of low-precision weights, or None to cast weights at each use.
     """
 
-    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, links: WeightLinks | None) -> None:
+    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, cache: WeightCache | None) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
         plain = make_plain_cast(low, device_type)
-        self.to_low = plain if links is None else links.make_cast(plain)
+        self.to_low = plain if cache is None else cache.make_cast(plain)
         self.to_float = make_plain_cast(torch.float32, device_type)
-        unlinked = plain if links is None else links.make_cast_unlinked(plain)
-        self._fast_paths = FastPaths(switch, low, self.to_low, unlinked, {} if links is None else links.live)
+        uncached = plain if cache is None else cache.make_cast_uncached(plain)
+        self._fast_paths = FastPaths(switch, low, self.to_low, uncached, {} if cache is None else cache.valid)
         self._makers: dict[str, Callable[[Op], Op]] = {
             "whitelist": self.whitelist,
             "blacklist": self.blacklist,

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import LateOps, OpCasts, Registration, Switch, WeightLinks, compiling, plan_patches, plan_reload_patch
+from ..casting import (
+    DeferredOps,
+    OpCasts,
+    Registration,
+    Switch,
+    WeightCache,
+    compiling,
+    plan_patches,
+    plan_reload_patch,
+)
 from ..config import OpLists, Policy, load_oplists
 from ..errors import ArgumentTypeError, OptimizerError, PolicyError, SessionError
 from ..patching import Patcher, references
@@ -80,7 +89,7 @@ class Session:
         )  # held while the patchers are at work: ops of packages imported late come from any thread
         self.oplists: OpLists | None = None
         self.casts: OpCasts | None = None
-        self._links: WeightLinks | None = None
+        self._links: WeightCache | None = None
         self._masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
@@ -94,7 +103,7 @@ class Session:
                     " of a list have an effect, and there are none in these; use O1 or O4"
                 )
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
-            self._links = WeightLinks(policy.patch_torch_functions_type, device_type)
+            self._links = WeightCache(policy.patch_torch_functions_type, device_type)
             self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
         self.add_scalers(num_losses)
 
@@ -207,7 +216,7 @@ class Session:
         if self._links is not None:
             hook = register_optimizer_step_post_hook(StepHook(self._links.mark_updated))
             undo.callback(hook.remove)
-        late = LateOps(
+        late = DeferredOps(
             self.oplists,
             [(owner, name) for owner, name, _ in self._registered],
             self.casts,
@@ -230,7 +239,7 @@ class Session:
             functions = [
                 (patcher, references.functions_of(patcher)) for patcher in (self.patcher, self._module_patcher)
             ]
-            stuck = references.bind(functions, models, with_modules=with_modules)
+            stuck = references.redirect(functions, models, with_modules=with_modules)
         if stuck:
             warnings.warn(references.describe_stuck(stuck), stacklevel=find_stacklevel())
 
@@ -318,9 +327,9 @@ class Session:
         ]
 
     def refresh(self) -> None:
-        """Have every link refreshed before its next use, and copy masters to their parameters."""
+        """Invalidate the low copies of weights, and copy masters to their parameters."""
         if self._links is not None:
-            self._links.doubt_all()
+            self._links.invalidate_all()
         self._masters.push()
 
     def forget_optimizer(self, binding: OptimizerBinding) -> None:
@@ -373,7 +382,7 @@ class Session:
 
     def _end_pass(self) -> None:
         if self._links is not None:
-            self._links.doubt_all()
+            self._links.invalidate_all()
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises IndexError if there is none."""

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightLinks, compiling
+from ..casting import Mode, Switch, WeightCache, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..torch_private import BatchNormBase
 from .masters import Masters
-from .model_hooks import CastInputs, CastOutputs, DoubtLinks, Float32StateDict, LoadMasters, RegionHooks, SyncMasters
+from .model_hooks import (
+    CastInputs,
+    CastOutputs,
+    Float32StateDict,
+    InvalidateCache,
+    LoadMasters,
+    RegionHooks,
+    SyncMasters,
+)
 from .module_runs import decide_runs, find_borders
 
 
@@ -32,7 +40,7 @@ class ModelBinding:
         model: nn.Module,
         policy: Policy,
         masters: Masters,
-        links: WeightLinks | None,
+        links: WeightCache | None,
         rules: Sequence[ModuleRule],
         switch: Switch,
     ) -> None:
@@ -74,7 +82,7 @@ class ModelBinding:
         if output_dtype is not None:
             self._add(model.register_forward_hook(CastOutputs(output_dtype)))
         if self._links is not None:
-            self._add(model.register_forward_hook(DoubtLinks(self._links)))
+            self._add(model.register_forward_hook(InvalidateCache(self._links)))
 
     def undo(self) -> None:
         """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightLinks, cast_tree, compiling
+from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
@@ -108,17 +108,15 @@ class _SessionHook:
         return type(self), ()
 
 
-class DoubtLinks(_SessionHook):
-    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used
-    again.
-    """
+class InvalidateCache(_SessionHook):
+    """Forward hook: an outermost forward without gradients invalidates the low copies of weights."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if compiling.is_compiling() or torch.is_grad_enabled():
             return
-        links: WeightLinks | None = self._target()
+        links: WeightCache | None = self._target()
         if links is not None:
-            links.doubt_all()
+            links.invalidate_all()
 
 
 class SyncMasters(_SessionHook):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..casting import Mode, Switch, WeightLinks
+from ..casting import Mode, Switch, WeightCache
 from ..dtypes import LOW_DTYPES, is_opaque
 from ..errors import OptimizerError
 from ..torch_private import mark_step_called
@@ -46,7 +46,7 @@ class OptimizerBinding:
         masters: Masters,
         use_masters: bool,
         switch: Switch,
-        links: WeightLinks | None,
+        links: WeightCache | None,
         scalers: Sequence[LossScaler],
         get_names: Callable[[Iterable[Tensor]], list[str]],
     ) -> None:

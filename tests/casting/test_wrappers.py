@@ -17,7 +17,7 @@ from torch import Tensor
 
 import amp_patch
 from amp_patch.casting.mode import Mode, Switch
-from amp_patch.casting.weight_cache import WeightLinks
+from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
 from amp_patch.errors import AmpError, BannedOpError
 
@@ -32,10 +32,10 @@ def dtype_id(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_casts(low: torch.dtype = torch.bfloat16, *, links: WeightLinks | None = None) -> OpCasts:
+def make_casts(low: torch.dtype = torch.bfloat16, *, cache: WeightCache | None = None) -> OpCasts:
     switch = Switch()
     switch.turn_on()
-    return OpCasts(switch, low, "cpu", links)
+    return OpCasts(switch, low, "cpu", cache)
 
 
 @pytest.fixture
@@ -615,10 +615,10 @@ def count_frames(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("has_bias", [True, False, None], ids=["bias", "bias-none", "bias-left-out"])
 def test_linear_with_cached_weights_takes_one_frame_and_one_for_each_parameter(has_bias: bool | None) -> None:
-    links = WeightLinks(torch.bfloat16, "cpu")
+    cache = WeightCache(torch.bfloat16, "cpu")
     parameters = [torch.nn.Parameter(rand(3, 4)), torch.nn.Parameter(rand(3))][: 1 + bool(has_bias)]
-    links.own(parameters)
-    linear = make_casts(links=links).wrap("whitelist", F.linear)
+    cache.own(parameters)
+    linear = make_casts(cache=cache).wrap("whitelist", F.linear)
     x = rand(2, 4, dtype=torch.bfloat16)
     arguments = (x, *parameters) if has_bias is not False else (x, *parameters, None)
     linear(*arguments)
