@@ -57,7 +57,7 @@ def is_castable(tensor: Tensor, device_type: str | None = None) -> bool:
     """Tell whether `tensor` is float16, bfloat16 or float32, not opaque, and, if a device type is given, lives on such
     a device.
     """
-    if tensor.dtype not in CASTABLE or tensor.is_quantized or is_opaque(tensor):
+    if tensor.dtype not in CASTABLE or is_opaque(tensor):
         return False
     return device_type is None or tensor.device.type == device_type
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from .compiling import is_dynamo_compiling
@@ -38,7 +39,8 @@ class FastPaths:
     Args:
         switch: whether the casts act.
         low: the 16-bit dtype of whitelisted ops.
-        to_low: casts any tensor, a weight by its entry in the cache.
+        plain_cast: casts any tensor.
+        to_low: the same by the entry of the cache, if there is one.
         to_low_uncached: the same for a weight without a valid entry.
         valid: the valid entries of the cache, by the parameter's id.
     """
@@ -47,12 +49,14 @@ class FastPaths:
         self,
         switch: Switch,
         low: torch.dtype,
+        plain_cast: TensorCast,
         to_low: TensorCast,
         to_low_uncached: TensorCast,
         valid: Mapping[int, ValidEntry],
     ) -> None:
         self._switch = switch
         self._low = low
+        self._plain_cast = plain_cast
         self._to_low = to_low
         self._to_low_uncached = to_low_uncached
         self._valid = valid
@@ -65,15 +69,11 @@ class FastPaths:
         return None if path is None else getattr(self, path)
 
     def weighted(self, original: Op, walk: Op) -> Op:
-        """For calls with (input, weight, bias, ...): the cache is looked up in place."""
-        switch, low, float32, by_lists, plain_classes = (
-            self._switch,
-            self._low,
-            torch.float32,
-            Mode.BY_LISTS,
-            PLAIN_CLASSES,
-        )
-        to_low, to_low_uncached, get_entry = self._to_low, self._to_low_uncached, self._valid.get
+        """For calls with (input, weight, bias, ...): weight and bias are looked up in the cache in place, the input is
+        not.
+        """
+        switch, low, float32, by_lists = self._switch, self._low, torch.float32, Mode.BY_LISTS
+        plain_cast, to_low_uncached, get_entry = self._plain_cast, self._to_low_uncached, self._valid.get
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) < 2 or is_dynamo_compiling():
@@ -83,29 +83,27 @@ class FastPaths:
             value, weight, bias, *others = args if len(args) > 2 else (*args, None)
             try:
                 if value.dtype is not low:
-                    value = to_low(value)
+                    value = plain_cast(value)
                 if (dtype := weight.dtype) is not low:
                     entry = get_entry(id(weight)) if dtype is float32 else None
-                    if (
+                    is_valid = (
                         entry is not None
                         and entry[1] == weight._version
                         and entry[2] == weight.data_ptr()
                         and entry[3] is weight.requires_grad
-                    ):
-                        weight = entry[0]
-                    elif weight.__class__ not in plain_classes and is_opaque(weight):
+                    )
+                    if not is_valid and weight.__class__ not in PLAIN_CLASSES and is_opaque(weight):
                         return walk(*args)
-                    else:
-                        weight = to_low_uncached(weight)
+                    weight = entry[0] if is_valid else to_low_uncached(weight)  # type: ignore[index]
                 if bias is not None and (dtype := bias.dtype) is not low:
                     entry = get_entry(id(bias)) if dtype is float32 else None
-                    fresh = (
+                    is_valid = (
                         entry is not None
                         and entry[1] == bias._version
                         and entry[2] == bias.data_ptr()
                         and entry[3] is bias.requires_grad
                     )
-                    bias = entry[0] if fresh else to_low_uncached(bias)  # type: ignore[index]
+                    bias = entry[0] if is_valid else to_low_uncached(bias)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
             return original(value, weight, bias, *others) if len(args) > 2 else original(value, weight)
@@ -113,8 +111,9 @@ class FastPaths:
         return wrapper
 
     def product(self, original: Op, walk: Op) -> Op:
-        """For calls with two tensors."""
-        switch, low, to_low, by_lists = self._switch, self._low, self._to_low, Mode.BY_LISTS
+        """For calls with two tensors: an operand on the left that is no parameter is not looked up in the cache."""
+        switch, low, by_lists = self._switch, self._low, Mode.BY_LISTS
+        plain_cast, to_low = self._plain_cast, self._to_low
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
@@ -122,7 +121,7 @@ class FastPaths:
             left, right = args
             try:
                 if left.dtype is not low:
-                    left = to_low(left)
+                    left = plain_cast(left) if left.__class__ is Tensor else to_low(left)
                     if left is args[0] and is_opaque(left):
                         return walk(*args)
                 if right.dtype is not low:

@@ -109,10 +109,10 @@ class WeightCache:
         """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
         `plain_cast`.
         """
-        valid, cast_uncached = self.valid, self.make_cast_uncached(plain_cast)
+        valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or id(tensor) not in owned:
                 return plain_cast(tensor)
             entry = valid.get(id(tensor))
             if (

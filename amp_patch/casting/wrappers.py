@@ -40,7 +40,7 @@ class OpCasts:
         self.to_low = plain if cache is None else cache.make_cast(plain)
         self.to_float = make_plain_cast(torch.float32, device_type)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
-        self._fast_paths = FastPaths(switch, low, self.to_low, uncached, {} if cache is None else cache.valid)
+        self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
         self._makers: dict[str, Callable[[Op], Op]] = {
             "whitelist": self.whitelist,
             "blacklist": self.blacklist,
