@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
 from ..torch_private import foreach_add_, foreach_copy_, foreach_non_finite_check_and_unscale_
 from . import updates
 from .updates import Tensors
@@ -26,8 +27,7 @@ def _multiply(tensors: Tensors, factor: float | Tensor, flag: Tensor | None = No
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
         foreach_copy_(copies, list(tensors))
-    for indices in updates.get_places(copies):
-        part = [copies[index] for index in indices]
+    for (part,) in group(copies):
         found = torch.zeros((), dtype=torch.float32, device=part[0].device)
         scale = factor.to(found).reshape(()) if isinstance(factor, Tensor) else torch.full_like(found, factor)
         foreach_non_finite_check_and_unscale_(part, found, scale)

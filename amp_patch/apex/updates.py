@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
 from ..torch_private import (
     foreach_add,
     foreach_add_,
@@ -36,26 +37,15 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def get_places(*lists: Tensors) -> list[list[int]]:
-    """Return the indices of lists of equal length, in groups of the same device and dtype: what one foreach kernel can
-    take.
-    """
-    places: dict[tuple[object, ...], list[int]] = {}
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        places.setdefault(tuple((tensor.device, tensor.dtype) for tensor in tensors), []).append(index)
-    return list(places.values())
-
-
 def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Yield the lists at full precision, in parts that are on one device and of one dtype each, so that foreach kernels
     take them whole.
 
     What the loop body does to the `changed` lists is copied back when it has run.
     """
-    for indices in get_places(read, *changed):
-        targets = [[tensors[index] for index in indices] for tensors in changed]
+    for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
-        yield [_to_full([read[index] for index in indices]), *values]
+        yield [_to_full(sources), *values]
         for target, value in zip(targets, values, strict=True):
             if target is not value:
                 foreach_copy_(target, value)
@@ -71,12 +61,12 @@ def _to_full(tensors: list[Tensor]) -> list[Tensor]:
 
 def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor, 0-dim, at full precision. The norm of no elements is 0."""
-    results: dict[int, Tensor] = {}
-    for indices in get_places(tensors):
+    results: dict[int, Tensor] = {}  # by the tensor's id
+    for (part,) in group(tensors):
         # the maximum of nothing is an error to torch
-        part = [tensors[index] if tensors[index].numel() else tensors[index].new_zeros(1) for index in indices]
-        results.update(zip(indices, foreach_norm(part, order, dtype=full_dtype(part[0])), strict=True))
-    return [results[index] for index in range(len(tensors))]
+        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in part]
+        results.update(zip(map(id, part), foreach_norm(filled, order, dtype=full_dtype(part[0])), strict=True))
+    return [results[id(tensor)] for tensor in tensors]
 
 
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, TensorCast
-from ..multi_tensor import copy_, group_pairs
+from ..multi_tensor import copy_, group
 from ..torch_private import (
     get_storage_address,
     get_storage_uses,
@@ -190,7 +190,7 @@ class WeightCache:
                 self._drop(key)
                 continue
             refreshed.append(entry)
-        copy_(group_pairs([entry.alias for entry in refreshed], [entry.parameter for entry in refreshed]))
+        copy_(group([entry.alias for entry in refreshed], [entry.parameter for entry in refreshed]))
         for entry in refreshed:
             self.valid[id(entry.parameter)] = (entry.copy, *_signature(entry.parameter))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..multi_tensor import copy_, group_pairs
+from ..multi_tensor import copy_, group
 from ..torch_private import foreach_add_
 from .loss_scaler import OverflowCheck, dense_values, rescale_, unscale_
 from .masters import Pair
@@ -180,7 +180,7 @@ def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor
         for gradient, master in zip(low, masters, strict=True)
     ]
     dense = [index for index, gradient in enumerate(low) if gradient.layout == torch.strided]
-    copy_(group_pairs([full[index] for index in dense], [low[index] for index in dense]))
+    copy_(group([full[index] for index in dense], [low[index] for index in dense]))
     return full
 
 

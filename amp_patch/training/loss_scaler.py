@@ -6,12 +6,13 @@ host before. The scaler knows no optimizer.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
 from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values, update_scale_
 
 GROWTH_FACTOR = 2.0
@@ -223,35 +224,28 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, check: OverflowCheck | 
     Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` is 0-dim float32. Waits
     for nothing.
     """
-    groups = _group_values(gradients)
+    groups = group(map(dense_values, gradients))
     if not groups:
         return
     inverse = (
         scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
     )  # MPS has no float64
-    for (device, _), values_of_group in groups.items():
+    for (values,) in groups:
+        device = values[0].device
         found_inf = (
             torch.zeros((), dtype=torch.float32, device=device)
             if check is None or check.found_inf.device != device
             else check.found_inf
         )
-        foreach_non_finite_check_and_unscale_(values_of_group, found_inf, inverse.to(device))
+        foreach_non_finite_check_and_unscale_(values, found_inf, inverse.to(device))
         if check is not None and found_inf is not check.found_inf:
             check.found_inf.copy_(torch.maximum(check.found_inf, found_inf.to(check.found_inf.device)))
 
 
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` in place, so that a backward pass of a loss scaled by it may add to them."""
-    for (device, _), values_of_group in _group_values(gradients).items():
-        foreach_mul_(values_of_group, scale.to(device))
-
-
-def _group_values(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        values = dense_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    return groups
+    for (values,) in group(map(dense_values, gradients)):
+        foreach_mul_(values, scale.to(values[0].device))
 
 
 def dense_values(gradient: Tensor) -> Tensor:

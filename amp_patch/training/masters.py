@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..multi_tensor import Group, copy_, group_pairs
+from ..multi_tensor import Group, copy_, group
 from ..torch_private import get_version
 
 Pair = tuple[Tensor, Tensor]
@@ -106,7 +106,7 @@ class Masters:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self._parameters):
             if self._groups is None:
-                self._groups = group_pairs(self._parameters, self._masters)
+                self._groups = group(self._parameters, self._masters)
             copy_(self._groups)
             self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
@@ -121,7 +121,7 @@ class Masters:
         self._reconcile(pushing=True)
 
     def _push_some(self, indices: list[int]) -> None:
-        copy_(group_pairs([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
+        copy_(group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
         for index in indices:
             self._see(index)
 
