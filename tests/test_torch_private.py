@@ -18,7 +18,7 @@ from amp_patch import torch_private
 
 PACKAGE = Path(amp_patch.__file__).parent
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py"})
-HOT_PATHS = {"fast_paths.py", "weight_cache.py", "wrappers.py"}  # may use READ_IN_PLACE
+HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {"_amp_stash", "_DummyThread", "_SubParsersAction", "_getframe", "_initializing", "_make"}
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
