@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .errors import PolicyError, did_you_mean
+from .torch_private import disabled_torch_dispatch, get_local_tensor
 
 LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 """The 16-bit dtypes a session may run in."""
@@ -56,7 +57,7 @@ def is_castable(tensor: Tensor, device_type: str | None = None) -> bool:
     """Tell whether `tensor` is float16, bfloat16 or float32, not opaque, and, if a device type is given, lives on such
     a device.
     """
-    if tensor.dtype not in CASTABLE or tensor.is_quantized or is_opaque(tensor):
+    if tensor.dtype not in CASTABLE or is_opaque(tensor):
         return False
     return device_type is None or tensor.device.type == device_type
 
@@ -73,11 +74,8 @@ def is_opaque(tensor: Tensor) -> bool:
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:
         return False
     for base in kind.__mro__:
-        if (
-            vars(base).get("__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)
-            is not torch._C._disabled_torch_dispatch_impl
-        ):
-            inner = getattr(tensor, "_local_tensor", None)
+        if vars(base).get("__torch_dispatch__", disabled_torch_dispatch) is not disabled_torch_dispatch:
+            inner = get_local_tensor(tensor)
             is_of_torch = base.__module__.partition(".")[0] == "torch" and not issubclass(
                 kind, torch.sparse.SparseSemiStructuredTensor
             )

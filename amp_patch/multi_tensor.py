@@ -1,26 +1,34 @@
-"""Copies of many tensors in few kernels: `torch._foreach_copy_` on groups of one kind."""
+"""Many tensors in few kernels: groups of one device and dtype, and copies between them by `torch._foreach_copy_`."""
 
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-Group = tuple[list[Tensor], list[Tensor]]
-"""Targets and sources."""
+from .torch_private import foreach_copy_
+
+Group = tuple[list[Tensor], ...]
+"""Rows of equal length: the tensors of each are of one dtype, those of the first are on one device."""
+
+_get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
-def group_pairs(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> list[Group]:
-    """Return the pairs as groups of one device and one dtype on either side."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], Group] = {}
-    for target, source in zip(targets, sources, strict=True):
-        group = groups.setdefault((target.device, target.dtype, source.dtype), ([], []))
-        group[0].append(target)
-        group[1].append(source)
-    return list(groups.values())
+def group(*rows: Iterable[Tensor]) -> list[Group]:
+    """Split rows of equal length, such as targets and sources, into groups that one kernel takes.
+
+    Tensors that belong together are on one device, or the kernel copies between two. Order is kept.
+    """
+    lists = [list(row) for row in rows]
+    kinds = zip(map(_get_device, lists[0]), *[map(_get_dtype, row) for row in lists], strict=True)
+    groups: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
+    for kind, tensors in zip(kinds, zip(*lists, strict=True), strict=True):
+        groups.setdefault(kind, []).append(tensors)
+    return [tuple(map(list, zip(*columns, strict=True))) for columns in groups.values()]
 
 
 def copy_(groups: Iterable[Group]) -> None:
-    """Copy sources into targets, in one kernel for each group."""
+    """Copy the second row of each group, the sources, into the first, in one kernel for each group."""
     with torch.inference_mode(False), torch.no_grad():
         for targets, sources in groups:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)

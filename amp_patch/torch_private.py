@@ -1,0 +1,222 @@
+"""Every name of torch that is not public, and the only place that takes one from torch.
+
+Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.13.0. A missing name
+fails the import of this module, unless the comment says otherwise.
+
+The one exception is `Tensor._version`, which hot paths read in place (see `READ_IN_PLACE`).
+"""
+
+import operator
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext as TracingContext
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+# ---- many tensors in one kernel --------------------------------------------------------------------------------------
+
+# The multi-tensor ops of torch's own optimizers: semi-public, since torch.optim documents `foreach=True` by them.
+# Without them: a loop over the tensors, one kernel each.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_div = torch._foreach_div
+foreach_div_ = torch._foreach_div_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sqrt = torch._foreach_sqrt
+
+# Unscaling with the check for inf and NaN, and the growth rule of the scale: GradScaler's kernels.
+# Without them: isfinite, mul and where, which read the gradients twice.
+foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_ = torch._amp_update_scale_
+
+# Many tensors in one flat one and back, as torch's DistributedDataParallel lays out its buckets.
+# Without them: torch.cat of views, and split.
+flatten_dense_tensors: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
+unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+READ_IN_PLACE = frozenset({"_version"})
+"""`Tensor._version` goes up with each edit in place (but for fused optimizers). Hot paths read it for each weight: a
+call of `get_version` takes a quarter longer. Without it: copies of weights are made anew at each use.
+"""
+
+get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""The same, for what is called once in a while, and for `map`."""
+
+# How many hold a tensor and a storage, by the storage's address: whether a graph still needs a copy of a weight.
+# Without them: copies are never refreshed in place, only replaced.
+get_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def get_tensor_uses(tensor: Tensor) -> int:
+    """Count the holders of a tensor in C++. See `get_storage_uses`."""
+    return cast(int, tensor._use_count())  # type: ignore[attr-defined]
+
+
+def get_storage_address(tensor: Tensor) -> int:
+    """Return the address of the C++ storage, which `get_storage_uses` takes."""
+    return cast(int, tensor.untyped_storage()._cdata)
+
+
+def get_sparse_values(gradient: Tensor) -> Tensor:
+    """Return the stored values of a COO tensor, coalesced or not, in its own memory. Without it: `coalesce` first."""
+    return gradient._values()
+
+
+# What `__torch_dispatch__` and `__torch_function__` are where a class answers nothing itself.
+# Without them: subclasses of Parameter would pass for tensors that keep their values in another form.
+disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def get_local_tensor(tensor: Tensor) -> Any:
+    """Return what a DTensor keeps on this rank; None for other tensors, and without the name."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+"""Makes a tensor without data, of any device type: what autocast does to ops of devices that are not here."""
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+# What a module itself holds, without its children. Without them: `named_parameters(recurse=False)` and the like, which
+# take five times as long and leave out None.
+get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+
+BatchNormBase = _BatchNorm
+"""The base class of all batch normalization layers. Without it: a tuple of the public ones, which misses subclasses."""
+
+# What torch.nn.SyncBatchNorm asks of its input, for a class that runs its code and is none. Without them: no check.
+check_sync_batchnorm_dim: Any = nn.SyncBatchNorm._check_input_dim
+check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+
+
+def get_first_weight(layer: nn.RNNBase) -> Tensor | None:
+    """Return the weight whose dtype a recurrent layer compares its input with. Without it: the first parameter."""
+    return cast("list[Tensor | None]", layer._flat_weights)[0]
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+# The hooks around the steps of all optimizers: fused steps that skip on the device would run them as well.
+# Without them: every step with dynamic scaling waits for the device. The same goes for the next two functions.
+GLOBAL_PRE_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_pre_hooks
+GLOBAL_POST_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_post_hooks
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether hooks are registered on the steps of this optimizer."""
+    instance: Any = optimizer
+    return bool(instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer's kernels skip by a flag on the device, as torch's fused ones do. False without it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
+    """Tell whether an LR scheduler has put a function of its own around a bound `step`. False without it."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_step_called(optimizer: Optimizer) -> None:
+    """Have LR schedulers believe that `step` was called, which they warn about otherwise: a skipped step is no reason.
+
+    Without the name: that warning comes once, and is wrong.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# ---- autograd and tracing --------------------------------------------------------------------------------------------
+
+# Whether torch.jit.trace or a function transform (torch.func) is at work, which must see the casts of weights.
+# Without them: traces hold weights as constants, and transforms get no gradient of them.
+get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+# Where a trace of torch.jit starts, below what Dynamo wraps for good. Without it: patch torch.jit.trace.
+JIT_TRACE = (torch.jit._trace, "_trace_impl")
+
+# Which backward pass is running, and what has a function called at its end, in the thread that runs it.
+# Without them: reducing gradients after backward has to be asked for.
+get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
+queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+# ---- ops and dispatch ------------------------------------------------------------------------------------------------
+
+# The namespace through which recurrent layers call their kernels, and op lists patch them. Without it: no op of theirs.
+VF: types.ModuleType = torch._VF
+
+# Python functions count as ops when they name one of these modules as theirs: the other functions in `torch` load
+# files, seed generators, compile... Where the names change, op lists say that such functions are no ops.
+PYTHON_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank"})
+PYTHON_OP_MODULES |= {"torch._lobpcg"}
+C_MODULE = "torch._C"
+"""What functions in C++ that are no ops name as their module."""
+
+# What autocast's rules are read from: all ops, those with a kernel for it, their arguments, and the cast it makes.
+# Without them: the shipped lists of autocast's rules cannot be made anew.
+get_all_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+to_copy = torch.ops.aten._to_copy.default
+
+
+def get_op_arguments(op: Any) -> list[Any]:
+    """Return the arguments of an overload of an op by its schema."""
+    return list(op._schema.arguments)
+
+
+def has_cpu_flag(flag: str) -> bool:
+    """Tell whether torch sees an instruction set, such as "avx512_bf16", on this CPU. False where it cannot tell."""
+    probe = getattr(torch.cpu, f"_is_{flag}_supported", None)
+    return probe is not None and bool(probe())
+
+
+# ---- Dynamo: only casting/compiling uses what follows ----------------------------------------------------------------
+
+# `TracingContext`, imported above, is the compilation that is under way. Without it: regions are lost where
+# AOTAutograd runs a graph once more.
+
+DYNAMO = "torch._dynamo"
+
+
+def build_dynamo_tables() -> None:
+    """Have Dynamo build its tables of torch functions by what torch's names hold now.
+
+    Imports Dynamo, which takes most of a second. Without it: Dynamo has no rule for functions that are patched by then.
+    """
+    import torch._dynamo.trace_rules as trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+    trace_rules.get_tensor_method()
+
+
+def mark_constant(function: Callable[[], Any]) -> None:
+    """Have Dynamo call a function and take the result for a constant: `torch.compiler.assume_constant_result`, which
+    would import Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+IDLE_DEVICE_TYPES = ("ipu", "maia")
+"""Device types that torch keeps an autocast state for, and no longer runs on: Dynamo guards it, nobody uses it.
+
+Without any: code that was compiled inside a region is also run outside of it.
+"""

@@ -3,10 +3,8 @@
     python benchmarks/overhead.py --rounds 11 --json overhead.json
 
 Everything runs on the CPU: these are costs of the host. Patched and bare calls are the same Python code on tiny
-tensors; between the
-two the session is opened or closed, never a function swapped by hand. The bare call gets the tensors that the patched
-one ends up
-with, so that both run the same kernel.
+tensors; between the two the session is opened or closed, never a function swapped by hand. The bare call gets the
+tensors that the patched one ends up with, so that both run the same kernel.
 """
 
 import argparse
@@ -154,6 +152,14 @@ def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
             (low_rows, weight, bias),
         ),
         Call(
+            "whitelist: F.linear, float32 input: one cast",
+            F,
+            "linear",
+            lambda *a: F.linear(*a),
+            (low_rows, low_weight, low_bias),
+            (rows, weight, bias),
+        ),
+        Call(
             "whitelist: x @ w, low",
             Tensor,
             "__matmul__",
@@ -168,6 +174,14 @@ def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
             lambda x, w: x @ w,
             (low_rows, low_weight),
             (low_rows, weight),
+        ),
+        Call(
+            "whitelist: x @ w, float32 x: one cast",
+            Tensor,
+            "__matmul__",
+            lambda x, w: x @ w,
+            (low_rows, low_weight),
+            (rows, weight),
         ),
         Call(
             "whitelist: attention, low",

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
+from ..torch_private import foreach_add_, foreach_copy_, foreach_non_finite_check_and_unscale_
 from . import updates
 from .updates import Tensors
 
@@ -24,12 +26,11 @@ def _multiply(tensors: Tensors, factor: float | Tensor, flag: Tensor | None = No
     """Return copies at full precision, multiplied, and raise the flag if a tensor was not finite."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
-        torch._foreach_copy_(copies, list(tensors))
-    for indices in updates.get_places(copies):
-        part = [copies[index] for index in indices]
+        foreach_copy_(copies, list(tensors))
+    for (part,) in group(copies):
         found = torch.zeros((), dtype=torch.float32, device=part[0].device)
         scale = factor.to(found).reshape(()) if isinstance(factor, Tensor) else torch.full_like(found, factor)
-        torch._amp_foreach_non_finite_check_and_unscale_(part, found, scale)
+        foreach_non_finite_check_and_unscale_(part, found, scale)
         if flag is not None:
             _raise_flag(flag, found)
     return copies
@@ -55,7 +56,7 @@ def multi_tensor_axpby(
     terms = _multiply(xs, a, None if arg_to_check == 1 else noop_flag)
     others = _multiply(ys, b, None if arg_to_check == 0 else noop_flag)
     if terms:
-        torch._foreach_add_(terms, others)
+        foreach_add_(terms, others)
     _copy(outputs, terms)
 
 
@@ -272,4 +273,4 @@ def update_scale_hysteresis(
 
 def _copy(targets: Tensors, sources: Tensors) -> None:
     if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        foreach_copy_(list(targets), list(sources))

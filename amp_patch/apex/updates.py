@@ -12,6 +12,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
+from ..torch_private import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_div,
+    foreach_div_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt,
+)
+
 Tensors = Sequence[Tensor]
 Part = list[Tensor] | tuple[Tensor, ...]
 """Tensors of one device and dtype: what foreach functions take, and return."""
@@ -35,31 +50,30 @@ def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
 
     What the loop body does to the `changed` lists is copied back when it has run.
     """
-    for indices in get_places(read, *changed):
-        targets = [[tensors[index] for index in indices] for tensors in changed]
+    for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
-        yield [_to_full([read[index] for index in indices]), *values]
+        yield [_to_full(sources), *values]
         for target, value in zip(targets, values, strict=True):
             if target is not value:
-                torch._foreach_copy_(target, value)
+                foreach_copy_(target, value)
 
 
 def _to_full(tensors: list[Tensor]) -> list[Tensor]:
     if tensors[0].dtype is full_dtype(tensors[0]):
         return tensors
     full = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    torch._foreach_copy_(full, tensors)
+    foreach_copy_(full, tensors)
     return full
 
 
 def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor, 0-dim, at full precision. The norm of no elements is 0."""
-    results: dict[int, Tensor] = {}
-    for indices in get_places(tensors):
+    results: dict[int, Tensor] = {}  # by the tensor's id
+    for (part,) in group(tensors):
         # the maximum of nothing is an error to torch
-        part = [tensors[index] if tensors[index].numel() else tensors[index].new_zeros(1) for index in indices]
-        results.update(zip(indices, torch._foreach_norm(part, order, dtype=full_dtype(part[0])), strict=True))
-    return [results[index] for index in range(len(tensors))]
+        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in part]
+        results.update(zip(map(id, part), foreach_norm(filled, order, dtype=full_dtype(part[0])), strict=True))
+    return [results[id(tensor)] for tensor in tensors]
 
 
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
@@ -100,20 +114,20 @@ def sgd_(
     with_momenta = momentum != 0 and momenta is not None
     for g, p, *rest in in_full(gradients, params, *([momenta] if with_momenta and momenta is not None else [])):
         if gradient_factor != 1.0:
-            g = torch._foreach_mul(g, gradient_factor)
+            g = foreach_mul(g, gradient_factor)
         if weight_decay and not decays_late:
-            g = torch._foreach_add(g, p, alpha=weight_decay)
+            g = foreach_add(g, p, alpha=weight_decay)
         step = g
         for m in rest:
             if is_first:
-                torch._foreach_copy_(m, g)
+                foreach_copy_(m, g)
             else:
-                torch._foreach_mul_(m, momentum)
-                torch._foreach_add_(m, g, alpha=1 - dampening)
-            step = torch._foreach_add(g, m, alpha=momentum) if is_nesterov else m
+                foreach_mul_(m, momentum)
+                foreach_add_(m, g, alpha=1 - dampening)
+            step = foreach_add(g, m, alpha=momentum) if is_nesterov else m
         if weight_decay and decays_late:
-            step = torch._foreach_add(step, p, alpha=weight_decay)
-        torch._foreach_add_(p, step, alpha=-lr)
+            step = foreach_add(step, p, alpha=weight_decay)
+        foreach_add_(p, step, alpha=-lr)
 
 
 def adam_(
@@ -140,11 +154,11 @@ def adam_(
     correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
         if weight_decay and not is_decoupled:
-            g = torch._foreach_add(g, p, alpha=weight_decay)
+            g = foreach_add(g, p, alpha=weight_decay)
         _update_moments_(m, v, g, betas, 1 - betas[0])
         if weight_decay and is_decoupled:
-            torch._foreach_mul_(p, 1 - lr * weight_decay)
-        torch._foreach_addcdiv_(p, m, _get_denominators(v, correction2, eps), -lr / correction1)
+            foreach_mul_(p, 1 - lr * weight_decay)
+        foreach_addcdiv_(p, m, _get_denominators(v, correction2, eps), -lr / correction1)
 
 
 def lamb_(
@@ -176,19 +190,19 @@ def lamb_(
     share = 1 - betas[0] if averages_gradients else 1.0
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
         if max_gradient_norm:
-            g = torch._foreach_div(g, (gradient_norm.to(g[0].device) / max_gradient_norm).clamp(min=1.0))
+            g = foreach_div(g, (gradient_norm.to(g[0].device) / max_gradient_norm).clamp(min=1.0))
         if weight_decay and not is_decoupled:
-            g = torch._foreach_add(g, p, alpha=weight_decay)
+            g = foreach_add(g, p, alpha=weight_decay)
         _update_moments_(m, v, g, betas, share)
-        update = torch._foreach_div(m, _get_denominators(v, correction2, eps))
-        torch._foreach_div_(update, correction1)
+        update = foreach_div(m, _get_denominators(v, correction2, eps))
+        foreach_div_(update, correction1)
         if weight_decay and is_decoupled:
-            torch._foreach_add_(update, p, alpha=weight_decay)
+            foreach_add_(update, p, alpha=weight_decay)
         if weight_decay or always_adapts:
             own, other = torch.stack(norms(p)), torch.stack(norms(update))
             ratios = torch.where((own > 0) & (other > 0), own / other, 1.0)
-            torch._foreach_mul_(update, ratios.unbind())
-        torch._foreach_add_(p, update, alpha=-lr)
+            foreach_mul_(update, ratios.unbind())
+        foreach_add_(p, update, alpha=-lr)
 
 
 def novograd_(
@@ -220,26 +234,26 @@ def novograd_(
     for g, p, m, n in in_full(gradients, params, exp_avgs, norm_avgs):
         found = norms(g, 2.0 if norm_type == 2 else math.inf)
         if norm_type == 2:
-            blended = torch._foreach_mul(torch._foreach_mul(n, n), betas[1])
-            torch._foreach_addcmul_(blended, found, found, 1 - betas[1])
-            torch._foreach_copy_(n, torch._foreach_sqrt(blended))
+            blended = foreach_mul(foreach_mul(n, n), betas[1])
+            foreach_addcmul_(blended, found, found, 1 - betas[1])
+            foreach_copy_(n, foreach_sqrt(blended))
         else:
-            torch._foreach_mul_(n, betas[1])
-            torch._foreach_add_(n, found, alpha=1 - betas[1])
-        denominators = torch._foreach_div(n, math.sqrt(correction2))
-        torch._foreach_add_(denominators, eps)
+            foreach_mul_(n, betas[1])
+            foreach_add_(n, found, alpha=1 - betas[1])
+        denominators = foreach_div(n, math.sqrt(correction2))
+        foreach_add_(denominators, eps)
         if decays_inside:
-            g = torch._foreach_div(g, denominators)
+            g = foreach_div(g, denominators)
             if weight_decay:
-                torch._foreach_add_(g, p, alpha=weight_decay)
-        torch._foreach_mul_(m, betas[0])
-        torch._foreach_add_(m, g, alpha=share)
-        update = torch._foreach_div(m, correction1)
+                foreach_add_(g, p, alpha=weight_decay)
+        foreach_mul_(m, betas[0])
+        foreach_add_(m, g, alpha=share)
+        update = foreach_div(m, correction1)
         if not decays_inside:
-            torch._foreach_div_(update, denominators)
+            foreach_div_(update, denominators)
             if weight_decay:
-                torch._foreach_add_(update, p, alpha=weight_decay)
-        torch._foreach_add_(p, update, alpha=-lr)
+                foreach_add_(update, p, alpha=weight_decay)
+        foreach_add_(p, update, alpha=-lr)
 
 
 def adagrad_(
@@ -258,13 +272,13 @@ def adagrad_(
     """
     for g, p, h in in_full(gradients, params, sums):
         if weight_decay and not is_decoupled:
-            g = torch._foreach_add(g, p, alpha=weight_decay)
-        torch._foreach_addcmul_(h, g, g, 1.0)
+            g = foreach_add(g, p, alpha=weight_decay)
+        foreach_addcmul_(h, g, g, 1.0)
         if weight_decay and is_decoupled:
-            torch._foreach_mul_(p, 1 - lr * weight_decay)
-        denominators = torch._foreach_sqrt(h)
-        torch._foreach_add_(denominators, eps)
-        torch._foreach_addcdiv_(p, g, denominators, -lr)
+            foreach_mul_(p, 1 - lr * weight_decay)
+        denominators = foreach_sqrt(h)
+        foreach_add_(denominators, eps)
+        foreach_addcdiv_(p, g, denominators, -lr)
 
 
 def _bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
@@ -272,14 +286,14 @@ def _bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool
 
 
 def _update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], share: float) -> None:
-    torch._foreach_mul_(m, betas[0])
-    torch._foreach_add_(m, g, alpha=share)
-    torch._foreach_mul_(v, betas[1])
-    torch._foreach_addcmul_(v, g, g, 1 - betas[1])
+    foreach_mul_(m, betas[0])
+    foreach_add_(m, g, alpha=share)
+    foreach_mul_(v, betas[1])
+    foreach_addcmul_(v, g, g, 1 - betas[1])
 
 
 def _get_denominators(v: Part, correction: float, eps: float) -> tuple[Tensor, ...]:
-    roots = torch._foreach_sqrt(v)
-    torch._foreach_div_(roots, math.sqrt(correction))
-    torch._foreach_add_(roots, eps)
+    roots = foreach_sqrt(v)
+    foreach_div_(roots, math.sqrt(correction))
+    foreach_add_(roots, eps)
     return roots

@@ -2,10 +2,10 @@
 
 from . import compiling as compiling
 from . import patches as patches
-from .deferred import LateOps as LateOps
+from .deferred import DeferredOps as DeferredOps
 from .mode import Mode as Mode
 from .mode import Switch as Switch
 from .patches import Registration as Registration
 from .tree import cast_tree as cast_tree
-from .weight_cache import WeightLinks as WeightLinks
+from .weight_cache import WeightCache as WeightCache
 from .wrappers import OpCasts as OpCasts

@@ -12,31 +12,29 @@ from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch._guards import TracingContext
+
+from ..torch_private import DYNAMO, IDLE_DEVICE_TYPES, TracingContext, build_dynamo_tables, mark_constant
+
+is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+"""Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
 
 
 def prime() -> None:
     """Have Dynamo and torch.overrides build their tables of torch functions now, while every name is torch's own."""
-    # not at the top: it takes most of a second, and optimizers import it anyway
-    import torch._dynamo.trace_rules as trace_rules
-
     torch.overrides.get_overridable_functions()
-    trace_rules.get_torch_obj_rule_map()
-    trace_rules.get_tensor_method()
+    build_dynamo_tables()
 
 
 def write_into_graphs(*functions: Callable[..., None]) -> None:
     """Have Dynamo write calls of these functions into its graphs, and nobody remove them for having no result."""
-    import torch._dynamo  # as above
-
     for function in functions:
-        torch._dynamo.allow_in_graph(function)
+        torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
 
 
 def forget_compiled_code() -> None:
     """Drop what torch.compile has compiled in this process; it no longer knows which casts are in force."""
-    if "torch._dynamo" in sys.modules:
+    if DYNAMO in sys.modules:
         torch.compiler.reset()
 
 
@@ -71,7 +69,7 @@ def _find_idle_device() -> tuple[str, torch.dtype] | None:
     """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if
     torch lists none any more.
     """
-    for name in ("ipu", "maia"):
+    for name in IDLE_DEVICE_TYPES:
         with contextlib.suppress(RuntimeError):
             return name, torch.get_autocast_dtype(name)
     return None
@@ -90,8 +88,7 @@ def show_region(mode_name: str) -> None:
 
 def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
     """Have Dynamo call `function` while it traces, instead of tracing it, and take the result for a constant."""
-    # torch.compiler.assume_constant_result, which would import Dynamo
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    mark_constant(function)
     return function
 
 

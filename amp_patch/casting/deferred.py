@@ -14,9 +14,8 @@ from .patches import plan_op
 from .wrappers import OpCasts
 
 
-class LateOps:
-    """The ops outside torch of one session. It patches them as they come, through the session's patcher, until it is
-    closed.
+class DeferredOps:
+    """The ops outside torch of one session, patched through its patcher as their packages come, until this is closed.
 
     Args:
         oplists: the lists of the session.
@@ -87,7 +86,7 @@ class LateOps:
                 except Exception as exc:
                     at = f"{spelling.entry.place}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
-            if functions and (stuck := references.bind([(self._patcher, functions)], ())):
+            if functions and (stuck := references.redirect([(self._patcher, functions)], ())):
                 problems.append((concerned[0], references.describe_stuck(stuck)))
         for spelling, message in problems:  # without the lock: whoever shows warnings may import something
             self._warn(spelling, message)
@@ -104,9 +103,8 @@ class LateOps:
         self._patcher.forget(owner, name)
         originals = {id(replacement): original for original, replacement in self._patcher.functions()}
         held = vars(owner).get(name)
-        if (
-            id(held) in originals
-        ):  # the module imported another patched function by this name: it gets one wrapper, not two
+        if id(held) in originals:
+            # the module imported another patched function by this name: it gets one wrapper, not two
             setattr(owner, name, originals[id(held)])
         self._patcher.install([plan_op(owner, name, spelling.kind, self._casts)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}

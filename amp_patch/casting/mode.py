@@ -13,9 +13,8 @@ from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
 from . import compiling
+from .compiling import is_dynamo_compiling
 
 
 class Mode(Enum):
@@ -75,7 +74,7 @@ class Switch:
             return self._traced[-1]
         if not self.regions:
             return Mode.BY_LISTS
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return _MODES[self._get_name()]
         return self._find_mode()
 

@@ -9,8 +9,9 @@ import torch
 from ..config import OpLists
 from ..dtypes import CASTABLE
 from ..patching import Patch, Patcher
+from ..torch_private import get_first_weight
 from .mode import Switch
-from .weight_cache import WeightLinks
+from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
 Registration = tuple[Any, str, str]
@@ -55,7 +56,7 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
     """Recurrent layers refuse an input of another dtype than their weights before the patched op can cast both."""
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
-        weight = module._flat_weights[0]
+        weight = get_first_weight(module)
         if (
             casts.switch.is_on_here()
             and weight is not None
@@ -81,11 +82,11 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
     return script
 
 
-def trace_without_cache(original: Callable[..., Any], links: WeightLinks) -> Callable[..., Any]:
-    """A trace must record the casts of the weights; a link would be recorded as a constant."""
+def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
+    """A trace must record the casts of the weights; a cached copy would be recorded as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        with links.bypassed():
+        with cache.bypassed():
             return original(*args, **kwargs)
 
     return trace

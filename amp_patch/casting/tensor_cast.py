@@ -1,6 +1,5 @@
 """Casting one tensor, or those in a list or tuple, as wrappers do it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,25 +8,17 @@ from torch import Tensor
 from ..dtypes import CASTABLE, PLAIN_CLASSES, TensorCast, is_opaque
 
 
-def _is_on_cpu(tensor: Tensor) -> bool:
-    return tensor.is_cpu
-
-
-def _is_on_cuda(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
     other as it is.
     """
-
     # `device.type` makes a string, at a tenth of what the cast itself costs
-    checks: dict[str, Callable[[Tensor], bool]] = {"cpu": _is_on_cpu, "cuda": _is_on_cuda}
-    is_there: Callable[[Tensor], bool] = checks.get(device_type, lambda tensor: tensor.device.type == device_type)
+    on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CASTABLE or not is_there(tensor) or tensor.is_quantized:
+        if tensor.dtype not in CASTABLE:
+            return tensor
+        if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
             return tensor
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 

@@ -1,19 +1,19 @@
-"""Links: the 16-bit copies of float32 parameters that whitelisted ops read, made once for all forward passes up to the
-next optimizer step.
+"""The 16-bit copies of float32 parameters that whitelisted ops read, made once for all forward passes up to the next
+optimizer step.
 
-A link is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
+A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
 the parameter in any number of forward and backward passes.
 
 What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
-them), so a link is used only while it is *live*: each use compares version, address, dtype and `requires_grad`, and
-these events end the life of links: any optimizer step, the end of an outermost forward without gradients, the exit of
+them), so a copy is used only while its entry is *valid*: each use compares version, address, dtype and `requires_grad`,
+and these events invalidate entries: any optimizer step, the end of an outermost forward without gradients, the exit of
 `scale_loss`, `refresh`.
 
-Where launching a kernel costs more than running it, links are *kept*: their values are refreshed in place, many links
-in one `torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where no
-graph holds the copy any more. Otherwise the link is replaced by a new one, and the old graph keeps the old copy, as it
-would keep the result of a plain cast. On a CPU links are dropped instead. A copy made where it is used is in the
-caches, and in memory that was just freed: with kept links a step of a small transformer took 5 % longer there.
+Where launching a kernel costs more than running it, copies are *kept*: their values are refreshed in place, many of
+them in one `torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where
+no graph holds the copy any more. Otherwise the copy is replaced by a new one, and the old graph keeps the old one, as
+it would keep the result of a plain cast. On a CPU copies are dropped instead. One made where it is used is in the
+caches, and in memory that was just freed: with kept copies a step of a small transformer took 5 % longer there.
 """
 
 import contextlib
@@ -25,14 +25,23 @@ import torch
 from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, TensorCast
-from ..multi_tensor import copy_, group_pairs
+from ..multi_tensor import copy_, group
+from ..torch_private import (
+    get_storage_address,
+    get_storage_uses,
+    get_tensor_uses,
+    get_tracing_state,
+    get_version,
+    peek_interpreter_stack,
+)
+from .compiling import is_compiling, is_dynamo_compiling
 
-LiveLink = tuple[Tensor, int, int, bool]
+ValidEntry = tuple[Tensor, int, int, bool]
 """The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
 
 
 @dataclass(slots=True)
-class _Link:
+class _Entry:
     parameter: Tensor
     copy: Tensor  # what ops get; its grad_fn leads to the parameter
     alias: Tensor  # the same memory without the grad_fn: what a refresh writes
@@ -42,7 +51,7 @@ class _Link:
 
     def count_uses(self) -> tuple[int, int]:
         """Count the holders of the copy and of its memory: a graph saves the tensor itself or a view of it."""
-        return self.copy._use_count(), torch._C._storage_Use_Count(self.memory)  # type: ignore[attr-defined]
+        return get_tensor_uses(self.copy), get_storage_uses(self.memory)
 
     def is_held(self) -> bool:
         """Tell whether a graph needs the values that the copy has now."""
@@ -55,16 +64,16 @@ def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...
 
 
 def _signature(parameter: Tensor) -> tuple[int, int, bool]:
-    return parameter._version, parameter.data_ptr(), parameter.requires_grad
+    return get_version(parameter), parameter.data_ptr(), parameter.requires_grad
 
 
 def are_kept_on(device_type: str) -> bool:
-    """Tell whether links on such devices are kept and refreshed, or dropped and made anew."""
+    """Tell whether copies on such devices are kept and refreshed, or dropped and made anew."""
     return device_type != "cpu"
 
 
-class WeightLinks:
-    """The links of one session, for the parameters given to `own`.
+class WeightCache:
+    """The copies of one session, of the parameters given to `own`.
 
     Args:
         low: their dtype.
@@ -74,14 +83,14 @@ class WeightLinks:
     def __init__(self, low: torch.dtype, device_type: str) -> None:
         self.low = low
         self._is_kept = are_kept_on(device_type)
-        self.live: dict[int, LiveLink] = {}  # by the parameter's id
-        self._links: dict[int, _Link] = {}
+        self.valid: dict[int, ValidEntry] = {}  # by the parameter's id
+        self._entries: dict[int, _Entry] = {}
         self._owned: dict[int, Tensor] = {}
         self._is_bypassed = False
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
-        """Allow links for these parameters. Only float32 ones are linked; the others take a plain cast at each use."""
+        """Cache copies of these parameters. Only of float32 ones; the others take a plain cast at each use."""
         self._owned.update((id(parameter), parameter) for parameter in parameters)
 
     def disown(self, parameters: Iterable[Tensor]) -> None:
@@ -93,20 +102,19 @@ class WeightLinks:
     def disown_all(self) -> None:
         """Forget every parameter."""
         self._owned.clear()
-        self._links.clear()
-        self.live.clear()
+        self._entries.clear()
+        self.valid.clear()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: through a live link if there is one, else by
+        """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
         `plain_cast`.
         """
-        live, cast_unlinked = self.live, self.make_cast_unlinked(plain_cast)
-        is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+        valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or id(tensor) not in owned:
                 return plain_cast(tensor)
-            entry = live.get(id(tensor))
+            entry = valid.get(id(tensor))
             if (
                 entry is not None
                 and entry[1] == tensor._version
@@ -115,28 +123,27 @@ class WeightLinks:
                 and tensor.dtype is torch.float32
             ):
                 return entry[0]
-            return cast_unlinked(tensor)
+            return cast_uncached(tensor)
 
         return to_low
 
-    def make_cast_unlinked(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function for a tensor that has no live link. If it may have one, it has one from then on."""
-        live, owned, float32, is_linkable = self.live, self._owned, torch.float32, _can_link
+    def make_cast_uncached(self, plain_cast: TensorCast) -> TensorCast:
+        """Return the function for a tensor that has no valid entry. If it may have one, it has one from then on."""
+        valid, owned, float32, is_cacheable = self.valid, self._owned, torch.float32, _is_cacheable
         is_grad_enabled, is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
         def cast(tensor: Tensor) -> Tensor:
             key = id(tensor)
-            if key not in owned or tensor.dtype is not float32 or self._is_bypassed or not is_linkable(tensor):
+            if key not in owned or tensor.dtype is not float32 or self._is_bypassed or not is_cacheable(tensor):
                 return plain_cast(tensor)
             if not is_grad_enabled() or is_inference_mode_enabled():
-                return plain_cast(
-                    tensor
-                )  # nothing ends the life of a link made here before weights that were swapped in are swapped out again
+                # nothing would invalidate an entry made here before weights that were swapped in are swapped out again
+                return plain_cast(tensor)
             if self._is_kept:
                 return self._keep_or_refresh(tensor, plain_cast)
             copy = plain_cast(tensor)
             if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
-                live[key] = (copy, tensor._version, tensor.data_ptr(), tensor.requires_grad)
+                valid[key] = (copy, get_version(tensor), tensor.data_ptr(), tensor.requires_grad)
             return copy
 
         return cast
@@ -144,11 +151,11 @@ class WeightLinks:
     def _keep_or_refresh(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would write under each other's graphs
-            entry = self.live.get(key)
+            entry = self.valid.get(key)
             if entry is None or entry[1:] != _signature(tensor):
-                self.live.pop(key, None)
+                self.valid.pop(key, None)
                 self._refresh()
-                entry = self.live.get(key)
+                entry = self.valid.get(key)
             if entry is not None:
                 return entry[0]
             copy = plain_cast(tensor)
@@ -158,36 +165,34 @@ class WeightLinks:
 
     def _keep(self, parameter: Tensor, copy: Tensor) -> None:
         alias = copy.detach()
-        link = _Link(parameter, copy, alias, _layout(parameter), alias.untyped_storage()._cdata)
-        link.idle_uses = link.count_uses()
-        self._links[id(parameter)] = link
-        self.live[id(parameter)] = (copy, *_signature(parameter))
+        entry = _Entry(parameter, copy, alias, _layout(parameter), get_storage_address(alias))
+        entry.idle_uses = entry.count_uses()
+        self._entries[id(parameter)] = entry
+        self.valid[id(parameter)] = (copy, *_signature(parameter))
 
     def _drop(self, key: int) -> None:
-        self.live.pop(key, None)
-        self._links.pop(key, None)
+        self.valid.pop(key, None)
+        self._entries.pop(key, None)
 
     def _refresh(self) -> None:
-        """Bring every link that is not live up to date, in one kernel for each device; drop those that may not be
-        written.
-        """
-        refreshed: list[_Link] = []
-        for key, link in list(self._links.items()):
-            if key in self.live:
+        """Make every entry valid, in one kernel for each device; drop those whose copy may not be written."""
+        refreshed: list[_Entry] = []
+        for key, entry in list(self._entries.items()):
+            if key in self.valid:
                 continue
-            parameter = link.parameter
+            parameter = entry.parameter
             if (
                 parameter.dtype is not torch.float32
-                or not _can_link(parameter)
-                or link.layout != _layout(parameter)
-                or link.is_held()
+                or not _is_cacheable(parameter)
+                or entry.layout != _layout(parameter)
+                or entry.is_held()
             ):
                 self._drop(key)
                 continue
-            refreshed.append(link)
-        copy_(group_pairs([link.alias for link in refreshed], [link.parameter for link in refreshed]))
-        for link in refreshed:
-            self.live[id(link.parameter)] = (link.copy, *_signature(link.parameter))
+            refreshed.append(entry)
+        copy_(group([entry.alias for entry in refreshed], [entry.parameter for entry in refreshed]))
+        for entry in refreshed:
+            self.valid[id(entry.parameter)] = (entry.copy, *_signature(entry.parameter))
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -195,35 +200,25 @@ class WeightLinks:
         stored result.
         """
         before, self._is_bypassed = self._is_bypassed, True
-        self.live.clear()
+        self.valid.clear()
         try:
             yield
         finally:
             self._is_bypassed = before
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Say that an optimizer stepped over these parameters: their links must be refreshed before they are used
-        again.
-        """
-        if self.live:  # none is, after a scale_loss block
+        """Invalidate the entries of parameters that an optimizer stepped over."""
+        if self.valid:  # there is none after a scale_loss block
             for parameter in parameters:
-                self.live.pop(id(parameter), None)
+                self.valid.pop(id(parameter), None)
 
-    def doubt_all(self) -> None:
-        """Let no link be used again before it was refreshed: weights may have been edited where nothing shows it
-        (`p.data.mul_`).
-        """
-        self.live.clear()
+    def invalidate_all(self) -> None:
+        """Invalidate every entry: weights may have been edited where nothing shows it (`p.data.mul_`)."""
+        self.valid.clear()
 
 
-def _can_link(tensor: Tensor) -> bool:
-    """Tell whether a float32 tensor is one that links are for, and whether the cast is no part of a trace or a function
-    transform.
-    """
+def _is_cacheable(tensor: Tensor) -> bool:
+    """Tell whether a float32 tensor may have a copy, and the cast is no part of a trace or a function transform."""
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (
-        torch._C._get_tracing_state()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
-    )
+    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling())

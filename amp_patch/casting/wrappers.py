@@ -11,39 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
+from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
+from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
 from .tensor_cast import cast_nested, make_plain_cast
-from .weight_cache import LiveLink, WeightLinks
+from .weight_cache import WeightCache
 
-Op = Callable[..., Any]
-
-
-_WEIGHTED = frozenset(
-    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"},
-)
-_NORMALIZED = frozenset({"layer_norm", "group_norm"})
-# Of these only the first argument can be a tensor. Not all there are: those that models call often.
-_SINGLE = frozenset(
-    {
-        "softmax",
-        "log_softmax",
-        "softmin",
-        "softplus",
-        "exp",
-        "expm1",
-        "log",
-        "log1p",
-        "sum",
-        "cumsum",
-        "norm",
-        "rsqrt",
-        "reciprocal",
-        "square",
-    }
-)
-_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv"})
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
@@ -55,19 +29,18 @@ class OpCasts:
         switch: whether the casts act.
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
-        links: the cache of low-precision weights, or None to cast weights at each use.
+        cache: the cache of low-precision weights, or None to cast weights at each use.
     """
 
-    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, links: WeightLinks | None) -> None:
+    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, cache: WeightCache | None) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
         plain = make_plain_cast(low, device_type)
-        self.to_low = plain if links is None else links.make_cast(plain)
-        self.to_low_unlinked: TensorCast = plain if links is None else links.make_cast_unlinked(plain)
-        live: dict[int, LiveLink] = {} if links is None else links.live
-        self.get_live: Callable[[int], LiveLink | None] = live.get
+        self.to_low = plain if cache is None else cache.make_cast(plain)
         self.to_float = make_plain_cast(torch.float32, device_type)
+        uncached = plain if cache is None else cache.make_cast_uncached(plain)
+        self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
         self._makers: dict[str, Callable[[Op], Op]] = {
             "whitelist": self.whitelist,
             "blacklist": self.blacklist,
@@ -80,253 +53,60 @@ class OpCasts:
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
-        name = (
-            getattr(original, "__name__", "") if _is_torchs(original) else ""
-        )  # a user's function of that name may take anything
-        if kind == "whitelist":
-            if name in _WEIGHTED:
-                return self.weighted(original)
-            if name in _PRODUCTS:
-                return self.product(original)
-            if name == "scaled_dot_product_attention":
-                return self.attention(original)
-        if kind == "blacklist":
-            if name in _NORMALIZED:
-                return self.normalized(original)
-            if name in _SINGLE:
-                return self.single(original)
-        wrapper = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
+        # a user's function of that name may take anything
+        name = getattr(original, "__name__", "") if _is_torchs(original) else ""
+        general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
+        if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
+            return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
-            return _honouring_inplace(original, wrapper, position)
-        return wrapper
-
-    def weighted(self, original: Op) -> Op:
-        """`whitelist` for ops called as (input, weight, bias, ...): no walk over the arguments, and links looked up in
-        place.
-        """
-        switch, low, to_low, get_live, walk = (
-            self.switch,
-            self.low,
-            self.to_low,
-            self.get_live,
-            self.whitelist(original),
-        )
-        to_low_unlinked, plain_classes = self.to_low_unlinked, PLAIN_CLASSES
-        float32, is_dynamo_compiling, by_lists = torch.float32, torch.compiler.is_dynamo_compiling, Mode.BY_LISTS
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) < 2 or is_dynamo_compiling():
-                return walk(*args, **kwargs)
-            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
-                others: tuple[Any, ...] = ()
-                if len(args) == 3:
-                    value, weight, bias = args
-                else:
-                    value, weight, bias = args[:3] if len(args) > 3 else (*args, None)
-                    others = args[3:]
-                try:
-                    if value.dtype is not low:
-                        value = to_low(value)
-                    if (dtype := weight.dtype) is not low:
-                        link = get_live(id(weight)) if dtype is float32 else None
-                        fresh = (
-                            link is not None
-                            and link[1] == weight._version
-                            and link[2] == weight.data_ptr()
-                            and link[3] is weight.requires_grad
-                        )
-                        if not fresh and weight.__class__ not in plain_classes and is_opaque(weight):
-                            return walk(*args)
-                        weight = link[0] if fresh else to_low_unlinked(weight)  # type: ignore[index]
-                    if bias is not None and (dtype := bias.dtype) is not low:
-                        link = get_live(id(bias)) if dtype is float32 else None
-                        fresh = (
-                            link is not None
-                            and link[1] == bias._version
-                            and link[2] == bias.data_ptr()
-                            and link[3] is bias.requires_grad
-                        )
-                        bias = link[0] if fresh else to_low_unlinked(bias)  # type: ignore[index]
-                except AttributeError:  # not tensors: the error is torch's to raise
-                    return original(*args)
-                if others:
-                    return original(value, weight, bias, *others)
-                return original(value, weight, bias) if len(args) > 2 else original(value, weight)
-            return walk(*args)
-
-        return wrapper
-
-    def attention(self, original: Op) -> Op:
-        """`whitelist` for an op called with (query, key, value, ...) that are low by themselves: nothing is walked."""
-        switch, low, walk = self.switch, self.low, self.whitelist(original)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and len(args) == 3 and kwargs.get("attn_mask") is None:
-                query, key, value = args
-                try:
-                    is_low = query.dtype is low and key.dtype is low and value.dtype is low
-                except AttributeError:
-                    is_low = False
-                if is_low:
-                    return original(*args, **kwargs)
-            return walk(*args, **kwargs)
-
-        return wrapper
-
-    def normalized(self, original: Op) -> Op:
-        """`blacklist` for ops called with (input, shape or groups, weight, bias, ...): float32 ones go straight on, as
-        most do.
-        """
-        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and not kwargs and len(args) > 3:
-                value, _, weight, bias, *_ = args
-                try:
-                    is_float = (
-                        value.dtype is float32
-                        and (weight is None or weight.dtype is float32)
-                        and (bias is None or bias.dtype is float32)
-                    )
-                except AttributeError:
-                    is_float = False
-                if is_float:
-                    return original(*args)
-            return walk(*args, **kwargs)
-
-        return wrapper
-
-    def single(self, original: Op) -> Op:
-        """`blacklist` for ops of one tensor, the first argument: a float32 one goes straight on."""
-        switch, float32, walk = self.switch, torch.float32, self.blacklist(original)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and args:
-                try:
-                    is_float = args[0].dtype is float32
-                except AttributeError:
-                    is_float = False
-                if is_float:
-                    return original(*args, **kwargs)
-            return walk(*args, **kwargs)
-
-        return wrapper
-
-    def product(self, original: Op) -> Op:
-        """`whitelist` for ops called with two tensors, without a walk over the arguments."""
-        switch, low, to_low, walk, by_lists = (
-            self.switch,
-            self.low,
-            self.to_low,
-            self.whitelist(original),
-            Mode.BY_LISTS,
-        )
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 2:
-                return walk(*args, **kwargs)
-            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
-                left, right = args
-                try:
-                    if left.dtype is not low:
-                        left = to_low(left)
-                        if left is args[0] and is_opaque(left):
-                            return walk(*args)
-                    if right.dtype is not low:
-                        right = to_low(right)
-                        if right is args[1] and is_opaque(right):
-                            return walk(*args)
-                except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
-                    return original(*args)
-                return original(left, right)
-            return walk(*args)
-
-        return wrapper
+            return _honouring_inplace(original, general, position)
+        return general
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""
-        switch, low, to_low, beside = self.switch, self.low, self.to_low, self._beside
-        in_region, by_lists = self._in_region, Mode.BY_LISTS
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
-                given = kwargs
-                if kwargs:
-                    if kwargs.get("out") is not None:
-                        return original(*args, **kwargs)
-                    kwargs = dict(kwargs)
-                    for name, value in given.items():
-                        if isinstance(value, Tensor):
-                            if value.dtype is not low:
-                                kwargs[name] = to_low(value)
-                                if kwargs[name] is value and is_opaque(value):
-                                    return beside(value, original, args, given)
-                        elif isinstance(value, (list, tuple)):
-                            kwargs[name] = cast_nested(value, to_low)
-                cast_args = None
-                for index, value in enumerate(args):
-                    if isinstance(value, Tensor):
-                        if value.dtype is not low:
-                            if cast_args is None:
-                                cast_args = list(args)
-                            cast_args[index] = to_low(value)
-                            if cast_args[index] is value and is_opaque(value):
-                                return beside(value, original, args, given)
-                    elif (
-                        (value.__class__ is list or value.__class__ is tuple)
-                        and value
-                        and value[0].__class__ is not int
-                    ):
-                        if cast_args is None:
-                            cast_args = list(args)
-                        cast_args[index] = cast_nested(value, to_low)
-                if cast_args is not None:
-                    return original(*cast_args, **kwargs)
-            elif switch.on:
-                return in_region(original, args, kwargs)
-            return original(*args, **kwargs)
-
-        return wrapper
+        return self._cast_all(original, self.low, self.to_low, keeps_named_dtype=False)
 
     def blacklist(self, original: Op) -> Op:
         """Run in float32, unless the call names a dtype."""
-        switch, to_float, float32, dtype_class = self.switch, self.to_float, torch.float32, torch.dtype
-        in_region, by_lists, beside = self._in_region, Mode.BY_LISTS, self._beside
+        return self._cast_all(original, torch.float32, self.to_float, keeps_named_dtype=True)
+
+    def _cast_all(self, original: Op, dtype: torch.dtype, cast: TensorCast, *, keeps_named_dtype: bool) -> Op:
+        """Run in `dtype`, to which `cast` casts a tensor; where the call names a dtype, as it was written if that is
+        to be kept.
+        """
+        switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
+        dtype_class = torch.dtype if keeps_named_dtype else None
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 given = kwargs
                 if kwargs:
-                    if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
+                    if kwargs.get("out") is not None or (keeps_named_dtype and kwargs.get("dtype") is not None):
                         return original(*args, **kwargs)
                     kwargs = dict(kwargs)
                     for name, value in given.items():
                         if isinstance(value, Tensor):
-                            if value.dtype is not float32:
-                                kwargs[name] = to_float(value)
+                            if value.dtype is not dtype:
+                                kwargs[name] = cast(value)
                                 if kwargs[name] is value and is_opaque(value):
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
-                            kwargs[name] = cast_nested(value, to_float)
+                            kwargs[name] = cast_nested(value, cast)
                 cast_args = None
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
-                        if value.dtype is not float32:
+                        if value.dtype is not dtype:
                             if cast_args is None:
                                 cast_args = list(args)
-                            cast_args[index] = to_float(value)
+                            cast_args[index] = cast(value)
                             if cast_args[index] is value and is_opaque(value):
                                 return beside(value, original, args, given)
-                    elif value.__class__ is dtype_class:
-                        return original(*args, **kwargs)
-                    elif (
-                        (value.__class__ is list or value.__class__ is tuple)
-                        and value
-                        and value[0].__class__ is not int
-                    ):
+                    elif (kind := value.__class__) is dtype_class:
+                        return original(*args, **given)
+                    elif (kind is list or kind is tuple) and value and value[0].__class__ is not int:
                         if cast_args is None:
                             cast_args = list(args)
-                        cast_args[index] = cast_nested(value, to_float)
+                        cast_args[index] = cast_nested(value, cast)
                 if cast_args is not None:
                     return original(*cast_args, **kwargs)
             elif switch.on:

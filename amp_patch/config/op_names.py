@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private
 from ..errors import OpListError, did_you_mean
 
 Key = tuple[str, str]  # owner name, attribute name
@@ -31,7 +32,7 @@ _OWNERS: dict[str, object] = {
     "torch.linalg": torch.linalg,
     "torch.fft": torch.fft,
     "torch.sparse": torch.sparse,
-    "torch._VF": torch._VF,
+    "torch._VF": torch_private.VF,
 }
 _SEARCHED = ("torch", "torch.nn.functional", "torch.Tensor", "torch.special", "torch.linalg")
 # nn.RNN and its relatives call the C functions through torch._VF, which torch.lstm and the others do not pass by.
@@ -86,9 +87,6 @@ _ALIASES = (
 _GROUPS = {name: tuple(group.split()) for group in _ALIASES for name in group.split()}
 _OPERATORS = frozenset(name for name in _GROUPS if name.startswith("__"))
 
-# Python functions count as ops when they come from one of these; the other functions in `torch` load files, seed
-# generators, compile...
-_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank", "torch._lobpcg"})
 # The casts themselves call these, or they are no computation.
 _REFUSED = frozenset(
     {
@@ -264,8 +262,8 @@ def _fault(value: Any, name: str) -> str | None:
     # a method of C, or a replacement that amp_patch or another package put there
     is_foreign = module.partition(".")[0] != "torch"
     if (
-        module == "torch._C"
-        or (isinstance(value, types.FunctionType) and not is_foreign and module not in _OP_MODULES)
+        module == torch_private.C_MODULE
+        or (isinstance(value, types.FunctionType) and not is_foreign and module not in torch_private.PYTHON_OP_MODULES)
         or name in _REFUSED
     ):
         return "not an op"

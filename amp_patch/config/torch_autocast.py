@@ -19,6 +19,14 @@ import torch
 from torch import Tensor
 
 from ..errors import OpListError, did_you_mean
+from ..torch_private import (
+    disabled_torch_function,
+    get_all_op_names,
+    get_op_arguments,
+    has_kernel_for,
+    make_wrapper_subclass,
+    to_copy,
+)
 from .op_names import Key, find_spellings
 from .rules import RULES, Rule
 
@@ -92,13 +100,9 @@ def get_overload_rules(device_type: str) -> dict[str, Rule]:
             f" ({', '.join(_KEYS)}).{did_you_mean(device_type, _KEYS)}"
         )
     rules = dict(_UNSEEN[device_type])
-    for full_name in sorted(torch._C._dispatch_get_all_op_names()):
+    for full_name in sorted(get_all_op_names()):
         namespace, _, name = full_name.partition("::")
-        if (
-            namespace == "aten"
-            and name not in rules
-            and torch._C._dispatch_has_kernel_for_dispatch_key(full_name, _KEYS[device_type])
-        ):
+        if namespace == "aten" and name not in rules and has_kernel_for(full_name, _KEYS[device_type]):
             rule = _observe(name, device_type)
             if rule is None:
                 _log.warning(
@@ -143,14 +147,14 @@ class _Reporting(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device_type: str) -> "_Reporting":
-        return Tensor._make_wrapper_subclass(cls, (2, 2), dtype=dtype, device=torch.device(device_type))
+        return make_wrapper_subclass(cls, (2, 2), dtype=dtype, device=torch.device(device_type))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         named = dict(kwargs or {})
-        dtype = named.get("dtype") if func is torch.ops.aten._to_copy.default else None
+        dtype = named.get("dtype") if func is to_copy else None
         raise _Seen(func.name(), tuple(_plain(value) for value in (*args, *named.items())), dtype)
 
 
@@ -191,7 +195,7 @@ def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: 
         return _Reporting(dtypes[(count - 1) % len(dtypes)], device_type)
 
     with _autocast(device_type, is_on):
-        arguments = [(argument.name, _make(argument, tensor), argument.kwarg_only) for argument in op._schema.arguments]
+        arguments = [(argument.name, _make(argument, tensor), argument.kwarg_only) for argument in get_op_arguments(op)]
         positional = [value for _, value, is_keyword in arguments if not is_keyword]
         try:
             op(*positional, **{name: value for name, value, is_keyword in arguments if is_keyword})

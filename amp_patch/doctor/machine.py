@@ -15,6 +15,7 @@ import torch
 
 import amp_patch
 
+from ..torch_private import has_cpu_flag
 from .findings import Finding
 from .levels import presets_in_force
 
@@ -116,8 +117,7 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
 
 def cpu_flags() -> tuple[str, ...]:
     """Return which instructions for 16-bit arithmetic torch sees on this CPU, of those that it can tell about."""
-    probes = {flag: getattr(torch.cpu, f"_is_{flag}_supported", None) for flag in _CPU_FLAGS}
-    return tuple(flag for flag, probe in probes.items() if probe is not None and probe())
+    return tuple(flag for flag in _CPU_FLAGS if has_cpu_flag(flag))
 
 
 def measure_cpu() -> dict[str, float]:

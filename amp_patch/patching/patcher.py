@@ -2,7 +2,7 @@
 
 It knows neither tensors nor dtypes. A replacement is a plain function made from the original;
 `functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how
-`wrapt.unwrap_object` finds the way back. `install` replaces attributes of the owners that define a function, `rebind`
+`wrapt.unwrap_object` finds the way back. `install` replaces attributes of the owners that define a function, `redirect`
 other references to it.
 """
 
@@ -33,13 +33,13 @@ class Patch:
     factory: Factory
 
 
-class Place(Protocol):
+class Slot(Protocol):
     """Somewhere that refers to a function without being asked for it by name each time: a global, a default argument,
     an item of a table.
     """
 
     def owner(self) -> Any:
-        """Return the object whose attribute the place is; None if it is no attribute, or its owner is gone."""
+        """Return the object whose attribute the slot is; None if it is no attribute, or its owner is gone."""
 
     @property
     def key(self) -> Any:
@@ -53,10 +53,10 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rebinding:
-    """A place, what it held, what it is to hold, and the function (or one of them) that this is about."""
+class Redirection:
+    """A slot, what it held, what it is to hold, and the function (or one of them) that this is about."""
 
-    place: Place
+    slot: Slot
     before: Any
     after: Any
     function: Callable[..., Any]
@@ -68,9 +68,8 @@ class _Installed:
     name: str
     original: Callable[..., Any]
     replacement: Callable[..., Any]
-    is_new_attribute: (
-        bool  # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
-    )
+    # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
+    is_new_attribute: bool
 
 
 def _prepare(patch: Patch) -> _Installed:
@@ -88,10 +87,8 @@ def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(patch.owner, types.ModuleType):
         replacement.__module__, replacement.__qualname__ = patch.owner.__name__, patch.name
     elif isinstance(patch.owner, type):
-        replacement.__module__, replacement.__qualname__ = (
-            patch.owner.__module__,
-            f"{patch.owner.__qualname__}.{patch.name}",
-        )
+        replacement.__module__ = patch.owner.__module__
+        replacement.__qualname__ = f"{patch.owner.__qualname__}.{patch.name}"
     return replacement
 
 
@@ -101,11 +98,11 @@ class Patcher:
     def __init__(self) -> None:
         self._installed: list[_Installed] = []
         self._by_target: dict[tuple[int, str], list[_Installed]] = {}
-        self._rebound: list[Rebinding] = []
-        self._rebound_attributes: dict[tuple[int, Any], Rebinding] = {}
+        self._redirected: list[Redirection] = []
+        self._redirected_attributes: dict[tuple[int, Any], Redirection] = {}
 
     def __len__(self) -> int:
-        return len(self._installed) + len(self._rebound)
+        return len(self._installed) + len(self._redirected)
 
     def install(self, patches: Iterable[Patch]) -> None:
         """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes
@@ -116,25 +113,24 @@ class Patcher:
         try:
             for item in prepared:
                 self._by_target.setdefault((id(item.owner), item.name), []).append(item)
-                self._installed.append(
-                    item
-                )  # logged before the attribute changes: an interrupt in between is undone as well
+                # logged before the attribute changes: an interrupt in between is undone as well
+                self._installed.append(item)
                 wrapt.wrap_object(item.owner, item.name, _return_replacement, (item,))  # type: ignore[arg-type]
         except BaseException:
             self._undo_down_to(mark)
             raise
 
-    def rebind(self, rebindings: Iterable[Rebinding]) -> None:
-        """Write what each place is to hold; on any exception, the places written so far get back what they held."""
-        mark = len(self._rebound)
+    def redirect(self, redirections: Iterable[Redirection]) -> None:
+        """Write what each slot is to hold; on any exception, the slots written so far get back what they held."""
+        mark = len(self._redirected)
         try:
-            for rebinding in rebindings:
-                self._rebound.append(rebinding)  # logged before it is written, as above
-                if (owner := rebinding.place.owner()) is not None:
-                    self._rebound_attributes[id(owner), rebinding.place.key] = rebinding
-                rebinding.place.write(rebinding.after)
+            for redirection in redirections:
+                self._redirected.append(redirection)  # logged before it is written, as above
+                if (owner := redirection.slot.owner()) is not None:
+                    self._redirected_attributes[id(owner), redirection.slot.key] = redirection
+                redirection.slot.write(redirection.after)
         except BaseException:
-            self._bind_back_down_to(mark)
+            self._restore_down_to(mark)
             raise
 
     def undo(self) -> None:
@@ -143,7 +139,7 @@ class Patcher:
         A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and
         must be inert by then.
         """
-        self._bind_back_down_to(0)
+        self._restore_down_to(0)
         self._undo_down_to(0)
 
     def forget(self, owner: Any, name: str) -> None:
@@ -155,18 +151,18 @@ class Patcher:
         for item in forgotten:
             pickling.retire(item.replacement)
 
-    def _bind_back_down_to(self, mark: int) -> None:
-        while len(self._rebound) > mark:
-            rebinding = self._rebound[-1]
-            if rebinding.place.read() is rebinding.after:  # else it is somebody else's by now, or was never written
-                rebinding.place.write(rebinding.before)
-            self._rebound.pop()
+    def _restore_down_to(self, mark: int) -> None:
+        while len(self._redirected) > mark:
+            redirection = self._redirected[-1]
+            if redirection.slot.read() is redirection.after:  # else it is somebody else's by now, or was never written
+                redirection.slot.write(redirection.before)
+            self._redirected.pop()
         for key in [
             key
-            for key, rebinding in self._rebound_attributes.items()
-            if not mark or not any(rebinding is kept for kept in self._rebound)
+            for key, redirection in self._redirected_attributes.items()
+            if not mark or not any(redirection is kept for kept in self._redirected)
         ]:
-            del self._rebound_attributes[key]
+            del self._redirected_attributes[key]
 
     def _undo_down_to(self, mark: int) -> None:
         stuck: list[str] = []
@@ -187,22 +183,24 @@ class Patcher:
     def suspended(self) -> Iterator[None]:
         """Put the originals back inside the block, for what reads functions instead of calling them."""
         items = [item for item in reversed(self._installed) if vars(item.owner).get(item.name) is item.replacement]
-        rebindings = [rebinding for rebinding in reversed(self._rebound) if rebinding.place.read() is rebinding.after]
+        redirections = [
+            redirection for redirection in reversed(self._redirected) if redirection.slot.read() is redirection.after
+        ]
         try:
-            for rebinding in rebindings:
-                rebinding.place.write(rebinding.before)
+            for redirection in redirections:
+                redirection.slot.write(redirection.before)
             for item in items:
                 _put_back(item)
             yield
         finally:
             for item in reversed(items):
                 setattr(item.owner, item.name, item.replacement)
-            for rebinding in reversed(rebindings):
-                rebinding.place.write(rebinding.after)
+            for redirection in reversed(redirections):
+                redirection.slot.write(redirection.after)
 
     def is_patched(self, owner: Any, name: str) -> bool:
-        """Tell whether `owner.name` carries a patch of ours, or was rebound to one."""
-        return bool(self._by_target.get((id(owner), name))) or self._find_rebound(owner, name) is not None
+        """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
+        return bool(self._by_target.get((id(owner), name))) or self._find_redirection(owner, name) is not None
 
     def is_in_place(self, owner: Any, name: str) -> bool:
         """Tell whether the patch of `owner.name` is still there, or below another one. Runs no code of the owner's."""
@@ -219,18 +217,16 @@ class Patcher:
         items = self._by_target.get((id(owner), name))
         if items:
             return items[0].original
-        rebinding = self._find_rebound(owner, name)
-        before = None if rebinding is None else rebinding.before
+        redirection = self._find_redirection(owner, name)
+        before = None if redirection is None else redirection.before
         return before.__func__ if isinstance(before, staticmethod) else before
 
-    def _find_rebound(self, owner: Any, name: str) -> Rebinding | None:
-        rebinding = self._rebound_attributes.get((id(owner), name))
-        return rebinding if rebinding is not None and rebinding.place.owner() is owner else None
+    def _find_redirection(self, owner: Any, name: str) -> Redirection | None:
+        redirection = self._redirected_attributes.get((id(owner), name))
+        return redirection if redirection is not None and redirection.slot.owner() is owner else None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yield each patched function with its replacement: of several replacements of one function, the last
-        one last.
-        """
+        """Yield each patched function with its replacement, in the order in which they were put in."""
         for item in self._installed:
             if isinstance(item.original, staticmethod):
                 yield item.original.__func__, item.replacement.__func__  # type: ignore[attr-defined]
@@ -268,7 +264,6 @@ def _remove(item: _Installed) -> bool:
     except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):
         return False
     if item.is_new_attribute and vars(item.owner).get(item.name) is item.original:
-        delattr(
-            item.owner, item.name
-        )  # a module that serves names through __getattr__: wrapt restores by assignment there
+        # a module that serves names through __getattr__: wrapt restores by assignment there
+        delattr(item.owner, item.name)
     return vars(item.owner).get(item.name) is not item.replacement

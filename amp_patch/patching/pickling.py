@@ -1,5 +1,4 @@
-"""Where pickle finds replacements that are no longer in place: copies of a model, made while it was patched, may still
-hold some.
+"""Where pickle finds replacements that are no longer in place: copies of a model that was patched may still hold some.
 
 Pickle stores a function as the module and the name that lead to it. A replacement in place is found where it is
 installed. One that was taken out is found here, under a name made of where it was; another process, which has no such
@@ -23,9 +22,8 @@ def retire(replacement: Any) -> None:
     """
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
-        place = f"{replacement.__module__}:{replacement.__qualname__}".replace(
-            ".", "/"
-        )  # a dot would be read as an attribute of an attribute
+        # a dot would be read as an attribute of an attribute
+        place = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
         replacement.__module__, replacement.__qualname__ = __name__, f"{place}:{next(_numbers)}"
         _functions[replacement.__qualname__] = replacement
 

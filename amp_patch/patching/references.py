@@ -1,5 +1,5 @@
-"""References to patched functions in the rest of the process: found without running anybody's code, so that they can be
-bound to replacements.
+"""References to patched functions in the rest of the process: found without running anybody's code, and redirected to
+replacements.
 
 Where it looks, in every imported module outside torch, this package and the standard library: globals, class
 attributes, default arguments and closures of the functions and methods defined there, and dicts and lists (of dicts and
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from . import pickling
-from .patcher import Patcher, Rebinding
+from .patcher import Patcher, Redirection
 from .slots import Cell, ClassAttribute, Defaults, InstanceAttribute, Item, attributes_of, contents_of, namespace_of
 
 Functions = Mapping[int, Callable[..., Any]]
 """What is to stand for each function, by the id of the function."""
 
-MAX_NAMED = 10  # of what cannot be bound
+MAX_NAMED = 10  # of what cannot be redirected
 MAX_DEPTH = 2  # of dicts and lists in one another
 
 _flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
@@ -71,8 +71,7 @@ _IS_IMMUTABLE = 1 << 8
 
 
 class Search:
-    """Finds the places that refer to some functions, and what refers to them in a way that nothing can be bound in its
-    place.
+    """Finds the slots that refer to some functions, and what else refers to them, where nothing can be exchanged.
 
     Args:
         functions: what is to stand for each function, by the function's id.
@@ -84,11 +83,10 @@ class Search:
         self._ids = frozenset(functions)
         self._homes = {"torch", *packages}
         self._package = ""  # the one that is being searched
-        self._seen = {
-            id(function) for function in functions.values()
-        }  # a replacement's own closure holds the original, and is to keep it
+        # a replacement's own closure holds the original, and is to keep it
+        self._seen = {id(function) for function in functions.values()}
         self._others: list[tuple[str, str, Any]] = []
-        self.found: list[Rebinding] = []
+        self.found: list[Redirection] = []
 
     @property
     def is_idle(self) -> bool:
@@ -114,15 +112,13 @@ class Search:
                     self._search_module(name, module)
 
     def search_model(self, model: torch.nn.Module) -> None:
-        """Look through the attributes of the model's modules, and through their classes where torch does not define
-        them.
-        """
+        """Look through the attributes of the model's modules, and through their classes that torch does not define."""
         for path, module in model.named_modules():
             prefix = ".".join(filter(None, (type(model).__name__, path)))
             for key, value in list(vars(module).items()):
                 if id(value) in self._ids:
                     self.found.append(
-                        Rebinding(InstanceAttribute(module, key), value, self._functions[id(value)], value)
+                        Redirection(InstanceAttribute(module, key), value, self._functions[id(value)], value)
                     )
                 elif type(value) in _HOLDERS:
                     self._others.append((prefix, key, value))
@@ -132,7 +128,7 @@ class Search:
                     self._search_class(owner)
 
     def find_stuck(self) -> list[str]:
-        """Return what holds one of the functions where it cannot be rebound, as `module.name (its class)` each."""
+        """Return what holds one of the functions where it cannot be redirected, as `module.name (its class)` each."""
         if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], self._seen))):
             return []
         handled = {
@@ -157,7 +153,9 @@ class Search:
         if self._is_first_visit(namespace):
             for key, value in list(namespace.items()):
                 if id(value) in self._ids:
-                    self.found.append(Rebinding(Item(namespace, key, module), value, self._functions[id(value)], value))
+                    self.found.append(
+                        Redirection(Item(namespace, key, module), value, self._functions[id(value)], value)
+                    )
                 elif type(value) not in _PLAIN:
                     self._search_value(value, name, key)
 
@@ -172,7 +170,7 @@ class Search:
             if id(function) in self._ids:
                 if _flags_of(owner) & (_IS_ASSIGNABLE | _IS_IMMUTABLE) == _IS_ASSIGNABLE:
                     self.found.append(
-                        Rebinding(ClassAttribute(owner, key), value, self._as_attribute(value, function), function)
+                        Redirection(ClassAttribute(owner, key), value, self._as_attribute(value, function), function)
                     )
             elif type(function) is types.FunctionType:
                 self._search_function(function)
@@ -186,10 +184,9 @@ class Search:
         after = self._functions[id(function)]
         if function is not value:
             return type(value)(after)
-        binds_now, will_bind = hasattr(type(value), "__get__"), hasattr(type(after), "__get__")
-        return (
-            staticmethod(after) if will_bind and not binds_now else after
-        )  # a builtin is not given the instance, a function is
+        # a builtin is not given the instance, a function is
+        is_given_now, will_be_given = hasattr(type(value), "__get__"), hasattr(type(after), "__get__")
+        return staticmethod(after) if will_be_given and not is_given_now else after
 
     def _search_value(self, value: Any, prefix: str, key: str) -> None:
         kind = type(value)
@@ -210,7 +207,7 @@ class Search:
         for index, value in items:
             kind = type(value)
             if id(value) in self._ids:
-                self.found.append(Rebinding(Item(table, index), value, self._functions[id(value)], value))
+                self.found.append(Redirection(Item(table, index), value, self._functions[id(value)], value))
             elif issubclass(kind, (dict, list)) and depth < MAX_DEPTH:
                 self._search_table(value, prefix, key, depth + 1)
             elif (
@@ -232,7 +229,7 @@ class Search:
             if is_own and defaults and not self._ids.isdisjoint(map(id, defaults)):
                 after = tuple([self._functions.get(id(value), value) for value in defaults])
                 original = next(value for value in defaults if id(value) in self._ids)
-                self.found.append(Rebinding(Defaults(function), defaults, after, original))
+                self.found.append(Redirection(Defaults(function), defaults, after, original))
             if is_own and keyword_defaults:
                 self._search_items(keyword_defaults)
             for cell in closure or ():
@@ -240,12 +237,12 @@ class Search:
                 if type(contents) is types.FunctionType and id(contents) not in self._ids:
                     pending.append(contents)
                 elif is_own and id(contents) in self._ids and self._is_first_visit(cell):
-                    self.found.append(Rebinding(Cell(cell), contents, self._functions[id(contents)], contents))
+                    self.found.append(Redirection(Cell(cell), contents, self._functions[id(contents)], contents))
 
     def _search_items(self, keyword_defaults: dict[str, Any]) -> None:
         for key, value in keyword_defaults.items():
             if id(value) in self._ids:
-                self.found.append(Rebinding(Item(keyword_defaults, key), value, self._functions[id(value)], value))
+                self.found.append(Redirection(Item(keyword_defaults, key), value, self._functions[id(value)], value))
 
     def _is_of_package(self, function: types.FunctionType) -> bool:
         home = function.__globals__.get("__name__")
@@ -273,14 +270,14 @@ def functions_of(patcher: Patcher) -> Functions:
     return {id(original): replacement for original, replacement in patcher.functions()}
 
 
-def bind(
+def redirect(
     functions: Sequence[tuple[Patcher, Functions]], models: Iterable[torch.nn.Module], *, with_modules: bool = True
 ) -> list[str]:
     """Have what refers to one of the functions refer to its replacement: in models, and in the imported modules. Their
     patchers can undo it.
 
-    Replacements that a copy of a model kept from an earlier session are bound like their originals. Returns what could
-    not be bound.
+    Replacements that a copy of a model kept from an earlier session are redirected like their originals. Returns what
+    could not be redirected.
     """
     models, wanted = list(models), {key: replacement for _, some in functions for key, replacement in some.items()}
     if not wanted:
@@ -292,7 +289,7 @@ def bind(
     if with_modules:
         search.search_modules()
     for patcher, some in functions:
-        patcher.rebind([rebinding for rebinding in search.found if id(rebinding.function) in some])
+        patcher.redirect([redirection for redirection in search.found if id(redirection.function) in some])
     return search.find_stuck()
 
 
@@ -310,7 +307,7 @@ def undo(patchers: Sequence[Patcher], models: Iterable[torch.nn.Module]) -> None
 
 
 def describe_stuck(stuck: Sequence[str]) -> str:
-    """Return the warning about what could not be bound."""
+    """Return the warning about what could not be redirected."""
     shown = ", ".join(stuck[:MAX_NAMED]) + (f" and {len(stuck) - MAX_NAMED} more" if len(stuck) > MAX_NAMED else "")
     return (
         f"patched functions are also held where they cannot be exchanged, and calls from there are not cast: {shown}. "
@@ -330,5 +327,5 @@ def _rewrite(search: Search, models: Iterable[torch.nn.Module], *, with_modules:
         search.search_model(model)
     if with_modules:
         search.search_modules()
-    for rebinding in search.found:
-        rebinding.place.write(rebinding.after)
+    for redirection in search.found:
+        redirection.slot.write(redirection.after)

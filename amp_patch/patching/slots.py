@@ -1,4 +1,4 @@
-"""Places that may refer to a function, each of which can be read and written without running anybody's code."""
+"""Slots: what may refer to a function, each of which can be read and written without running anybody's code."""
 
 import types
 import weakref

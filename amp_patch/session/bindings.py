@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import Switch, WeightLinks
+from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import find_stacklevel
@@ -21,7 +21,7 @@ class Bindings:
         policy: what they are bound under.
         rules: module rules for the models.
         switch: whether the casts of the session act.
-        links: the weight cache, or None.
+        cache: the weight cache, or None.
         scalers: those of the session.
     """
 
@@ -30,13 +30,13 @@ class Bindings:
         policy: Policy,
         rules: Sequence[ModuleRule],
         switch: Switch,
-        links: WeightLinks | None,
+        cache: WeightCache | None,
         scalers: Sequence[loss_scaler.LossScaler],
     ) -> None:
         self._policy = policy
         self._rules = rules
         self._switch = switch
-        self._links = links
+        self._cache = cache
         self._scalers = scalers
         self.masters = Masters()
         self._models: list[ModelBinding] = []
@@ -81,7 +81,7 @@ class Bindings:
         """
         unused = dict.fromkeys(self._rules)
         for model in models:
-            binding = ModelBinding(model, self._policy, self.masters, self._links, self._rules, self._switch)
+            binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
@@ -96,7 +96,7 @@ class Bindings:
                 masters=self.masters,
                 use_masters=bool(self._policy.master_weights),
                 switch=self._switch,
-                links=self._links,
+                cache=self._cache,
                 scalers=self._scalers,
                 get_names=self.names_of,
             )
@@ -130,8 +130,8 @@ class Bindings:
         """Undo everything that binding did."""
         self._release(self._models, self._optimizers)
         self.masters = Masters()
-        if self._links is not None:
-            self._links.disown_all()
+        if self._cache is not None:
+            self._cache.disown_all()
 
     def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
         models, optimizers = list(models), list(optimizers)
@@ -153,9 +153,9 @@ class Bindings:
         """Drop what was kept for an optimizer that is gone."""
         if binding in self._optimizers:
             self._optimizers.remove(binding)
-        if self._links is not None:
+        if self._cache is not None:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
-            self._links.disown(parameter for parameter in binding.linked if id(parameter) not in still_owned)
+            self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
 
     # ---- about all of them -------------------------------------------------------------------------------------------
 

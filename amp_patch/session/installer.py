@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import LateOps, OpCasts, Registration, WeightLinks, compiling
+from ..casting import DeferredOps, OpCasts, Registration, WeightCache, compiling
 from ..casting import patches as op_patches
 from ..config import OpLists
 from ..patching import Patcher, references
@@ -24,7 +24,7 @@ class Installer:
 
     Args:
         casts, oplists: of a level that patches ops; None at others.
-        links: the weight cache, or None.
+        cache: the weight cache, or None.
         registered: functions that the user registered.
         bindings: the models, optimizers and masters that the patches serve.
         scales: whether there are masters or a loss scale.
@@ -34,7 +34,7 @@ class Installer:
         self,
         casts: OpCasts | None,
         oplists: OpLists | None,
-        links: WeightLinks | None,
+        cache: WeightCache | None,
         registered: Sequence[Registration],
         bindings: Bindings,
         *,
@@ -42,7 +42,7 @@ class Installer:
     ) -> None:
         self._casts = casts
         self._oplists = oplists
-        self._links = links
+        self._cache = cache
         self._registered = tuple(registered)
         self._bindings = bindings
         self._scales = scales
@@ -72,7 +72,7 @@ class Installer:
             compiling.forget_compiled_code()
             self._casts.switch.turn_on()
 
-    def _install_ops(self, casts: OpCasts, undo: contextlib.ExitStack) -> LateOps | None:
+    def _install_ops(self, casts: OpCasts, undo: contextlib.ExitStack) -> DeferredOps | None:
         """Put in what replaces ops, and return those whose packages are not imported yet."""
         assert self._oplists is not None
         planned = [
@@ -84,26 +84,26 @@ class Installer:
         undo.enter_context(compiling.cache_key(f"amp_patch:{self._oplists.digest}:{casts.low}"))
         undo.callback(self._take_out)
         self.patcher.install(planned)
-        if self._links is not None:
-            undo.callback(register_optimizer_step_post_hook(StepHook(self._links.mark_updated)).remove)
+        if self._cache is not None:
+            undo.callback(register_optimizer_step_post_hook(StepHook(self._cache.mark_updated)).remove)
         overridden = [(owner, name) for owner, name, _ in self._registered]
-        late = LateOps(self._oplists, overridden, casts, self.patcher, self._lock)
+        late = DeferredOps(self._oplists, overridden, casts, self.patcher, self._lock)
         if not late:
             return None
         undo.callback(late.close)
         return late
 
-    def _parts(self, late: LateOps | None) -> patches.Parts:
+    def _parts(self, late: DeferredOps | None) -> patches.Parts:
         return patches.Parts(
             casts=self._casts,
             oplists=self._oplists,
-            links=self._links,
+            cache=self._cache,
             patcher=self.patcher,
             masters=self._bindings.masters,
             local=self.local,
             scales=self._scales,
             on_zero_grad=self._bindings.on_zero_grad,
-            has_late_ops=late is not None,
+            has_deferred_ops=late is not None,
             on_reload=(lambda name: None) if late is None else late.look_again,
         )
 
@@ -112,7 +112,7 @@ class Installer:
         with self._lock:
             patchers = (self.patcher, self._module_patcher)
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
-            stuck = references.bind(functions, models, with_modules=with_modules)
+            stuck = references.redirect(functions, models, with_modules=with_modules)
         if stuck:
             warnings.warn(references.describe_stuck(stuck), stacklevel=find_stacklevel())
 

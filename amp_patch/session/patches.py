@@ -14,10 +14,11 @@ import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from ..casting import OpCasts, WeightLinks
+from ..casting import OpCasts, WeightCache
 from ..casting import patches as around_ops
 from ..config import OpLists
 from ..patching import Patch, Patcher
+from ..torch_private import JIT_TRACE, VF
 from ..training import LocalGradients, Masters
 from ..training import patches as around_gradients
 
@@ -28,20 +29,20 @@ class Parts:
 
     Attributes:
         casts, oplists: None at levels that patch no ops.
-        links: the weight cache, or None.
+        cache: the weight cache, or None.
         scales: whether there are masters or a loss scale.
-        has_late_ops: whether packages that are not imported yet have listed ops.
+        has_deferred_ops: whether packages that are not imported yet have listed ops.
     """
 
     casts: OpCasts | None
     oplists: OpLists | None
-    links: WeightLinks | None
+    cache: WeightCache | None
     patcher: Patcher
     masters: Masters
     local: LocalGradients
     scales: bool
     on_zero_grad: Callable[[torch.nn.Module], None]
-    has_late_ops: bool = False
+    has_deferred_ops: bool = False
     on_reload: Callable[[str], None] = lambda name: None
     has_warned: list[str] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class Parts:
     def lists_recurrent(self) -> bool:
         """Whether recurrent layers run in the low dtype."""
         spellings = () if self.oplists is None else self.oplists.spellings
-        return any(spelling.owner is torch._VF and spelling.kind == "whitelist" for spelling in spellings)
+        return any(spelling.owner is VF and spelling.kind == "whitelist" for spelling in spellings)
 
 
 Make = Callable[[Callable[..., Any], Any], Callable[..., Any]]
@@ -107,16 +108,15 @@ TABLE = (
         with_ops=True,
     ),
     TorchPatch(
-        torch.jit._trace,  # not torch.jit.trace: Dynamo wraps that for good when it first compiles
-        "_trace_impl",
-        lambda parts: parts.links is not None,
-        lambda original, parts: around_ops.trace_without_cache(original, parts.links),
+        *JIT_TRACE,  # not torch.jit.trace: Dynamo wraps that for good when it first compiles
+        lambda parts: parts.cache is not None,
+        lambda original, parts: around_ops.trace_without_cache(original, parts.cache),
         with_ops=True,
     ),
     TorchPatch(
         importlib,
         "reload",
-        lambda parts: parts.has_late_ops,
+        lambda parts: parts.has_deferred_ops,
         lambda original, parts: around_ops.tell_of_reload(original, parts.on_reload),
     ),
     TorchPatch(

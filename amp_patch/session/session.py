@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import OpCasts, Registration, Switch, WeightLinks
+from ..casting import OpCasts, Registration, Switch, WeightCache
 from ..config import OpLists, Policy, load_oplists
 from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..patching import Patcher
@@ -60,14 +60,14 @@ class Session:
         self.switch = Switch()
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
-        self._links: WeightLinks | None = None
+        self._cache: WeightCache | None = None
         if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
-            self._links = WeightLinks(policy.patch_torch_functions_type, device_type)
-            self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._links)
+            self._cache = WeightCache(policy.patch_torch_functions_type, device_type)
+            self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._cache)
         rules = () if self.oplists is None else self.oplists.modules
-        self._bindings = Bindings(policy, rules, self.switch, self._links, self.scalers)
+        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.scalers)
         scales = bool(policy.master_weights) or policy.loss_scale != 1.0
-        self._installer = Installer(self.casts, self.oplists, self._links, registered, self._bindings, scales=scales)
+        self._installer = Installer(self.casts, self.oplists, self._cache, registered, self._bindings, scales=scales)
         outside = GradientSet(self._bindings.parameters_outside, lambda: ())
         self._passes = BackwardPasses(self._bindings.optimizers, outside, self._installer.local, self._end_pass)
         self._undo = contextlib.ExitStack()
@@ -171,8 +171,8 @@ class Session:
         return self._passes.scale_loss(loss, bindings, self.scaler(loss_id), delay_unscale)
 
     def _end_pass(self) -> None:
-        if self._links is not None:
-            self._links.doubt_all()
+        if self._cache is not None:
+            self._cache.invalidate_all()
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises IndexError if there is none."""

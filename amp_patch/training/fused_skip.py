@@ -1,15 +1,20 @@
 """Whether an optimizer's `step` can skip on the device by itself, given the flag: torch's fused ones read it there."""
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-_GLOBAL_PRE_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks
-_GLOBAL_POST_HOOKS = sys.modules[Optimizer.__module__]._global_optimizer_post_hooks
+from ..torch_private import (
+    GLOBAL_POST_HOOKS,
+    GLOBAL_PRE_HOOKS,
+    has_step_hooks,
+    is_wrapped_by_scheduler,
+    reads_found_inf,
+)
+
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
 
 
@@ -39,16 +44,16 @@ class DeviceSkip:
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        is_scheduled = hasattr(step, "_wrapped_by_lr_sched")  # a plain function then, around the method
+        is_scheduled = is_wrapped_by_scheduler(step)  # a plain function then, around the method
         function = getattr(step, "__wrapped__" if is_scheduled else "__func__", None)
         is_torchs = function is type(optimizer).step and inspect.unwrap(function) in _STEPS
-        self._is_fused = is_torchs and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._is_fused = is_torchs and reads_found_inf(optimizer)
 
     def is_possible(self, optimizer: Any) -> bool:
         """Tell whether the next step can skip by itself."""
-        if not self._is_fused or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if not self._is_fused or has_step_hooks(optimizer):
             return False
-        if _GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in _GLOBAL_POST_HOOKS.values()):
+        if GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in GLOBAL_POST_HOOKS.values()):
             return False
         return all(
             group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))

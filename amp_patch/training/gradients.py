@@ -21,8 +21,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..multi_tensor import copy_, group_pairs
+from ..multi_tensor import copy_, group
 from ..reporting import find_stacklevel
+from ..torch_private import foreach_add_
 from .backward_pass import BackwardPass
 from .masters import Pair
 from .unscaling import dense_values, rescale_, unscale_
@@ -282,7 +283,7 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             sums.append(total)
             addends.append(gradient)
     if sums:
-        torch._foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
+        foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
 
 
 def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
@@ -292,7 +293,7 @@ def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor
         for gradient, master in zip(low, masters, strict=True)
     ]
     dense = [index for index, gradient in enumerate(low) if gradient.layout == torch.strided]
-    copy_(group_pairs([full[index] for index in dense], [low[index] for index in dense]))
+    copy_(group([full[index] for index in dense], [low[index] for index in dense]))
     return full
 
 

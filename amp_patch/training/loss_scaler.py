@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..torch_private import update_scale_
 from .backward_pass import BackwardPass, PassState, combine_found_inf
 from .unscaling import rescale_ as rescale_
 from .unscaling import unscale_ as unscale_
@@ -108,7 +109,7 @@ class LossScaler:
         if not self.is_dynamic:
             return scale, good_steps + 1
         found_inf = combine_found_inf(due).to(scale.device)
-        torch._amp_update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
+        update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
         # good
         return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps

@@ -1,6 +1,5 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
-import operator
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,12 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
-from ..multi_tensor import Group, copy_, group_pairs
+from ..multi_tensor import Group, copy_, group
+from ..torch_private import get_version
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
-
-_get_version = operator.attrgetter("_version")
 
 
 class _State:
@@ -24,7 +22,7 @@ class _State:
     """
 
     def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
-        self.versions = list(map(_get_version, tensors))
+        self.versions = list(map(get_version, tensors))
         self.addresses = list(map(Tensor.data_ptr, tensors))
         # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
         # first
@@ -36,7 +34,7 @@ class _State:
     def see(self, index: int, tensor: Tensor) -> None:
         """Take over the state of one tensor."""
         self.versions[index], self.addresses[index], self.aliases[index] = (
-            tensor._version,
+            get_version(tensor),
             tensor.data_ptr(),
             tensor.detach(),
         )
@@ -112,7 +110,7 @@ class Masters:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self._parameters):
             if self._groups is None:
-                self._groups = group_pairs(self._parameters, self._masters)
+                self._groups = group(self._parameters, self._masters)
             copy_(self._groups)
             self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
@@ -127,7 +125,7 @@ class Masters:
         self._reconcile(pushing=True)
 
     def _push_some(self, indices: list[int]) -> None:
-        copy_(group_pairs([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
+        copy_(group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
         for index in indices:
             self._see(index)
 
@@ -205,11 +203,11 @@ class OptimizerMasters:
 
     def restore(self, optimizer: Any) -> None:
         """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state."""
-        for group in () if optimizer is None else optimizer.param_groups:
-            for index, master in enumerate(group["params"]):
+        for param_group in () if optimizer is None else optimizer.param_groups:
+            for index, master in enumerate(param_group["params"]):
                 if id(master) in self._pairs:
                     parameter, _ = self._pairs[id(master)]
-                    group["params"][index] = parameter
+                    param_group["params"][index] = parameter
                     if master in optimizer.state:
                         optimizer.state[parameter] = optimizer.state.pop(master)
         self._pairs.clear()

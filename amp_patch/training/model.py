@@ -12,11 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightLinks, compiling
+from ..casting import Mode, Switch, WeightCache, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..torch_private import BatchNormBase
 from .masters import Masters
-from .model_hooks import CastInputs, CastOutputs, DoubtLinks, Float32StateDict, LoadMasters, RegionHooks, SyncMasters
+from .model_hooks import (
+    CastInputs,
+    CastOutputs,
+    Float32StateDict,
+    InvalidateCache,
+    LoadMasters,
+    RegionHooks,
+    SyncMasters,
+)
 from .module_runs import decide_runs, find_borders
 
 
@@ -31,14 +40,14 @@ class ModelBinding:
         model: nn.Module,
         policy: Policy,
         masters: Masters,
-        links: WeightLinks | None,
+        cache: WeightCache | None,
         rules: Sequence[ModuleRule],
         switch: Switch,
     ) -> None:
         self._model = weakref.ref(model)
         self._policy = policy
         self._masters = masters
-        self._links = links
+        self._cache = cache
         self._switch = switch
         self._runs, self.used_rules = decide_runs(model, rules)
         self._undo = contextlib.ExitStack()
@@ -77,8 +86,8 @@ class ModelBinding:
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
             self._add(model.register_forward_hook(CastOutputs(output_dtype)))
-        if self._links is not None:
-            self._add(model.register_forward_hook(DoubtLinks(self._links)))
+        if self._cache is not None:
+            self._add(model.register_forward_hook(InvalidateCache(self._cache)))
 
     def undo(self) -> None:
         """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.
@@ -111,7 +120,7 @@ class ModelBinding:
                 tensor.dtype == (torch.float32 if run == "float32" else low)
                 for tensor in module.parameters(recurse=False)
             )
-            if module in borders or (owns and (run or not isinstance(module, nn.modules.batchnorm._BatchNorm))):
+            if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
                 self._add(
                     module.register_forward_pre_hook(
                         CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
@@ -151,11 +160,7 @@ def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Mo
     """
     seen = ids_beside_opaque(model)
     for module in model.modules():
-        is_kept = (
-            runs[module] == "float32"
-            if module in runs
-            else keep_batchnorm and isinstance(module, nn.modules.batchnorm._BatchNorm)
-        )
+        is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:
             seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for tensor in (*model.parameters(), *model.buffers()):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightLinks, cast_tree
+from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
 
 
@@ -58,7 +59,7 @@ class RegionHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the inputs and open the region."""
-        if torch.compiler.is_dynamo_compiling():
+        if compiling.is_dynamo_compiling():
             self._is_traced.append(self.switch.is_on_here())
             if not self._is_traced[-1]:
                 return args, kwargs
@@ -72,7 +73,7 @@ class RegionHooks:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
-        if torch.compiler.is_dynamo_compiling():
+        if compiling.is_dynamo_compiling():
             if self._is_traced.pop():
                 self.switch.leave_traced()
         elif self._entries.stack and (entry := self._entries.stack.pop()) is not None:
@@ -107,17 +108,15 @@ class _SessionHook:
         return type(self), ()
 
 
-class DoubtLinks(_SessionHook):
-    """Forward hook: after an outermost forward without gradients, links must be refreshed before they are used
-    again.
-    """
+class InvalidateCache(_SessionHook):
+    """Forward hook: an outermost forward without gradients invalidates the low copies of weights."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if compiling.is_compiling() or torch.is_grad_enabled():
             return
-        links: WeightLinks | None = self._target()
-        if links is not None:
-            links.doubt_all()
+        cache: WeightCache | None = self._target()
+        if cache is not None:
+            cache.invalidate_all()
 
 
 class SyncMasters(_SessionHook):
@@ -125,7 +124,7 @@ class SyncMasters(_SessionHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is not None and not torch.compiler.is_compiling():
+        if masters is not None and not compiling.is_compiling():
             masters.sync()
 
 
@@ -141,7 +140,7 @@ class Float32StateDict(_SessionHook):
         if masters is None:
             return
         masters.sync()
-        own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
@@ -158,7 +157,7 @@ class LoadMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        for name, parameter in module._parameters.items():
+        for name, parameter in get_own_parameters(module).items():
             value = state_dict.get(prefix + name)
             master = None if parameter is None else masters.get(parameter)
             if master is not None and isinstance(value, Tensor) and value.shape == master.shape:

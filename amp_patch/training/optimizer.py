@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..casting import Switch, WeightLinks
+from ..casting import Switch, WeightCache
 from .attributes import Attributes
 from .fused_skip import DeviceSkip
 from .gradients import GradientSet
@@ -31,7 +31,7 @@ class OptimizerBinding:
         masters: where the session keeps its masters.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: turned off while the optimizer steps.
-        links: the links to mark, or None.
+        cache: the weight cache, or None.
         scalers: the scalers of the session, to name them in messages and to know whether a step may be skipped.
         get_names: names for parameters, for messages.
     """
@@ -43,15 +43,15 @@ class OptimizerBinding:
         masters: Masters,
         use_masters: bool,
         switch: Switch,
-        links: WeightLinks | None,
+        cache: WeightCache | None,
         scalers: Sequence[LossScaler],
         get_names: Callable[[Iterable[Tensor]], list[str]],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._masters = OptimizerMasters(masters, use_masters=use_masters)
-        self._links = links
+        self._cache = cache
         self._get_names = get_names
-        self.linked: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
+        self.cached: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
         self._is_bound = False
         self._undo = contextlib.ExitStack()
         self._attributes = Attributes(self, self._undo)
@@ -130,11 +130,11 @@ class OptimizerBinding:
         self._undo.close()
 
     def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put masters into a group, and own the links of the other parameters."""
+        """Put masters into a group, and cache the others: the other parameters."""
         self._masters.place(optimizer, group, float32_data)
-        if self._links is not None:
-            self.linked.extend(group["params"])
-            self._links.own(group["params"])
+        if self._cache is not None:
+            self.cached.extend(group["params"])
+            self._cache.own(group["params"])
 
     def push_masters(self) -> None:
         """Copy the masters of this optimizer to their parameters."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
+from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
 from .fused_skip import DeviceSkip, skip_by
 from .gradients import GradientSet
@@ -122,8 +123,7 @@ class Stepper:
             flag = found.found_inf()
         result = None
         if flag is None and found.find_overflowed(is_dynamic=True):
-            # what LR schedulers look at: a skipped step is no reason to warn about their order
-            optimizer._opt_called = True
+            mark_step_called(optimizer)
         else:
             result = self._take_step(flag, original, args, kwargs)
         self._window.end(passes)

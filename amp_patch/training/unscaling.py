@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..multi_tensor import group
+from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values
+
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
     """Divide `gradients` by `scale`, one read and one write each, and set `found_inf` to 1.0 if an element is inf
@@ -18,44 +21,27 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
         return
     is_on_mps = scale.device.type == "mps"  # which has no float64
     inverse = scale.reciprocal() if is_on_mps else scale.double().reciprocal().float()
-    _multiply_and_check(groups, inverse, found_inf)
-
-
-def check_(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
-    """Set `found_inf` (0-dim float32) to 1.0 if an element of `gradients` is inf or NaN. Waits for nothing."""
-    groups = _group_values(gradients)
-    if groups:
-        _multiply_and_check(groups, torch.ones((), dtype=torch.float32, device=found_inf.device), found_inf)
-
-
-def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply `gradients` by `scale`, so that a backward pass of a loss scaled by it may add to them."""
-    for (device, _), values in _group_values(gradients).items():
-        torch._foreach_mul_(values, scale.to(device))
-
-
-_Groups = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-
-
-def _multiply_and_check(groups: _Groups, factor: Tensor, found_inf: Tensor | None) -> None:
-    for (device, _), values in groups.items():
+    for values in groups:
+        device = values[0].device
         is_here = found_inf is not None and found_inf.device == device
         found = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
         assert found is not None
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found, factor.to(device))
+        foreach_non_finite_check_and_unscale_(values, found, inverse.to(device))
         if found_inf is not None and not is_here:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
-def _group_values(gradients: Iterable[Tensor]) -> _Groups:
-    groups: _Groups = {}
-    for gradient in gradients:
-        values = dense_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    return groups
+def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply `gradients` by `scale`, so that a backward pass of a loss scaled by it may add to them."""
+    for values in _group_values(gradients):
+        foreach_mul_(values, scale.to(values[0].device))
+
+
+def _group_values(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    return [values for (values,) in group(map(dense_values, gradients))]
 
 
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
-    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    values = get_sparse_values(gradient) if gradient.layout == torch.sparse_coo else gradient
     return torch.view_as_real(values) if values.is_complex() else values

@@ -483,7 +483,7 @@ INNER = {
 def test_an_exported_program_holds_the_casts(level, strict):
     model, optimizer = make(level)
     x, y = numbers(3, 8), numbers(7, 8)
-    take_step(model, optimizer, x)  # links exist by now, and none may become a constant of the program
+    take_step(model, optimizer, x)  # low copies exist by now, and none may become a constant of the program
     program = torch.export.export(
         model, (x,), strict=strict, dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},)
     )

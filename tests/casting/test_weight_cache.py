@@ -1,4 +1,4 @@
-"""Links change nothing but the number of casts: whatever happens to the weights, outputs and gradients are, to the bit,
+"""The cache changes only the number of casts: whatever happens to the weights, outputs and gradients are, to the bit,
 those of a model that casts its weights afresh in each forward pass.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 from amp_patch.casting import weight_cache
 from amp_patch.casting.mode import Switch
-from amp_patch.casting.weight_cache import WeightLinks
+from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
 
 LOW = torch.bfloat16
@@ -86,7 +86,7 @@ def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None])
 
 @pytest.fixture(params=[True, False], ids=["kept", "dropped"], autouse=True)
 def is_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Links that are kept and refreshed, as on a GPU, and links that are dropped, as on a CPU."""
+    """Copies that are kept and refreshed, as on a GPU, and copies that are dropped, as on a CPU."""
     monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param)
     return bool(request.param)
 
@@ -442,7 +442,7 @@ def test_a_graph_that_is_alive_while_the_weights_change_in_place_is_right_or_ref
         torch.optim.Adam(net.parameters(), lr=0.1, **how).step()
     net.zero_grad()
     with mode():
-        net(batch(1))  # whatever this does to the links, the old graph may not use the new values
+        net(batch(1))  # whatever this does to the copies, the old graph may not use the new values
     try:
         loss.backward()
     except RuntimeError as error:
@@ -465,36 +465,36 @@ OPS: dict[str, OpCase] = {
 }
 
 
-def doubts(links: WeightLinks, _: nn.Parameter) -> None:
-    links.doubt_all()
+def invalidates(cache: WeightCache, _: nn.Parameter) -> None:
+    cache.invalidate_all()
 
 
-def doubts_by_a_step_without_a_gradient(links: WeightLinks, parameter: nn.Parameter) -> None:
-    links.mark_updated([parameter])
+def invalidates_by_a_step_without_a_gradient(cache: WeightCache, parameter: nn.Parameter) -> None:
+    cache.mark_updated([parameter])
 
 
-@pytest.mark.parametrize("doubt", [doubts, doubts_by_a_step_without_a_gradient])
+@pytest.mark.parametrize("invalidate", [invalidates, invalidates_by_a_step_without_a_gradient])
 @pytest.mark.parametrize(
     ("op", "input_shape", "weight_shape"),
     [pytest.param(*case, id=name) for name, case in OPS.items()],
 )
-def test_a_live_graph_outlives_a_doubt_about_weights_that_did_not_change(
+def test_a_live_graph_outlives_an_invalidation_of_weights_that_did_not_change(
     op: Callable[[Tensor, Tensor], Tensor],
     input_shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
-    doubt: Callable[[WeightLinks, nn.Parameter], None],
+    invalidate: Callable[[WeightCache, nn.Parameter], None],
     is_kept: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(input_shape, generator=generator).requires_grad_()
     weight = nn.Parameter(torch.randn(weight_shape, generator=generator))
-    links, switch = WeightLinks(LOW, "cpu"), Switch()
-    links.own([weight])
+    cache, switch = WeightCache(LOW, "cpu"), Switch()
+    cache.own([weight])
     switch.turn_on()
-    replacement = OpCasts(switch, LOW, "cpu", links).whitelist(op)
+    replacement = OpCasts(switch, LOW, "cpu", cache).whitelist(op)
     expected = torch.autograd.grad(loss_of(op(x.to(LOW), weight.to(LOW))), (x, weight))
     loss = loss_of(replacement(x, weight))
-    doubt(links, weight)
+    invalidate(cache, weight)
     later = loss_of(replacement(x, weight))
     assert_equal_all(list(torch.autograd.grad(loss, (x, weight))), list(expected))
     assert_equal_all(list(torch.autograd.grad(later, (x, weight))), list(expected))
@@ -584,7 +584,7 @@ def test_two_threads_in_forward_at_once_get_what_each_gets_alone(net: Net) -> No
             torch.autograd.grad(loss_of(by_hand(net, batch(seed))), list(net.parameters())) for seed in range(2)
         ]
     results: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-    barrier = threading.Barrier(2, action=amp.refresh, timeout=60)  # links are in doubt when both start
+    barrier = threading.Barrier(2, action=amp.refresh, timeout=60)  # no entry is valid when both start
 
     def run(seed: int) -> None:
         for index in range(rounds):
@@ -646,7 +646,7 @@ TRANSFORMS: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("is_first_use", [True, False], ids=["first-use", "later"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_a_function_transform_leaves_links_that_train(
+def test_a_function_transform_leaves_copies_that_train(
     net: Net, transform: Callable[[Net], Any], is_first_use: bool
 ) -> None:
     if not is_first_use:
@@ -655,7 +655,7 @@ def test_a_function_transform_leaves_links_that_train(
     assert_casts_are_fresh(net)
 
 
-# ---- which tensors are linked, and for how long ----------------------------------------------------------------------
+# ---- which tensors have a copy, and for how long ---------------------------------------------------------------------
 
 
 @amp.half_function
@@ -664,7 +664,7 @@ def low_copy_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def test_a_parameter_of_a_bound_optimizer_is_linked_and_keeps_its_link(net: Net) -> None:
+def test_a_parameter_of_a_bound_optimizer_is_cached_and_keeps_its_copy(net: Net) -> None:
     copies = [low_copy_of(parameter) for parameter in net.parameters()]
     assert all(held.dtype is LOW for held in copies)
     assert all(low_copy_of(parameter) is held for parameter, held in zip(net.parameters(), copies, strict=True))
@@ -700,7 +700,7 @@ def test_the_copies_are_freed_with_their_optimizer() -> None:
     assert low_copy_of(net.first.weight) is not low_copy_of(net.first.weight)
 
 
-def test_a_parameter_of_two_optimizers_keeps_its_link_while_one_lives() -> None:
+def test_a_parameter_of_two_optimizers_keeps_its_copy_while_one_lives() -> None:
     net = Net()
     first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net.second.parameters(), lr=0.1)
     amp.initialize(net, [first, second], opt_level="O4", verbosity=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import amp_patch
 from amp_patch.casting.mode import Mode, Switch
-from amp_patch.casting.weight_cache import WeightLinks
+from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
 from amp_patch.errors import AmpError, BannedOpError
 
@@ -32,10 +32,10 @@ def dtype_id(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_casts(low: torch.dtype = torch.bfloat16, *, links: WeightLinks | None = None) -> OpCasts:
+def make_casts(low: torch.dtype = torch.bfloat16, *, cache: WeightCache | None = None) -> OpCasts:
     switch = Switch()
     switch.turn_on()
-    return OpCasts(switch, low, "cpu", links)
+    return OpCasts(switch, low, "cpu", cache)
 
 
 @pytest.fixture
@@ -613,16 +613,46 @@ def count_frames(function: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("has_bias", [True, False, None], ids=["bias", "bias-none", "bias-left-out"])
-def test_linear_with_cached_weights_takes_one_frame_and_one_for_each_parameter(has_bias: bool | None) -> None:
-    links = WeightLinks(torch.bfloat16, "cpu")
+def test_linear_with_cached_weights_takes_one_frame_and_one_for_a_cast_of_its_input(
+    has_bias: bool | None, dtype: torch.dtype
+) -> None:
+    cache = WeightCache(torch.bfloat16, "cpu")
     parameters = [torch.nn.Parameter(rand(3, 4)), torch.nn.Parameter(rand(3))][: 1 + bool(has_bias)]
-    links.own(parameters)
-    linear = make_casts(links=links).wrap("whitelist", F.linear)
-    x = rand(2, 4, dtype=torch.bfloat16)
+    cache.own(parameters)
+    linear = make_casts(cache=cache).wrap("whitelist", F.linear)
+    x = rand(2, 4, dtype=dtype)
     arguments = (x, *parameters) if has_bias is not False else (x, *parameters, None)
     linear(*arguments)
-    assert count_frames(lambda: linear(*arguments)) <= 1 + len(parameters)
+    assert count_frames(lambda: linear(*arguments)) == 1 + (dtype is torch.float32)
+
+
+def test_a_product_with_a_cached_weight_takes_one_frame_for_each_operand() -> None:
+    cache = WeightCache(torch.bfloat16, "cpu")
+    weight = torch.nn.Parameter(rand(4, 4))
+    cache.own([weight])
+    mm = make_casts(cache=cache).wrap("whitelist", torch.mm)
+    for operands in ((rand(4, 4), weight), (weight, weight)):
+        mm(*operands)
+        assert count_frames(lambda operands=operands: mm(*operands)) == 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("is_float", [True, False], ids=["float32", "float64"])
+@pytest.mark.parametrize("op", [F.linear, torch.mm, torch.matmul])
+def test_a_cached_weight_that_is_an_input_too_is_cast_and_has_its_gradient(op: Op, is_float: bool) -> None:
+    """Tied weights: the gradient comes by the plain cast and by the cached copy."""
+    cache = WeightCache(torch.bfloat16, "cpu")
+    weight = torch.nn.Parameter(rand(4, 4).to(torch.float32 if is_float else torch.float64))
+    cache.own([weight])
+    replacement = make_casts(cache=cache).wrap("whitelist", op)
+    for _ in range(2):
+        output = replacement(weight, weight)
+        (gradient,) = torch.autograd.grad(output.float().square().sum(), weight)
+        low = weight.to(torch.bfloat16) if is_float else weight
+        expected = op(low, low)
+        assert torch.equal(output, expected)
+        assert torch.equal(gradient, torch.autograd.grad(expected.float().square().sum(), weight)[0])
 
 
 @pytest.mark.parametrize(
@@ -652,9 +682,7 @@ def test_while_casts_are_off_a_call_takes_one_frame(casts: OpCasts) -> None:
 
 def test_the_frame_counter_can_fail(casts: OpCasts) -> None:
     mm = casts.whitelist(torch.mm)
-    assert (
-        count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 5
-    )  # the wrapper, and for each tensor the cast and where it is
+    assert count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 3  # the wrapper, and the cast of each tensor
 
 
 # ---- functions of users that have the name of one of torch's ---------------------------------------------------------

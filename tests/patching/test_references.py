@@ -75,9 +75,9 @@ def open_session(lists="bfloat16", model=None, **options):
     return model, optimizer
 
 
-# ---- one kind of place at a time -------------------------------------------------------------------------------------
+# ---- one kind of slot at a time -------------------------------------------------------------------------------------
 
-PLACES = {
+SLOTS = {
     "global": ("from torch.nn.functional import gelu", lambda m, x: m.gelu(x)),
     "global of another name": ("import torch\nact = torch.nn.functional.silu", lambda m, x: m.act(x)),
     "class attribute, builtin": (
@@ -214,9 +214,9 @@ def describe(module):
     return held
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_is_rebound_and_given_back_exactly(place, make_package, lists):
-    source, call = PLACES[place]
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_slot_is_redirected_and_given_back_exactly(slot, make_package, lists):
+    source, call = SLOTS[slot]
     make_package(
         {
             "program_x": source,
@@ -237,9 +237,9 @@ def test_a_place_is_rebound_and_given_back_exactly(place, make_package, lists):
         del session
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_that_was_made_during_a_session_gets_the_original(place, make_package, lists):
-    source, call = PLACES[place]
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_slot_that_was_made_during_a_session_gets_the_original(slot, make_package, lists):
+    source, call = SLOTS[slot]
     make_package(
         {
             "program_x": source,
@@ -255,7 +255,7 @@ def test_a_place_that_was_made_during_a_session_gets_the_original(place, make_pa
     assert call(module, X).dtype is torch.float32
 
 
-def test_a_program_run_as_a_script_is_rebound(tmp_path):
+def test_a_program_run_as_a_script_is_redirected(tmp_path):
     script = """
         import torch, torch.nn.functional as F, amp_patch as amp
         ACT = {"gelu": F.gelu}
@@ -272,7 +272,7 @@ def test_a_program_run_as_a_script_is_rebound(tmp_path):
     subprocess.run([sys.executable, "-W", "error::UserWarning", "script.py"], cwd=tmp_path, check=True)
 
 
-def test_methods_of_tensors_are_rebound_too(make_package, lists):
+def test_methods_of_tensors_are_redirected_too(make_package, lists):
     make_package(
         {
             "program_x": (
@@ -423,7 +423,7 @@ def test_keys_of_tables_stay(make_package, lists):
 
 
 def test_a_replacement_keeps_its_own_original(make_package, lists):
-    """The closure of a replacement refers to the original: bound to the replacement, it would call itself for ever."""
+    """The closure of a replacement refers to the original. Redirected, it would call itself for ever."""
     source = """
         def shout(x):
             return x
@@ -436,7 +436,7 @@ def test_a_replacement_keeps_its_own_original(make_package, lists):
     module = importlib.import_module("program_x")
     patcher = Patcher()
     patcher.install([Patch(module, "shout", module.wrap)])
-    references.bind([(patcher, references.functions_of(patcher))], [])
+    references.redirect([(patcher, references.functions_of(patcher))], [])
     assert module.shout(1) == 2
     references.undo([patcher], [])
     assert module.shout(1) == 1
@@ -485,7 +485,7 @@ def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_close
     assert walks == []
 
 
-# ---- what cannot be rebound ------------------------------------------------------------------------------------------
+# ---- what cannot be redirected ---------------------------------------------------------------------------------------
 
 STUCK = """
     import functools, types
@@ -516,7 +516,7 @@ def warnings_of(open_it):
     return [w for w in caught if "cannot be exchanged" in str(w.message)]
 
 
-def test_what_cannot_be_rebound_is_named_in_one_warning(make_package, lists):
+def test_what_cannot_be_redirected_is_named_in_one_warning(make_package, lists):
     make_package({"program_x": STUCK})
     module = importlib.import_module("program_x")
     before = describe(module)
@@ -533,7 +533,7 @@ def test_what_cannot_be_rebound_is_named_in_one_warning(make_package, lists):
     assert describe(module) == before
 
 
-def test_a_long_list_of_what_cannot_be_rebound_is_cut(make_package, lists):
+def test_a_long_list_of_what_cannot_be_redirected_is_cut(make_package, lists):
     make_package(
         {"program_x": "import torch.nn.functional as F\n" + "\n".join(f"pair_{i} = (F.gelu, {i})" for i in range(14))}
     )
@@ -542,7 +542,7 @@ def test_a_long_list_of_what_cannot_be_rebound_is_cut(make_package, lists):
     assert str(warning.message).count("program_x.pair_") == 10 and "and 4 more" in str(warning.message)
 
 
-def test_nothing_is_warned_of_where_everything_could_be_rebound(make_package, lists):
+def test_nothing_is_warned_of_where_everything_could_be_redirected(make_package, lists):
     source = (
         "import torch.nn.functional as F\n"
         "TABLE = {'gelu': F.gelu}\n"
@@ -577,7 +577,7 @@ def make_encoder():
 @pytest.mark.parametrize(
     "make", [make_encoder, lambda: nn.Sequential(Block(F.gelu), Block(F.silu))], ids=["encoder layer", "own"]
 )
-def test_functions_that_a_model_holds_are_rebound_and_given_back(make, lists):
+def test_functions_that_a_model_holds_are_redirected_and_given_back(make, lists):
     model = make()
     holders = {
         (module, name): vars(module)[name]
@@ -597,7 +597,7 @@ def test_functions_that_a_model_holds_are_rebound_and_given_back(make, lists):
         assert not amp.is_patched(module, name) and amp.get_original(module, name) is original
 
 
-def test_models_that_a_session_adopts_are_rebound_too(lists):
+def test_models_that_a_session_adopts_are_redirected_too(lists):
     first, second = Block(F.gelu), Block(F.gelu)
     original = first.act
     open_session(lists, first)
@@ -625,7 +625,7 @@ def test_a_model_that_could_not_be_adopted_keeps_its_own_functions(lists, monkey
     assert first.act is F.gelu is not original
 
 
-def test_a_class_of_a_model_that_no_module_holds_is_rebound(lists):
+def test_a_class_of_a_model_that_no_module_holds_is_redirected(lists):
     class Local(nn.Linear):
         act = F.gelu
 
@@ -753,11 +753,11 @@ def test_is_patched_and_get_original_know_globals_and_class_attributes(make_pack
 
 def test_suspended_puts_every_original_back_and_every_replacement_in_again(make_package, lists):
     make_package(
-        {f"program_x{index}": source for index, (source, _) in enumerate(PLACES.values()) if "library_x" not in source}
+        {f"program_x{index}": source for index, (source, _) in enumerate(SLOTS.values()) if "library_x" not in source}
     )
     modules = [
         importlib.import_module(f"program_x{index}")
-        for index, (source, _) in enumerate(PLACES.values())
+        for index, (source, _) in enumerate(SLOTS.values())
         if "library_x" not in source
     ]
     model = Block(F.gelu)
@@ -788,9 +788,9 @@ def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lis
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["Item", "ClassAttribute", "Defaults", "Cell"])
+@pytest.mark.parametrize("slot", ["Item", "ClassAttribute", "Defaults", "Cell"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_places_are_written_undoes_all(place, when, make_package, lists, monkeypatch):
+def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_package, lists, monkeypatch):
     source = """
         import torch.nn.functional as F
         act = F.gelu
@@ -805,7 +805,7 @@ def test_an_interrupt_while_places_are_written_undoes_all(place, when, make_pack
     make_package({"program_x": source})
     module = importlib.import_module("program_x")
     before = describe(module)
-    kind = getattr(references, place)
+    kind = getattr(references, slot)
     write = kind.write
 
     def interrupted(self, value):

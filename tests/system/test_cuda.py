@@ -90,7 +90,7 @@ def test_twenty_steps_of_a_fused_optimizer_wait_for_nothing(name, level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     data = [batch(seed) for seed in range(20)]
     bad = torch.tensor(float("inf"), device="cuda")
-    for seed in range(10):  # links, cuDNN's choices, and momentum, which only a good step makes
+    for seed in range(10):  # copies of weights, cuDNN's choices, and momentum, which only a good step makes
         take_step(model, optimizer, data[seed])
     assert amp.stats().steps > 0
     torch.cuda.set_sync_debug_mode("error")
@@ -161,16 +161,16 @@ def test_o1_by_autocasts_lists_is_autocast_with_its_scaler_to_the_bit(determinis
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("name", KINDS)
-def test_kept_links_train_as_fresh_casts(name, level, deterministic):
+def test_kept_copies_train_as_fresh_casts(name, level, deterministic):
     losses = []
-    for is_linked in (True, False):
+    for is_cached in (True, False):
         model, optimizer = make(KINDS[name])
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        links = current.require()._links
-        if not is_linked:
-            links.disown_all()
+        cache = current.require()._links
+        if not is_cached:
+            cache.disown_all()
         losses.append(torch.stack([take_step(model, optimizer, batch(seed)) for seed in range(10)]))
-        assert bool(links._links) is is_linked
+        assert bool(cache._entries) is is_cached
         amp.reset()
     assert torch.equal(*losses)
 

@@ -77,7 +77,7 @@ def count_frames(call):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             frames.append(frame.f_code.co_name)
 
-    call()  # warm: links are made
+    call()  # warm: copies of weights are made
     sys.setprofile(trace)
     try:
         call()

@@ -95,7 +95,7 @@ def test_two_threads_in_forward_give_what_one_after_the_other_gives():
 
     def run(index):
         for images, _ in batches[index]:
-            amp.refresh()  # keeps both threads busy with making links
+            amp.refresh()  # keeps both threads busy with casting weights
             together[index].append(model(images))
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]

@@ -439,7 +439,7 @@ class TrainingMachine(RuleBasedStateMachine):
     )
     def start(self, norms, is_pair, kind, level, scale, num_losses, bounds, adopt, is_like_a_gpu):
         amp.reset()
-        # as where launches are dear and the host runs ahead: links are kept, flags arrive late, fused optimizers skip
+        # as where launches are dear and the host runs ahead: copies are kept, flags arrive late, fused optimizers skip
         # by themselves
         self.patches, self.is_like_a_gpu, self.turns = pytest.MonkeyPatch(), is_like_a_gpu, itertools.count()
         if is_like_a_gpu:

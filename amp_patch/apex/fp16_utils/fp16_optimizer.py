@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ...dtypes import LOW_DTYPES
 from ...errors import CheckpointError, OptimizerError
 from ...reporting import say, set_verbosity
+from ...torch_private import foreach_copy_
 from .._core import LossScaler, ManualPass, rescale_
 
 
@@ -188,7 +189,7 @@ class FP16_Optimizer:
         pairs = self._pairs()
         if pairs:
             with torch.no_grad():
-                torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+                foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     # ---- what the optimizer inside has -------------------------------------------------------------------------------
 

@@ -5,9 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
+
+from ...torch_private import (
+    BatchNormBase,
+    flatten_dense_tensors,
+    foreach_copy_,
+    get_own_buffers,
+    unflatten_dense_tensors,
+)
 
 clip_grad_norm = clip_grad_norm_
 
@@ -23,7 +29,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Cast affine BatchNorm layers in `module` (itself included) back to float32, in place; return `module`."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and layer.affine:
+        if isinstance(layer, BatchNormBase) and layer.affine:
             layer.float()
     return module
 
@@ -40,7 +46,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(dtype)
             parameter.grad = None if gradient is None else gradient.to(dtype)
-    for buffer in module._buffers.values():
+    for buffer in get_own_buffers(module).values():
         if buffer is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
 
@@ -48,7 +54,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast `network` to `dtype` in place, but for affine BatchNorm layers, and return it."""
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
+        if isinstance(module, BatchNormBase) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
@@ -86,7 +92,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         raise RuntimeError(
             f"one flat master needs parameters of one dtype, not {names}: leave out flat_master, or BN_convert_float"
         )
-    master = nn.Parameter(_flatten_dense_tensors([parameter.detach() for parameter in params]).float())
+    master = nn.Parameter(flatten_dense_tensors([parameter.detach() for parameter in params]).float())
     master.grad = torch.zeros_like(master)
     return params, [master]
 
@@ -97,7 +103,7 @@ def model_grads_to_master_grads(
     """Copy gradients to the masters'. A parameter without one: its master's becomes None, or zeros in a flat master."""
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        flat = _flatten_dense_tensors(gradients).to(master_params[0].dtype)
+        flat = flatten_dense_tensors(gradients).to(master_params[0].dtype)
         master_params[0].grad = flat
         return
     for parameter, master in zip(model_params, master_params, strict=True):
@@ -110,14 +116,14 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Copy the masters' values to the parameters."""
-    sources = _unflatten_dense_tensors(master_params[0].detach(), model_params) if flat_master else master_params
+    sources = unflatten_dense_tensors(master_params[0].detach(), model_params) if flat_master else master_params
     _copy(model_params, sources)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     with torch.no_grad():
         if targets:
-            torch._foreach_copy_(list(targets), list(sources))
+            foreach_copy_(list(targets), list(sources))
 
 
 def to_python_float(t: Any) -> float:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...torch_private import foreach_add_, foreach_mul, foreach_mul_
 from ..updates import in_full, norms
 
 
@@ -109,5 +110,5 @@ class LARC(Optimizer):
                 local = (local / group["lr"]).clamp(max=1.0)
             adapts = (size != 0) & (slope != 0)
             if decay:
-                torch._foreach_add_(g, torch._foreach_mul(p, (adapts.to(size.dtype) * decay).unbind()))
-            torch._foreach_mul_(g, torch.where(adapts, local, 1.0).unbind())
+                foreach_add_(g, foreach_mul(p, (adapts.to(size.dtype) * decay).unbind()))
+            foreach_mul_(g, torch.where(adapts, local, 1.0).unbind())

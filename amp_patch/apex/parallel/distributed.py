@@ -14,7 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ...torch_private import (
+    flatten_dense_tensors,
+    foreach_copy_,
+    get_backward_id,
+    queue_after_backward,
+    unflatten_dense_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +158,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def reduce_after_backward(self) -> None:
         """Called in a backward pass: once it is over, reduce the gradients of all parameters."""
-        current = torch._C._current_graph_task_id()
+        current = get_backward_id()
         if self._is_reducing and current != self._reduced_pass:
             self._reduced_pass = current
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)
+            queue_after_backward(self._reduce_all)
 
     def _reduce_all(self) -> None:
         params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -223,13 +230,13 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
     """Return a new tensor of shape (n,) with all elements of tensors of one dtype and device."""
-    flat: Tensor = _flatten_dense_tensors(tuple(tensors))
+    flat: Tensor = flatten_dense_tensors(tuple(tensors))
     return flat
 
 
 def unflatten(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return views of `flat` in the shapes of `tensors`: what `flatten` was given."""
-    return tuple(_unflatten_dense_tensors(flat, tuple(tensors)))
+    return tuple(unflatten_dense_tensors(flat, tuple(tensors)))
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
@@ -259,7 +266,7 @@ def apply_flat_dist_call(
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:
             flat /= dist.get_world_size()
-        torch._foreach_copy_(list(bucket), list(unflatten(flat, bucket)))
+        foreach_copy_(list(bucket), list(unflatten(flat, bucket)))
 
 
 def flat_dist_call(

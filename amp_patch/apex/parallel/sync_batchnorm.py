@@ -6,12 +6,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import ModelError
+from ...torch_private import (
+    BatchNormBase,
+    check_sync_batchnorm_channels,
+    check_sync_batchnorm_dim,
+    get_own_buffers,
+    get_own_children,
+    get_own_parameters,
+)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, on the CPU too.
 
     Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
@@ -60,8 +67,8 @@ class SyncBatchNorm(_BatchNorm):
             output = output + z
         return F.relu(output) if self.fuse_relu else output
 
-    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+    _check_input_dim: Any = check_sync_batchnorm_dim
+    _check_non_zero_input_channels: Any = check_sync_batchnorm_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
         """Normalize by sums over the ranks, in float32 and in two passes: torch has no kernels for this on the CPU."""
@@ -137,14 +144,16 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if module in known:  # used in several places
         return known[module]
-    result = known[module] = _replace(module, process_group, channel_last) if isinstance(module, _BatchNorm) else module
-    for name, child in list(module._modules.items()):
+    result = known[module] = (
+        _replace(module, process_group, channel_last) if isinstance(module, BatchNormBase) else module
+    )
+    for name, child in list(get_own_children(module).items()):
         if child is not None:
-            result._modules[name] = _convert(child, process_group, channel_last, known)
+            get_own_children(result)[name] = _convert(child, process_group, channel_last, known)
     return result
 
 
-def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
+def _replace(module: BatchNormBase, process_group: Any, channel_last: bool) -> SyncBatchNorm:
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ModelError(
             f"{type(module).__name__} has uninitialized parameters: run one forward pass before convert_syncbn_model"
@@ -158,8 +167,8 @@ def _replace(module: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
         process_group,
         channel_last=channel_last,
     )
-    layer._parameters.update(module._parameters)
-    layer._buffers.update(module._buffers)
+    get_own_parameters(layer).update(get_own_parameters(module))
+    get_own_buffers(layer).update(get_own_buffers(module))
     return layer.train(module.training)
 
 

@@ -1,0 +1,189 @@
+"""Wrappers for the ops that models call most: each serves the common form of a call, and leaves the others to `walk`.
+
+`walk` is the wrapper that the general rule makes of the same op; what a fast path does, it would do too.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
+from .compiling import is_dynamo_compiling
+from .mode import Mode, Switch
+from .weight_cache import ValidEntry
+
+Op = Callable[..., Any]
+
+_NAMES = {
+    "weighted": (
+        "whitelist",
+        "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    ),
+    "product": ("whitelist", "matmul __matmul__ __rmatmul__ mm bmm mv"),
+    "attention": ("whitelist", "scaled_dot_product_attention"),
+    "normalized": ("blacklist", "layer_norm group_norm"),
+    # of these only the first argument can be a tensor; not all there are, but those that models call often
+    "single": (
+        "blacklist",
+        "softmax log_softmax softmin softplus exp expm1 log log1p sum cumsum norm rsqrt reciprocal square",
+    ),
+}
+_BY_NAME = {(kind, name): path for path, (kind, names) in _NAMES.items() for name in names.split()}
+
+
+class FastPaths:
+    """Makes the fast paths of one session.
+
+    Args:
+        switch: whether the casts act.
+        low: the 16-bit dtype of whitelisted ops.
+        plain_cast: casts any tensor.
+        to_low: the same by the entry of the cache, if there is one.
+        to_low_uncached: the same for a weight without a valid entry.
+        valid: the valid entries of the cache, by the parameter's id.
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        low: torch.dtype,
+        plain_cast: TensorCast,
+        to_low: TensorCast,
+        to_low_uncached: TensorCast,
+        valid: Mapping[int, ValidEntry],
+    ) -> None:
+        self._switch = switch
+        self._low = low
+        self._plain_cast = plain_cast
+        self._to_low = to_low
+        self._to_low_uncached = to_low_uncached
+        self._valid = valid
+
+    def find(self, kind: str, name: str) -> Callable[[Op, Op], Op] | None:
+        """Return what makes the fast path of torch's op `name` under a rule from the op and `walk`; None if it has
+        none.
+        """
+        path = _BY_NAME.get((kind, name))
+        return None if path is None else getattr(self, path)
+
+    def weighted(self, original: Op, walk: Op) -> Op:
+        """For calls with (input, weight, bias, ...): weight and bias are looked up in the cache in place, the input is
+        not.
+        """
+        switch, low, float32, by_lists = self._switch, self._low, torch.float32, Mode.BY_LISTS
+        plain_cast, to_low_uncached, get_entry = self._plain_cast, self._to_low_uncached, self._valid.get
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) < 2 or is_dynamo_compiling():
+                return walk(*args, **kwargs)
+            if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
+                return walk(*args)
+            value, weight, bias, *others = args if len(args) > 2 else (*args, None)
+            try:
+                if value.dtype is not low:
+                    value = plain_cast(value)
+                if (dtype := weight.dtype) is not low:
+                    entry = get_entry(id(weight)) if dtype is float32 else None
+                    is_valid = (
+                        entry is not None
+                        and entry[1] == weight._version
+                        and entry[2] == weight.data_ptr()
+                        and entry[3] is weight.requires_grad
+                    )
+                    if not is_valid and weight.__class__ not in PLAIN_CLASSES and is_opaque(weight):
+                        return walk(*args)
+                    weight = entry[0] if is_valid else to_low_uncached(weight)  # type: ignore[index]
+                if bias is not None and (dtype := bias.dtype) is not low:
+                    entry = get_entry(id(bias)) if dtype is float32 else None
+                    is_valid = (
+                        entry is not None
+                        and entry[1] == bias._version
+                        and entry[2] == bias.data_ptr()
+                        and entry[3] is bias.requires_grad
+                    )
+                    bias = entry[0] if is_valid else to_low_uncached(bias)  # type: ignore[index]
+            except AttributeError:  # not tensors: the error is torch's to raise
+                return original(*args)
+            return original(value, weight, bias, *others) if len(args) > 2 else original(value, weight)
+
+        return wrapper
+
+    def product(self, original: Op, walk: Op) -> Op:
+        """For calls with two tensors: an operand on the left that is no parameter is not looked up in the cache."""
+        switch, low, by_lists = self._switch, self._low, Mode.BY_LISTS
+        plain_cast, to_low = self._plain_cast, self._to_low
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
+                return walk(*args, **kwargs)
+            left, right = args
+            try:
+                if left.dtype is not low:
+                    left = plain_cast(left) if left.__class__ is Tensor else to_low(left)
+                    if left is args[0] and is_opaque(left):
+                        return walk(*args)
+                if right.dtype is not low:
+                    right = to_low(right)
+                    if right is args[1] and is_opaque(right):
+                        return walk(*args)
+            except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
+                return original(*args)
+            return original(left, right)
+
+        return wrapper
+
+    def attention(self, original: Op, walk: Op) -> Op:
+        """For calls with (query, key, value, ...) that are low by themselves."""
+        switch, low = self._switch, self._low
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and len(args) == 3 and kwargs.get("attn_mask") is None:
+                query, key, value = args
+                try:
+                    is_low = query.dtype is low and key.dtype is low and value.dtype is low
+                except AttributeError:
+                    is_low = False
+                if is_low:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def normalized(self, original: Op, walk: Op) -> Op:
+        """For calls with (input, shape or groups, weight, bias, ...) that are float32, as most are."""
+        switch, float32 = self._switch, torch.float32
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and not kwargs and len(args) > 3:
+                value, _, weight, bias, *_ = args
+                try:
+                    is_float = (
+                        value.dtype is float32
+                        and (weight is None or weight.dtype is float32)
+                        and (bias is None or bias.dtype is float32)
+                    )
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args)
+            return walk(*args, **kwargs)
+
+        return wrapper
+
+    def single(self, original: Op, walk: Op) -> Op:
+        """For calls whose only tensor, the first argument, is float32."""
+        switch, float32 = self._switch, torch.float32
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and not switch.regions and args:
+                try:
+                    is_float = args[0].dtype is float32
+                except AttributeError:
+                    is_float = False
+                if is_float:
+                    return original(*args, **kwargs)
+            return walk(*args, **kwargs)
+
+        return wrapper

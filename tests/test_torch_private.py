@@ -1,0 +1,295 @@
+"""`torch_private` has every name of torch that is not public, each of them exists, and no other module uses one."""
+
+import ast
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import amp_patch
+from amp_patch import torch_private
+
+PACKAGE = Path(amp_patch.__file__).parent
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py"})
+HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
+NOT_OF_TORCH = {"_amp_stash", "_DummyThread", "_SubParsersAction", "_getframe", "_initializing", "_make"}
+REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def find_own_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that a module of ours gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b` for a chain of names, "" for anything else."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def find_torch_names(tree: ast.AST) -> dict[str, str]:
+    """What a module calls torch and what it imports from it, by its own name for it."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def find_imported(tree: ast.AST) -> Iterator[str]:
+    """The full names of all that a module imports from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "torch")
+    yield from find_torch_names(tree).values()
+
+
+def text_of(node: ast.AST) -> str:
+    """A string, or the beginning of one that is put together."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return text_of(node.values[0])
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def find_private_uses(tree: ast.AST, own: frozenset[str]) -> set[str]:
+    """The private names of torch that a module uses. `own` are those that the package itself has given."""
+    torch_names = find_torch_names(tree)
+    uses = {name for name in find_imported(tree) if any(map(is_private, name.split(".")))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            first, _, rest = dotted(node).partition(".")
+            if first in torch_names and rest:
+                uses.add(f"{torch_names[first]}.{rest}")
+            elif not is_self(node.value) and node.attr not in own:
+                uses.add(node.attr)
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in REFLECTION:
+            for argument in node.args:
+                uses |= {text for text in [text_of(argument)] if is_private(text) and text not in own}
+    return uses
+
+
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+OWN = frozenset(filter(is_private, (name for tree in TREES.values() for name in find_own_names(tree)))) | NOT_OF_TORCH
+OF_OBJECTS = {  # what torch's objects have shall not be taken for ours because of a name in common
+    name
+    for thing in (torch.Tensor, nn.LSTM(1, 1), torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    for name in dir(thing)
+    if is_private(name)
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_torch_private_uses_private_names_of_torch(path: Path) -> None:
+    allowed = torch_private.READ_IN_PLACE if path.name in HOT_PATHS else frozenset()
+    assert find_private_uses(TREES[path], OWN - OF_OBJECTS) - allowed == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._foreach_mul_([], 2)", {"torch._foreach_mul_"}),
+        (
+            "import torch\ndef f():\n    return torch._C._get_tracing_state()",
+            {"torch._C", "torch._C._get_tracing_state"},
+        ),
+        ("import torch._dynamo.trace_rules", {"torch._dynamo.trace_rules"}),
+        ("from torch._guards import TracingContext", {"torch._guards.TracingContext"}),
+        ("from torch.nn.modules.batchnorm import _BatchNorm as B", {"torch.nn.modules.batchnorm._BatchNorm"}),
+        ("from torch import Tensor as T\nT._make_wrapper_subclass", {"torch.Tensor._make_wrapper_subclass"}),
+        ("import torch.nn as nn\nnn.modules.batchnorm._BatchNorm", {"torch.nn.modules.batchnorm._BatchNorm"}),
+        ("def f(x):\n    return x.grad._values()", {"_values"}),
+        ("def f(x):\n    return x._version", {"_version"}),
+        ("def f(optimizer):\n    optimizer._opt_called = True", {"_opt_called"}),
+        ("def f(step):\n    return hasattr(step, '_wrapped_by_lr_sched')", {"_wrapped_by_lr_sched"}),
+        ("import operator\nf = operator.attrgetter('_parameters')", {"_parameters"}),
+        ("def f(x, flag):\n    return getattr(x, f'_is_{flag}_supported')", {"_is_"}),
+        ("import torch\ntorch.relu\ndef f(self, x):\n    self._own\n    x._own\n    x.__class__\n    x.data", set()),
+    ],
+)
+def test_a_planted_use_is_found(source: str, found: set[str]) -> None:
+    assert find_private_uses(ast.parse(source), frozenset({"_own"})) == found
+
+
+def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
+    """What a module takes of `torch.compiler` and of the names that are there for Dynamo."""
+    chains = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return (FOR_DYNAMO & imported) | {
+        chain for chain in chains if chain.startswith("torch.compiler.") or chain.rpartition(".")[2] in FOR_DYNAMO
+    }
+
+
+FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "TracingContext", "build_dynamo_tables", "mark_constant"}
+
+
+def test_only_compiling_touches_dynamo() -> None:
+    users = {str(path.relative_to(PACKAGE)) for path, tree in TREES.items() if find_uses_of_dynamo(tree)}
+    assert users == {"casting/compiling.py"}
+    assert find_uses_of_dynamo(TREES[PACKAGE / "casting/compiling.py"]) >= FOR_DYNAMO | {"torch.compiler.reset"}
+
+
+# ---- each name exists ------------------------------------------------------------------------------------------------
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def scheduled_step() -> Callable[..., Any]:
+    optimizer = sgd()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer.step
+
+
+def find_marks(function: Callable[[Any], None]) -> set[str]:
+    """The attributes that a function sets."""
+    marked = types.SimpleNamespace()
+    function(marked)
+    return set(vars(marked))
+
+
+def run_backward(inside: Callable[[], Any]) -> list[Any]:
+    """What a function returns in the course of a backward pass."""
+    x, seen = torch.zeros(1, requires_grad=True), []
+    x.register_hook(lambda gradient: seen.append(inside()))
+    x.sum().backward()
+    return seen
+
+
+def count_ends_of_backward() -> int:
+    ends: list[int] = []
+    run_backward(lambda: torch_private.queue_after_backward(lambda: ends.append(1)))
+    return len(ends)
+
+
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
+
+READINGS: dict[str, tuple[Callable[[], object], object]] = {
+    "get_version": (lambda: torch_private.get_version(torch.zeros(1).add_(1)), 1),
+    "get_tensor_uses": (lambda: torch_private.get_tensor_uses(torch.zeros(1)), 1),
+    "get_storage_uses": (lambda: uses_of_a_storage_and_a_view(), (2, 3)),
+    "get_sparse_values": (lambda: torch_private.get_sparse_values(SPARSE).tolist(), [1.0, 2.0]),
+    "get_local_tensor": (lambda: torch_private.get_local_tensor(torch.zeros(1)), None),
+    "get_own_parameters": (
+        lambda: list(torch_private.get_own_parameters(nn.Linear(1, 1, bias=False))),
+        ["weight", "bias"],
+    ),
+    "get_own_buffers": (lambda: "running_mean" in torch_private.get_own_buffers(nn.BatchNorm1d(1)), True),
+    "get_own_children": (lambda: list(torch_private.get_own_children(nn.Sequential(nn.ReLU()))), ["0"]),
+    "get_first_weight": (lambda: torch_private.get_first_weight(nn.GRU(2, 3)).shape, (9, 2)),  # type: ignore[union-attr]
+    "has_step_hooks": (lambda: torch_private.has_step_hooks(sgd()), False),
+    "reads_found_inf": (
+        lambda: torch_private.reads_found_inf(torch.optim.Adam([torch.zeros(1)], lr=1.0, fused=True)),
+        True,
+    ),
+    "is_wrapped_by_scheduler": (lambda: torch_private.is_wrapped_by_scheduler(scheduled_step()), True),
+    "mark_step_called": (lambda: find_marks(torch_private.mark_step_called), {"_opt_called"}),
+    "get_tracing_state": (torch_private.get_tracing_state, None),
+    "peek_interpreter_stack": (torch_private.peek_interpreter_stack, None),
+    "get_backward_id": (
+        lambda: torch_private.get_backward_id() < 0 <= run_backward(torch_private.get_backward_id)[0],
+        True,
+    ),
+    "queue_after_backward": (count_ends_of_backward, 1),
+    "get_all_op_names": (lambda: "aten::mm" in torch_private.get_all_op_names(), True),
+    "has_kernel_for": (lambda: torch_private.has_kernel_for("aten::mm", "AutocastCPU"), True),
+    "get_op_arguments": (
+        lambda: [argument.name for argument in torch_private.get_op_arguments(torch.ops.aten.mm.default)],
+        ["self", "mat2"],
+    ),
+    "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
+    "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
+    "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
+}
+
+
+def uses_of_a_storage_and_a_view() -> tuple[int, int]:
+    """How many hold a storage before and after a view of it is made."""
+    tensor = torch.zeros(2)
+    address = torch_private.get_storage_address(tensor)
+    alone, view = torch_private.get_storage_uses(address), tensor[1:]
+    return alone, torch_private.get_storage_uses(address) + view.dim() - 1
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_what_is_asked_of_torch_is_answered(name: str) -> None:
+    read, expected = READINGS[name]
+    assert read() == expected
+
+
+def test_a_function_on_all_steps_is_seen() -> None:
+    optimizer = sgd()
+    for register, is_seen in (
+        (optimizer.register_step_pre_hook, lambda: torch_private.has_step_hooks(optimizer)),
+        (optimizer.register_step_post_hook, lambda: torch_private.has_step_hooks(optimizer)),
+        (register_optimizer_step_pre_hook, lambda: bool(torch_private.GLOBAL_PRE_HOOKS)),
+        (register_optimizer_step_post_hook, lambda: bool(torch_private.GLOBAL_POST_HOOKS)),
+    ):
+        hook = register(lambda *_: None)
+        assert is_seen()
+        hook.remove()
+        assert not is_seen()
+
+
+def test_the_marks_are_those_that_torch_looks_for() -> None:
+    from torch._dynamo import decorators  # the name that torch.compiler.assume_constant_result sets
+
+    assert "_dynamo_marked_constant" in inspect.getsource(decorators)
+    assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)
+
+
+def test_each_function_is_tried_and_each_name_is_there() -> None:
+    values = {name: value for name, value in vars(torch_private).items() if not name.startswith("_")}
+    tried = {*READINGS, "get_storage_address"}
+    functions = {
+        name
+        for name, value in values.items()
+        if isinstance(value, types.FunctionType) and value.__module__ == torch_private.__name__
+    }
+    assert functions <= tried
+    assert tried <= set(values)
+    assert not [name for name, value in values.items() if value is None]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*torch_private.PYTHON_OP_MODULES, torch_private.C_MODULE, torch_private.DYNAMO})
+)
+def test_the_modules_that_are_named_are_torchs(name: str) -> None:
+    assert name == torch_private.DYNAMO or name in sys.modules
+
+
+def test_a_device_type_without_use_keeps_an_autocast_state() -> None:
+    assert any(torch.get_autocast_dtype(name).is_floating_point for name in torch_private.IDLE_DEVICE_TYPES)
+
+
+def test_the_trace_of_torch_jit_starts_where_it_is_patched() -> None:
+    owner, name = torch_private.JIT_TRACE
+    assert callable(getattr(owner, name))
+    assert f"{name}(" in inspect.getsource(torch.jit.trace) or f"{name}(" in inspect.getsource(owner)
