@@ -175,7 +175,7 @@ def _observe(overload: str, device_type: str) -> Rule | None:
             return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
         mixed = _outcome(op, device_type, (_LOW, torch.float32))
         if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
-            return Rule.SEQUENCE_PROMOTE if str(op._schema.arguments[0].type) == "List[Tensor]" else Rule.PROMOTE
+            return Rule.SEQUENCE_PROMOTE if str(get_op_arguments(op)[0].type) == "List[Tensor]" else Rule.PROMOTE
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None

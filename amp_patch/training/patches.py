@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..casting import compiling
 from .masters import Masters
 from .reduction import LocalGradients
 
@@ -49,7 +50,7 @@ def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callabl
     """DistributedDataParallel decides in its forward whether it reduces the gradients of that forward."""
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not compiling.is_compiling():
             local.on_forward(module)
         return original(module, *args, **kwargs)
 

@@ -290,7 +290,7 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
         raise error("in the middle")
 
     where = {
-        "O1": (references, "bind"),
+        "O1": (references, "redirect"),
         "O2": (gradient_patches, "resolved_before_reading"),
         "O3": (Attributes, "replace"),
     }

@@ -12,6 +12,7 @@ from ...torch_private import (
     flatten_dense_tensors,
     foreach_copy_,
     get_own_buffers,
+    get_own_parameters,
     unflatten_dense_tensors,
 )
 
@@ -41,7 +42,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place; not its children's."""
-    for parameter in module._parameters.values():
+    for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(dtype)
