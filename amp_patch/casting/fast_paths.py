@@ -80,7 +80,8 @@ class FastPaths:
                 return walk(*args, **kwargs)
             if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
                 return walk(*args)
-            value, weight, bias, *others = args if len(args) > 2 else (*args, None)
+            count = len(args)
+            value, weight, bias = args if count == 3 else args[:3] if count > 3 else (*args, None)
             try:
                 if value.dtype is not low:
                     value = plain_cast(value)
@@ -106,7 +107,9 @@ class FastPaths:
                     bias = entry[0] if is_valid else to_low_uncached(bias)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
-            return original(value, weight, bias, *others) if len(args) > 2 else original(value, weight)
+            if count == 3:
+                return original(value, weight, bias)
+            return original(value, weight, bias, *args[3:]) if count > 3 else original(value, weight)
 
         return wrapper
 

@@ -112,12 +112,13 @@ class WeightCache:
         valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling() or id(tensor) not in owned:
+            if is_dynamo_compiling():
                 return plain_cast(tensor)
             entry = valid.get(id(tensor))
+            if entry is None:
+                return cast_uncached(tensor) if id(tensor) in owned else plain_cast(tensor)
             if (
-                entry is not None
-                and entry[1] == tensor._version
+                entry[1] == tensor._version
                 and entry[2] == tensor.data_ptr()
                 and entry[3] is tensor.requires_grad
                 and tensor.dtype is torch.float32
