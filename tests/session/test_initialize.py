@@ -289,7 +289,7 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
         raise error("in the middle")
 
     where = {
-        "O1": (session.rebinding, "bind"),
+        "O1": (session.references, "bind"),
         "O2": (session.Session, "_patch_around_ops"),
         "O3": (session.OptimizerBinding, "_replace"),
     }
