@@ -372,7 +372,7 @@ BATCH = st.integers(0, len(DATA) - 1)
 NUM_LOSSES = st.integers(1, 2)
 BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12)])
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
 THEN = st.sampled_from(["nothing", "step", "step and zero"])
 
 
@@ -920,7 +920,7 @@ TrainingMachine.TestCase.settings = settings(
     stateful_step_count=12,
     deadline=None,
     derandomize="AMP_PATCH_EXAMPLES"
-    not in os.environ,  # the same 500 in every run of the suite; others by asking for a number
+    not in os.environ,  # the same in every run of the suite; others by asking for a number
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestTrainingMachine = pytest.mark.filterwarnings("ignore")(TrainingMachine.TestCase)
