@@ -3,13 +3,13 @@
     python tests/mutations.py                     30 edits chosen by seed 0
     python tests/mutations.py --list              show them and run nothing
     python tests/mutations.py --only 7 --jobs 2   one of them, in two processes
-    python tests/mutations.py --near              only against the tests of the wing that each breaks
+    python tests/mutations.py --near              only the tests of the wing that each breaks
     python tests/mutations.py --tests OTHER       the same edits against another folder of tests
 
 Edits are made from the syntax tree: a comparison or a condition turned round, `and` for `or`, a constant off by one, a
 statement left out. Each is applied to a copy of the tree. The tests of the wing that it breaks run first, the others
-only if those pass; a run that hangs counts as noticed. A test that notices is run once more on an unbroken copy, where
-it must pass. Messages, reports and the command line are left alone: what they say is for people to judge.
+only if those pass; a run that hangs counts as noticed, a test that fails on the whole package, too, does not count.
+Messages, reports and the command line are left alone: what they say is for people to judge.
 """
 
 import argparse
@@ -309,13 +309,15 @@ def find_notice(edit: Edit, tests: Path, jobs: int, is_near: bool) -> str | None
         module.write_bytes(source[: edit.start] + edit.new.encode() + source[edit.end :])
         batches = list(order_tests(edit, broken / "tests"))
         for names in batches[:1] if is_near else batches:
-            failed = run_tests(broken, names, jobs) if names else None
-            if failed is not None:
-                if failed.startswith("tests/"):
-                    whole = copy_tree(Path(scratch) / "whole", tests)
-                    if run_tests(whole, [failed], 0) is not None:
-                        sys.exit(f"{failed} fails on the unbroken package, too")
-                return failed
+            while names and (failed := run_tests(broken, names, jobs)) is not None:
+                if not failed.startswith("tests/"):
+                    return failed
+                whole = copy_tree(Path(scratch) / "whole", tests)
+                if run_tests(whole, [failed], 0) is None:
+                    return failed
+                shutil.rmtree(whole)
+                print(f"       fails on the whole package, too, and so is left out: {failed}", flush=True)
+                names += ["--deselect", failed]
     return None
 
 

@@ -41,6 +41,8 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+pytestmark = pytest.mark.slow
+
 AFTERWARDS = {
     "mmengine.optim": "",
     # else it compiles, for a minute and more, the collectives of several processes on one machine

@@ -26,7 +26,7 @@ ROOT = SCRIPTS.parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 PATIENCE = 300  # seconds; a script takes a few
 
-pytestmark = pytest.mark.xdist_group("scripts")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("scripts")]  # one server for all
 
 AS_APEX = """
 O1: {extends: O1, patch_torch_functions_type: float16, lists: apex}

@@ -7,7 +7,6 @@ Python. Every scale is a power of two, so that the package must agree with it bi
 
 import contextlib
 import copy
-import gc
 import itertools
 import math
 import os
@@ -346,20 +345,6 @@ class Reference:
                 owner.settle()
             if self.open:
                 owner.enter(*self.open[-1][0])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """`initialize` collects garbage while a session is in force, which takes long only for what torch itself has made;
-    tensors are tiny.
-    """
-    threads = torch.get_num_threads()
-    gc.collect()
-    gc.freeze()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    gc.unfreeze()
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -923,4 +908,4 @@ TrainingMachine.TestCase.settings = settings(
     not in os.environ,  # the same in every run of the suite; others by asking for a number
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestTrainingMachine = pytest.mark.filterwarnings("ignore")(TrainingMachine.TestCase)
+TestTrainingMachine = pytest.mark.slow(pytest.mark.filterwarnings("ignore")(TrainingMachine.TestCase))
