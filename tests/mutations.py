@@ -317,7 +317,7 @@ def find_notice(edit: Edit, tests: Path, jobs: int, is_near: bool) -> str | None
                     return failed
                 shutil.rmtree(whole)
                 print(f"       fails on the whole package, too, and so is left out: {failed}", flush=True)
-                names += ["--deselect", failed]
+                names = [*(name for name in names if name != failed), "--deselect", failed]
     return None
 
 

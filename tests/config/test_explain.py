@@ -301,7 +301,7 @@ def check_comparison(left: OpLists, right: OpLists) -> None:
     }
 
 
-@pytest.mark.parametrize(("left", "right"), itertools.combinations_with_replacement(shipped_names(), 2))
+@pytest.mark.parametrize(("left", "right"), list(itertools.combinations_with_replacement(shipped_names(), 2)))
 def test_shipped_lists_compare(left: str, right: str) -> None:
     check_comparison(load_oplists(left), load_oplists(right))
 
