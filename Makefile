@@ -1,6 +1,7 @@
 # make demo   train at every level and print the table
 # make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
+# make unit   the tests of one wing, less the slow ones: make unit T=casting
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
@@ -10,10 +11,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
-PYTEST_ARGS ?= --numprocesses auto
+# tests that share what is slow to start go to one process
+PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
+T ?= config
 BENCH_ARGS ?=
 
-.PHONY: demo lint test bench install
+.PHONY: demo lint test unit bench install
 
 demo: $(STAMP)
 	$(PY) -m amp_patch demo $(DEMO_ARGS)
@@ -25,6 +28,9 @@ lint: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(T)
 
 bench: $(STAMP)
 	$(PY) benchmarks/overhead.py

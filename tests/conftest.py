@@ -1,10 +1,12 @@
 """Fixtures of every test: after each one, torch must be exactly as it was."""
 
+import gc
 import sys
 
 import hypothesis
 import pytest
 import torch
+from fork_server import ForkServer
 from torch_state import find_changes
 
 import amp_patch
@@ -25,6 +27,16 @@ references._PASSED_OVER |= {
     "test_weight_cache",
 }
 
+# Each session would look through these packages: hundreds of modules, once any test has imported them.
+LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
+references._PASSED_OVER |= LARGE_PACKAGES
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, which many tests ask for, look only at what tests have made."""
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.fixture(autouse=True)
 def torch_is_left_as_found():
@@ -33,3 +45,17 @@ def torch_is_left_as_found():
     amp_patch.reset()
     sys.modules["amp_patch.session.current"].state.registered.clear()
     assert find_changes() == []
+
+
+@pytest.fixture
+def large_packages_are_searched(monkeypatch):
+    """For tests of what imports them because its users do."""
+    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER - LARGE_PACKAGES)
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Runs commands of `python` where torch is imported already."""
+    server = ForkServer()
+    yield server
+    server.close()

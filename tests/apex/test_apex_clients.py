@@ -5,17 +5,17 @@ DeepSpeed 0.18.9 refuses its own amp mode (an assertion in its backward hook), a
 float16 gradients, so O2 is run there in bfloat16.
 """
 
+import contextlib
+import functools
 import importlib.metadata
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from apex_training import state_of_a_new_process  # noqa: F401 - a fixture
+from fork_server import ForkServer
 from torch import nn
 
 import amp_patch.apex
@@ -41,10 +41,35 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def run_script(name, *arguments, cwd, before=(), **environment):
-    command = [sys.executable, "-m", "amp_patch", "run", *before, str(SCRIPTS / name), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent.parent.parent), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+pytestmark = pytest.mark.slow
+
+AFTERWARDS = {
+    "mmengine.optim": "",
+    # else it compiles, for a minute and more, the collectives of several processes on one machine
+    "deepspeed": 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False',
+}
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """Makes, for each library, a process that has imported it under the stand-in, as the scripts import it."""
+    with contextlib.ExitStack() as servers:
+
+        @functools.cache
+        def start(library):
+            setup = (
+                f"import amp_patch.apex\nwith amp_patch.apex.install():\n    import {library}\n{AFTERWARDS[library]}"
+            )
+            server = ForkServer(setup, DS_ACCELERATOR="cpu")
+            servers.callback(server.close)
+            return server
+
+        yield start
+
+
+def run_script(server, name, *arguments, cwd, before=(), **environment):
+    command = ["-m", "amp_patch", "run", *before, SCRIPTS / name, *arguments]
+    done = server.run(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stderr
     return torch.load(cwd / "out.pt")
 
@@ -77,9 +102,10 @@ def assert_equal(left, right):
 
 
 @needs_mmengine
+@pytest.mark.xdist_group("mmengine")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_mmengines_wrapper(level, tmp_path):
-    result = run_script("mmengine_training.py", "--opt-level", level, cwd=tmp_path)
+def test_mmengines_wrapper(level, tmp_path, serve):
+    result = run_script(serve("mmengine.optim"), "mmengine_training.py", "--opt-level", level, cwd=tmp_path)
     losses, weights = train_by_hand(level, delayed=False)
     assert result["losses"] == losses == result["again"]
     assert_equal(result["weights"], weights)
@@ -87,8 +113,9 @@ def test_mmengines_wrapper(level, tmp_path):
 
 
 @needs_deepspeed
+@pytest.mark.xdist_group("deepspeed")
 @pytest.mark.parametrize(("level", "instead"), [("O0", None), ("O1", None), ("O2", "O5")])
-def test_deepspeeds_amp_section(level, instead, tmp_path):
+def test_deepspeeds_amp_section(level, instead, tmp_path, serve):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
@@ -98,10 +125,10 @@ def test_deepspeeds_amp_section(level, instead, tmp_path):
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": port,
-        "DS_ACCELERATOR": "cpu",
     }
     before = [] if instead is None else ["--opt-level", instead]
-    result = run_script("deepspeed_training.py", "--opt-level", level, cwd=tmp_path, before=before, **one)
+    server = serve("deepspeed")
+    result = run_script(server, "deepspeed_training.py", "--opt-level", level, cwd=tmp_path, before=before, **one)
     with amp_patch.apex.install(opt_level=instead):
         losses, weights = train_by_hand(level, loss_scale=256.0, delayed=True)
     assert result["losses"] == losses

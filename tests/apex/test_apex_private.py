@@ -5,8 +5,6 @@ the oldest interface.
 import gc
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -514,7 +512,7 @@ def test_verbosity_may_change_at_any_time(capsys):
     assert capsys.readouterr().out.startswith("Gradient overflow.")
 
 
-def test_the_package_may_be_imported_while_patches_are_in():
+def test_the_package_may_be_imported_while_patches_are_in(fork_server):
     code = (
         "import torch, amp_patch\n"
         "model = torch.nn.Linear(1, 1)\n"
@@ -523,7 +521,7 @@ def test_the_package_may_be_imported_while_patches_are_in():
         "amp_patch.reset()\n"
         "print(len(amp.lists.functional_overrides.FP32_FUNCS), len(amp.lists.tensor_overrides.CASTS))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = fork_server.run("-c", code, cwd=ROOT)
     assert done.stdout.split() == [
         str(len(amp.lists.functional_overrides.FP32_FUNCS)),
         str(len(amp.lists.tensor_overrides.CASTS)),

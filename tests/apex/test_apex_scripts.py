@@ -7,6 +7,7 @@ The references run in this process: the script's source with another module in t
 import contextlib
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from apex_training import state_of_a_new_process  # noqa: F401 - a fixture
+from fork_server import ForkServer
 
 import amp_patch
 import amp_patch.apex
@@ -23,6 +25,8 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "support" / "scripts"
 ROOT = SCRIPTS.parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 PATIENCE = 300  # seconds; a script takes a few
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("scripts")]  # one server for all
 
 AS_APEX = """
 O1: {extends: O1, patch_torch_functions_type: float16, lists: apex}
@@ -37,16 +41,34 @@ PLAIN.state_dict = dict
 PLAIN.load_state_dict = lambda state: None
 
 
-def run_script(name, *arguments, cwd):
-    command = [sys.executable, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
-    )
+@pytest.fixture(scope="module")
+def server():
+    """Runs commands where all is imported that training imports."""
+    server = ForkServer("import torch, torch._dynamo, torch.distributed, wrapt, yaml")
+    yield server
+    server.close()
+
+
+def run_script(server, name, *arguments, cwd):
+    done = server.run("-m", "amp_patch", "run", SCRIPTS / name, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def run_ranks(name, *arguments, cwd):
+def run_ranks(server, name, *arguments, cwd):
+    """Two processes with the variables that torchrun sets."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    environments = [{**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    command = ["-m", "amp_patch", "run", SCRIPTS / name, *arguments]
+    ranks = server.run_together([command] * 2, cwd=cwd, environments=environments)
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+    return "".join(done.stdout for done in ranks), [torch.load(cwd / f"out.pt.{rank}") for rank in (0, 1)]
+
+
+def run_torchrun(name, *arguments, cwd):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
     done = subprocess.run(
@@ -108,7 +130,7 @@ ARGUMENTS = {"imagenet.py": ["--opt-level"], "dcgan.py": ["--opt_level"], "bert.
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("name", OUT)
-def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path, monkeypatch, capsys):
+def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path, monkeypatch, capsys, server):
     """O0 is compared with plain torch, O1 and O2 with amp_patch in float16 with the list `apex`.
 
     O2 runs by the command, the others in-process.
@@ -118,7 +140,7 @@ def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path,
     here.mkdir()
     arguments = [*ARGUMENTS[name], level]
     if level == "O2":
-        said = run_script(name, *arguments, cwd=ours)
+        said = run_script(server, name, *arguments, cwd=ours)
     else:
         run_here(name, "apex", *arguments, cwd=ours, monkeypatch=monkeypatch)
         said = capsys.readouterr().out
@@ -147,14 +169,14 @@ RESUMING = {
 
 
 @pytest.mark.parametrize("name", RESUMING)
-def test_a_script_resumes_bitwise_in_another_process(name, tmp_path, monkeypatch):
+def test_a_script_resumes_bitwise_in_another_process(name, tmp_path, monkeypatch, server):
     arguments, first, resume = RESUMING[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     run_here(name, "apex", *arguments, cwd=whole, monkeypatch=monkeypatch)
     run_here(name, "apex", *arguments, *first, cwd=parts, monkeypatch=monkeypatch)
-    run_script(name, *arguments, resume, cwd=parts)
+    run_script(server, name, *arguments, resume, cwd=parts)
     results = [torch.load(folder / OUT[name]) for folder in (whole, parts)]
     losses = [result.pop("losses") for result in results]
     assert_same(losses[0][-len(losses[1]) :], losses[1])
@@ -164,8 +186,8 @@ def test_a_script_resumes_bitwise_in_another_process(name, tmp_path, monkeypatch
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_train_as_one(tmp_path, monkeypatch):
-    _, results = run_ranks("distributed.py", "--opt-level", "O0", cwd=tmp_path)
+def test_two_processes_train_as_one(tmp_path, monkeypatch, server):
+    _, results = run_ranks(server, "distributed.py", "--opt-level", "O0", cwd=tmp_path)
     assert_same(results[0]["weights"], results[1]["weights"])
     here = tmp_path / "here"
     here.mkdir()
@@ -176,8 +198,8 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
     torch.testing.assert_close(results[0]["weights"], one["weights"])
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
-    said, results = run_ranks("distributed.py", "--opt-level", "O2", "--overflow-at", "2", cwd=tmp_path)
+def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path, server):
+    said, results = run_ranks(server, "distributed.py", "--opt-level", "O2", "--overflow-at", "2", cwd=tmp_path)
     assert [result["skipped"] for result in results] == [[False, False, True, False]] * 2
     assert [result["amp"]["loss_scaler0"] for result in results] == [{"loss_scale": 32768.0, "unskipped": 1}] * 2
     assert said.count("Gradient overflow.") == 2 and said.count("opt_level O2") == 1
@@ -185,7 +207,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
 
 
 def test_the_classic_script_under_torchrun(tmp_path):
-    said, results = run_ranks("imagenet.py", "--opt-level", "O1", "--sync_bn", "--epochs", "1", cwd=tmp_path)
+    said, results = run_torchrun("imagenet.py", "--opt-level", "O1", "--sync_bn", "--epochs", "1", cwd=tmp_path)
     assert "using apex synced BN" in said
     assert_same(results[0]["weights"], results[1]["weights"])
     assert results[0]["losses"] != results[1]["losses"]

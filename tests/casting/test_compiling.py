@@ -34,7 +34,11 @@ requires_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is None,
     reason="inductor needs a C++ compiler, and there is none here",
 )
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about its internals
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torch's own, about its internals
+
+
+# Inductor else finds out which instructions there are, by half a minute of compiling, and starts processes.
+QUICKLY = {"cpp.vec_isa_ok": False, "compile_threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +117,7 @@ WAYS = {
     "a promoted sequence": (lambda x, y: torch.cat([x, y]), (B, X), [FULL]),
     "an op in place": (lambda x, y: x.clone().addmm_(y, y), (B, X), [LOW, LOW]),
 }
-HISTORIES = {"compiled before": (False, True, False, True), "compiled under the patches": (True, False, True, False)}
+HISTORIES = {"compiled before": (False, True, False), "compiled under the patches": (True, False, True)}
 
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -370,9 +374,10 @@ def test_inductor_makes_of_a_patched_function_what_it_makes_of_the_casts_written
         return F.softmax(F.linear(F.gelu(x.to(LOW) @ w.to(LOW)), w.to(LOW)).float(), -1)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    expected = torch.compile(by_hand, fullgraph=True)(X, X)
-    with casting(True):
-        result = torch.compile(function, fullgraph=True)(X, X)
+    with torch._inductor.config.patch(QUICKLY):
+        expected = torch.compile(by_hand, fullgraph=True)(X, X)
+        with casting(True):
+            result = torch.compile(function, fullgraph=True)(X, X)
     assert result.dtype is FULL and torch.equal(result, expected)
 
 
@@ -442,7 +447,8 @@ def compile_with_inductor(name):
     function = {"operator": lambda x: x @ x, "method": lambda x: x.matmul(x).t()}[name]
     torch.compiler.reset()
     counters.clear()
-    result = torch.compile(function, fullgraph=True)(X)
+    with torch._inductor.config.patch(QUICKLY):
+        result = torch.compile(function, fullgraph=True)(X)
     return str(result.dtype), torch.equal(result, function(X)), counters["aot_autograd"]["autograd_cache_hit"]
 
 

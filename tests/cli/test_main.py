@@ -14,6 +14,8 @@ from amp_patch.cli import demo
 from amp_patch.cli.main import build_parser, main
 from amp_patch.errors import AmpError
 
+pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
+
 STEPS = 12
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
@@ -104,9 +106,10 @@ def test_failure_of_the_work_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err.endswith("amp-patch demo: failed: no luck\n")
 
 
+@pytest.mark.slow
 def test_every_level_reaches_the_accuracy_of_float32() -> None:
     digits = demo.load_digits_tensors()
-    accuracy = {level: demo.train(level, digits, steps=300, seed=0).accuracy for level in demo.LEVELS}
+    accuracy = {level: demo.train(level, digits, steps=60, seed=0).accuracy for level in demo.LEVELS}
     assert accuracy["O0"] > 97.0
     assert {level: reached for level, reached in accuracy.items() if abs(reached - accuracy["O0"]) > 1.0} == {}
 

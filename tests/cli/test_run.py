@@ -1,5 +1,6 @@
 """`amp-patch run`: a script sees what it sees under python, and `apex` besides."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -27,8 +28,10 @@ def run(*command, cwd, env=None):
     )
 
 
-def amp_patch_run(*arguments, cwd, env=None):
-    return run("-m", "amp_patch", "run", *arguments, cwd=cwd, env=env)
+@pytest.fixture
+def amp_patch_run(fork_server):
+    """`python -m amp_patch run` in a fork; `run` starts an interpreter, which takes seconds to import torch."""
+    return functools.partial(fork_server.run, "-m", "amp_patch", "run")
 
 
 # ---- as under python -------------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_as_under_python(name, tmp_path):
+def test_a_program_runs_as_under_python(name, tmp_path, amp_patch_run):
     arguments, source = PROGRAMS[name]
     (tmp_path / "sub").mkdir()
     for file, text in {"script.py": source, "other.py": "", "__init__.py": "", "__main__.py": REPORT}.items():
@@ -89,19 +92,32 @@ print(level, model.weight.dtype, dtype, "theirs" in vars(amp))
 """
 
 
-def test_options_come_before_the_script(tmp_path):
+def test_options_come_before_the_script(tmp_path, amp_patch_run):
     (tmp_path / "script.py").write_text("import os\nos.chdir('/')\n" + TRAIN)
     (tmp_path / "mine.yaml").write_text("blacklist: [torch.sigmoid]\n")
     (tmp_path / "apex" / "amp").mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").write_text("")
     (tmp_path / "apex" / "amp" / "__init__.py").write_text("theirs = True\n")
-    done = amp_patch_run("--opt-level", "O4", "--lists", "mine.yaml", "--force", "--", "script.py", "O2", cwd=tmp_path)
+    done = run(
+        "-m",
+        "amp_patch",
+        "run",
+        "--opt-level",
+        "O4",
+        "--lists",
+        "mine.yaml",
+        "--force",
+        "--",
+        "script.py",
+        "O2",
+        cwd=tmp_path,
+    )
     assert done.stdout == "O4 torch.float32 torch.float32 False\n", done.stderr
     left_alone = amp_patch_run("script.py", "O2", cwd=tmp_path)
     assert left_alone.returncode == 1 and "has amp itself and is left alone" in left_alone.stderr
 
 
-def test_an_error_of_amp_is_the_scripts_own(tmp_path):
+def test_an_error_of_amp_is_the_scripts_own(tmp_path, amp_patch_run):
     (tmp_path / "script.py").write_text(TRAIN)
     done = amp_patch_run("script.py", "o2", cwd=tmp_path)
     assert done.returncode == 1
@@ -120,7 +136,7 @@ def test_spawned_processes_have_it_too(tmp_path):
         "if __name__ == '__main__':\n"
         "    mp.spawn(work, args=('hello',), nprocs=1)\n"
     )
-    done = amp_patch_run("script.py", cwd=tmp_path)
+    done = run("-m", "amp_patch", "run", "script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "0 hello amp_patch.apex.amp\n"), done.stderr
 
 
@@ -156,7 +172,7 @@ def test_bad_usage_is_told_before_anything_runs(options, said, capsys):
     ],
     ids=["module", "package", "folder"],
 )
-def test_what_cannot_run(arguments, said, tmp_path):
+def test_what_cannot_run(arguments, said, tmp_path, amp_patch_run):
     plain, ours = run(*arguments, cwd=tmp_path), amp_patch_run(*arguments, cwd=tmp_path)
     assert ours.returncode == plain.returncode == 1
     assert said in ours.stderr and "Traceback" not in ours.stderr

@@ -810,7 +810,7 @@ def test_lists_are_looked_for_inside_the_package_then_beside_it(
 # ---- anything at all -------------------------------------------------------------------------------------------------
 
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "600"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "300"))
 
 
 def load_text(text: str | bytes) -> OpLists | None:

@@ -34,7 +34,7 @@ def make_optimizer(request):
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
-    batches = make_batches(50)
+    batches = make_batches(20)
     ours, theirs = make_model(), make_model()
     losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level=level)
     assert losses == train_with_casts(theirs, make_optimizer(theirs.parameters()), batches, torch.bfloat16)

@@ -5,14 +5,13 @@ that were generated from it.
 import importlib.util
 import logging
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from fork_server import ForkServer
 from torch import nn
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
@@ -163,13 +162,14 @@ def test_the_answer_does_not_depend_on_patches_thread_or_grad_mode(device_type: 
     assert answers == [expected] * 2
 
 
-def test_asking_says_nothing_and_imports_no_compiler() -> None:
+def test_asking_says_nothing_and_imports_no_compiler(fork_server: ForkServer, tmp_path: Path) -> None:
     code = (
-        "import sys, amp_patch.config.torch_autocast as t; t.get_rules('cpu'); t.get_rules('cuda');"
+        "import warnings; warnings.simplefilter('always');"
+        " import sys, amp_patch.config.torch_autocast as t; t.get_rules('cpu'); t.get_rules('cuda');"
         " assert 'torch._dynamo' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-W", "always", "-c", code], check=True, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    done = fork_server.run("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_kernel_that_is_not_understood_is_left_out_and_said(

@@ -170,7 +170,7 @@ def test_error_is_of_the_type_asked_for(tmp_path: Path) -> None:
         load_mapping(tmp_path / "file.yaml", PolicyError)
 
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "100"))
 
 
 def load_bytes(data: bytes) -> Node | None:

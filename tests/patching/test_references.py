@@ -8,7 +8,6 @@ import gc
 import importlib
 import io
 import pickle
-import subprocess
 import sys
 import textwrap
 import threading
@@ -255,8 +254,10 @@ def test_a_slot_that_was_made_during_a_session_gets_the_original(slot, make_pack
     assert call(module, X).dtype is torch.float32
 
 
-def test_a_program_run_as_a_script_is_redirected(tmp_path):
+def test_a_program_run_as_a_script_is_redirected(tmp_path, fork_server):
     script = """
+        import warnings
+        warnings.simplefilter("error", UserWarning)
         import torch, torch.nn.functional as F, amp_patch as amp
         ACT = {"gelu": F.gelu}
         def f(x, act=F.gelu):
@@ -269,7 +270,8 @@ def test_a_program_run_as_a_script_is_redirected(tmp_path):
     """
     (tmp_path / "lists.yaml").write_text(LISTS)
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "script.py"], cwd=tmp_path, check=True)
+    done = fork_server.run("script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_methods_of_tensors_are_redirected_too(make_package, lists):
@@ -692,7 +694,7 @@ def test_a_copy_from_one_session_takes_part_in_the_next(lists):
         assert other.act is original
 
 
-def test_a_copy_that_is_saved_after_its_session_loads_in_another_process(lists, tmp_path):
+def test_a_copy_that_is_saved_after_its_session_loads_in_another_process(lists, tmp_path, fork_server):
     model = nn.TransformerEncoderLayer(4, 2, 8, activation=F.gelu)
     open_session(lists, model)
     twin = copy.deepcopy(model)
@@ -705,7 +707,8 @@ def test_a_copy_that_is_saved_after_its_session_loads_in_another_process(lists, 
         "for name in ('during', 'copy', 'after'):\n"
         "    assert torch.load(f'{name}.pt', weights_only=False).activation is torch.nn.functional.gelu, name\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    done = fork_server.run("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_names_of_the_retired_lead_nowhere_else():

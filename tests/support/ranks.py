@@ -34,7 +34,8 @@ class Ranks:
     """
 
     def __init__(self, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo"])
         self._connections = []
         self._processes = []
         for rank in range(WORLD_SIZE):

@@ -23,6 +23,11 @@ def initialize(level="O4", model=None, **options):
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), opt_level=level, verbosity=0, **options)
 
 
+mp.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo"]
+)  # as clean as "spawn", and starts sooner
+
+
 # ---- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +43,7 @@ class Products(Dataset):
         )
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_data_loader_workers_see_plain_torch(method):
     expected = torch.stack([Products()[index][0] for index in range(4)])
     _model, _optimizer = initialize()
@@ -63,7 +68,7 @@ def train_in_a_worker(queue, level):
     queue.put((value, find_changes()))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_initialize_works_in_a_worker_process(method):
     context = mp.get_context(method)
     queue = context.Queue()

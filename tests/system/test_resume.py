@@ -1,6 +1,7 @@
 """Checkpoint and resume, bitwise: every level, optimizer and order of load calls; and the surface of optimizers."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -36,11 +37,16 @@ def train(model, optimizer, scheduler, batches):
     return losses
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+CASES = [
+    pytest.param(level, OPTIMIZERS[name], ORDERS[order], id=f"{level}-{name}-{order}")
+    for number, (level, name) in enumerate(itertools.product(LEVELS, OPTIMIZERS))
+    for order in list(ORDERS)[number % 2 :: 2]  # with each level and with each optimizer, all orders
+]
+
+
+@pytest.mark.parametrize(("level", "make_optimizer", "order"), CASES)
 def test_the_next_steps_are_those_of_the_uninterrupted_run(level, make_optimizer, order, tmp_path):
-    batches = make_batches(24, size=8)
+    batches = make_batches(10, size=8)
 
     def start(before_initialize=lambda *_: None):
         model = make_model(3, width=4)
@@ -50,12 +56,12 @@ def test_the_next_steps_are_those_of_the_uninterrupted_run(level, make_optimizer
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
     model, optimizer, scheduler = start()
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1990}})
-    train(model, optimizer, scheduler, batches[:4])
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1993}})
+    train(model, optimizer, scheduler, batches[:3])
     names = ("model", "optimizer", "scheduler", "amp")
     for name, source in zip(names, (model, optimizer, scheduler, amp), strict=True):
         torch.save(source.state_dict(), tmp_path / name)
-    expected = train(model, optimizer, scheduler, batches[4:]), amp.state_dict()
+    expected = train(model, optimizer, scheduler, batches[3:]), amp.state_dict()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     amp.reset()
 
@@ -74,7 +80,7 @@ def test_the_next_steps_are_those_of_the_uninterrupted_run(level, make_optimizer
         optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     amp.load_state_dict(saved["amp"])
-    assert (train(model, optimizer, scheduler, batches[4:]), amp.state_dict()) == expected
+    assert (train(model, optimizer, scheduler, batches[3:]), amp.state_dict()) == expected
     assert expected[1]["loss_scaler0"]["loss_scale"] == 128.0  # it grew on the way
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
