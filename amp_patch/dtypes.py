@@ -1,4 +1,4 @@
-"""Dtypes by name, which tensors may be cast, and casting whatever a model takes or returns."""
+"""Dtypes by name, and which tensors may be cast."""
 
 from collections.abc import Callable
 
