@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from ...torch_private import (, get_own_parameters
+from ...torch_private import (
     BatchNormBase,
     flatten_dense_tensors,
     foreach_copy_,
