@@ -116,8 +116,11 @@ class GradientSet:
         if self._is_torn:
             self._drop_everything()
             return
-        self._is_torn = True
         scale, passes = self._scale, self._passes
+        if scale is None and not passes and not self._has_low_gradients():
+            self.is_held = False
+            return
+        self._is_torn = True
         found_inf = passes[0].found_inf if passes else None
         if len(passes) > 1:
             found_inf = torch.zeros_like(passes[0].found_inf)
@@ -237,6 +240,9 @@ class GradientSet:
 
     def _plain_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _has_low_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter, _ in self._pairs())
 
     # ---- masters -----------------------------------------------------------------------------------------------------
 

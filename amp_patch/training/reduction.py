@@ -26,6 +26,8 @@ class LocalGradients:
     def parameter_ids(self) -> set[int]:
         """Return the ids of the parameters whose gradients stay local."""
         found: set[int] = set()
+        if len(self._reduces) == 0:
+            return found
         for module, is_reducing in self._reduces.items():
             answer = getattr(module, "leaves_gradients_local", lambda: None)()
             if not is_reducing if answer is None else answer:

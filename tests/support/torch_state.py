@@ -1,5 +1,6 @@
 """What torch holds, before and after: every test leaves it as it was."""
 
+import importlib
 import operator
 import types
 
@@ -28,6 +29,10 @@ NAMESPACES = (
     torch.jit._trace,
     torch.nn.utils,
     torch.nn.utils.clip_grad,
+    torch.nn.RNNBase,
+    torch.nn.parallel.DistributedDataParallel,
+    torch.optim.Optimizer,
+    importlib,
 )
 
 
