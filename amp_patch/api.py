@@ -168,7 +168,8 @@ def scale_loss(
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scaler to use.
         model: ignored, as in Apex.
-        delay_unscale: leave the gradients scaled. Use it for all but the last backward pass of an accumulation window.
+        delay_unscale: hold the gradients: leave them scaled, and 16-bit ones out of the masters. Use it for all but the
+            last backward pass of an accumulation window.
         delay_overflow_check: ignored; a check costs nothing here until the step reads it.
 
     Yields:

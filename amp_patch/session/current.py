@@ -52,6 +52,7 @@ def initialize(
             if session.policy != policy or session.device_type != device_type:
                 raise _conflict(session, policy)
             _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
+            session.check_that_no_block_runs()
             session.add_scalers(num_losses)
             session.adopt(models, optimizers)
             return session

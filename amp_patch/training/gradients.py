@@ -24,7 +24,7 @@ from torch import Tensor
 from ..multi_tensor import copy_, group
 from ..reporting import find_stacklevel
 from ..torch_private import foreach_add_
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, PassState
 from .masters import Pair
 from .unscaling import dense_values, rescale_, unscale_
 
@@ -42,7 +42,9 @@ class GradientSet:
         self._scale: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
         self._passes: list[BackwardPass] = []  # whose gradients nobody has looked at
         self._window: list[BackwardPass] = []  # whose gradients are in the sums
-        self._aside: list[Pair] = []  # a parameter, and the sum that it had before the pass under way
+        self._aside: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # parameters, their `.grad`, and its value before the pass
         self._is_torn = False  # in the middle of a change; an interrupt leaves it so
         self.is_in_block = False  # between begin and end
         self._block_scale: Tensor | None = None
@@ -145,8 +147,8 @@ class GradientSet:
     def _prepare(self, scale: Tensor | None, backward_pass: BackwardPass | None) -> None:
         if self._is_torn:
             self._drop_everything()
-        if self._scale is not scale or scale is None:
-            if self.is_held:
+        if self._scale is not scale or (scale is None and not self.is_held):
+            if self.is_unreduced:
                 self._change_scale(scale)
             else:
                 self.unscale()
@@ -159,7 +161,7 @@ class GradientSet:
     def _scale_up(self, scale: Tensor | None, backward_pass: BackwardPass | None) -> None:
         if scale is not None:
             if backward_pass is not None and self._is_mixed_with(backward_pass):
-                self._set_aside()
+                rescale_(self._set_aside(), scale)
             else:
                 rescale_(self._plain_gradients(), scale)
         self._scale = scale
@@ -170,7 +172,9 @@ class GradientSet:
             return False  # what is held is held together
         awaited_by = {id(window) for window in backward_pass.awaited_by}
         return any(
-            one.scaler is not backward_pass.scaler or {id(window) for window in one.awaited_by} != awaited_by
+            one.state is PassState.JUDGED
+            or one.scaler is not backward_pass.scaler
+            or {id(window) for window in one.awaited_by} != awaited_by
             for one in self._window
         )
 
@@ -186,18 +190,32 @@ class GradientSet:
         self._scale = scale
         self._is_torn = False
 
-    def _set_aside(self) -> None:
-        """Put the sums so far aside, and zeros in their place; the `.grad` objects stay, others may hold them."""
+    def _set_aside(self) -> list[Tensor]:
+        """Put the sums so far aside, and zeros in their place; the `.grad` objects stay, others may hold them.
+
+        Returns those that need not be: on a CPU, where looking waits for nothing, finite ones.
+        """
+        stay = []
         with torch.no_grad():
             for parameter in self._parameters():
-                if parameter.grad is not None:
-                    self._aside.append((parameter, parameter.grad.clone()))
-                    parameter.grad.zero_()
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_cpu and _is_finite(gradient):
+                    stay.append(gradient)
+                elif gradient is not None:
+                    self._aside.append((parameter, gradient, gradient.clone()))
+                    gradient.zero_()
+        return stay
 
+    @torch.no_grad()
     def _take_back(self) -> None:
         """Add the sums that were set aside; not where the gradient has been dropped since."""
         aside, self._aside = self._aside, []
-        _add_each((parameter, earlier) for parameter, earlier in aside if parameter.grad is not None)
+        for parameter, held, earlier in aside:
+            gradient = parameter.grad
+            if gradient is not None and (
+                gradient is held or gradient.requires_grad or gradient.is_sparse != held.is_sparse
+            ):
+                _add_each([(parameter, earlier)])
 
     # ---- zeroing -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +302,7 @@ def _add_each(pairs: Iterable[Pair]) -> None:
             master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
         elif gradient.is_sparse or total.is_sparse:
             # the dense one must come first
-            master.grad = gradient.float() + total if total.is_sparse else total + gradient
+            master.grad = gradient.to(total.dtype) + total if total.is_sparse else total + gradient
         else:
             sums.append(total)
             addends.append(gradient)

@@ -105,7 +105,7 @@ class Pass:
 
     def __init__(self, scaler, owners, is_delayed):
         self.scaler, self.owners, self.is_overflow, self.is_open = scaler, owners, False, True
-        self.is_delayed = is_delayed
+        self.is_delayed, self.is_judged = is_delayed, False
         self.stepped = []  # owners that have stepped, or dropped their gradients, since
 
     def awaiting(self):
@@ -148,6 +148,8 @@ class Scaler:
         if self.undecided:
             self.settle()
             self.scale, self.unskipped = self.after_decision()
+            for one in self.undecided:
+                one.is_judged = True
             self.undecided, self.window = [], object()
 
     def state_dict(self):
@@ -211,7 +213,7 @@ class Owner:
         Gradients of one window stay as they are, but at scale 1 nothing is lost by settling. What a delayed pass left
         stays anyway. An overflow in what is there already is not one of this pass.
         """
-        if not self.is_held and (window is None or self.window is not window):
+        if self.window is not window or (window is None and not self.is_held):
             self.settle()
             if one is not None and not one.is_delayed and any(self.is_another(other, one) for other in self.summed):
                 for name, parameter in self.net.named_parameters():
@@ -224,7 +226,7 @@ class Owner:
 
     @staticmethod
     def is_another(left, right):
-        return left.scaler is not right.scaler or set(left.awaiting()) != set(right.awaiting())
+        return left.is_judged or left.scaler is not right.scaler or set(left.awaiting()) != set(right.awaiting())
 
     def end_window(self):
         self.summed, self.aside = [one for one in self.summed if one.is_open], []
