@@ -258,3 +258,82 @@ def test_an_interrupt_at_any_line_of_a_block_or_a_step_is_made_good(level, loss_
     assert caught >= INTERRUPTS
     amp.reset()
     assert find_changes() == []
+
+
+# ---- found by a review -----------------------------------------------------------------------------------------------
+
+
+def one_weight(level="O0", models=1, **options):
+    models = [nn.Linear(1, 1, bias=False) for _ in range(models)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    options = {"loss_scale": "dynamic", "num_losses": 2, **options}
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
+    return models, optimizers
+
+
+def backward(model, factor, optimizers, loss_id=0, **options):
+    with amp.scale_loss(model.weight.float().sum() * factor, optimizers, loss_id=loss_id, **options) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("how", ["none", "zero_"])
+def test_sums_zeroed_by_hand_inside_a_block_stay_zeroed(how):
+    (model,), (optimizer,) = one_weight()
+    backward(model, 1.0, optimizer, loss_id=0)
+    with amp.scale_loss(model.weight.sum() * 2.0, optimizer, loss_id=1) as scaled:
+        if how == "none":
+            model.weight.grad = None
+        else:
+            model.weight.grad.zero_()
+        scaled.backward()
+    assert model.weight.grad.item() == 2.0
+
+
+def test_one_overflow_halves_the_scale_once_whoever_steps_in_between():
+    (first, second), (one, two) = one_weight(models=2)
+    backward(first, 1e36, one)
+    backward(second, 1.0, two)
+    two.step()
+    two.zero_grad()
+    backward(first, 1.0, one)
+    one.step()
+    assert one.step_was_skipped and amp.stats().loss_scales[0] == 32768.0
+
+
+def test_a_delayed_16_bit_gradient_does_not_underflow_under_a_smaller_scale():
+    (model,), (optimizer,) = one_weight("O2", cast_model_type=torch.float16)
+    amp.load_state_dict(
+        {
+            "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
+            "loss_scaler1": {"loss_scale": 1.0, "unskipped": 0},
+        }
+    )
+    backward(model, 2.0**-26, optimizer, loss_id=0, delay_unscale=True)
+    backward(model, 0.0, optimizer, loss_id=1)
+    assert next(amp.master_params(optimizer)).grad.item() == 2.0**-26
+
+
+def test_models_are_not_brought_under_a_session_inside_a_block():
+    (model,), (optimizer,) = one_weight()
+    other = nn.Linear(1, 1, bias=False)
+    with amp.scale_loss(model.weight.sum(), optimizer) as scaled:
+        with pytest.raises(amp.SessionError, match="leave it before"):
+            other_optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+            options = {"loss_scale": "dynamic", "num_losses": 2}
+            amp.initialize(other, other_optimizer, opt_level="O0", verbosity=0, **options)
+        scaled.backward()
+    assert model.weight.grad.item() == 1.0
+
+
+def test_sparse_sums_keep_their_dtype_where_they_are_set_aside():
+    table = nn.Embedding(3, 1, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    options = {"loss_scale": "dynamic", "num_losses": 2, "cast_model_type": torch.bfloat16}
+    amp.initialize(table, optimizer, opt_level="O3", verbosity=0, **options)
+    for loss_id, factor in ((0, math.inf), (1, 1.0)):
+        with amp.scale_loss(table(torch.tensor([1])).sum() * factor, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    assert table.weight.grad.dtype is torch.bfloat16
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert amp.stats().loss_scales == (32768.0, 65536.0)
