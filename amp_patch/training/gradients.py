@@ -268,8 +268,8 @@ class GradientSet:
     def _fold(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
         if scale is None:
-            _add_each(self._take(is_on_cpu=True))
-        pairs = list(self._take())
+            _add_each(_take(self._pairs(), is_on_cpu=True))
+        pairs = list(_take(self._pairs()))
         if not pairs:
             return
         full = _to_float32([gradient for _, gradient in pairs], [master for master, _ in pairs])
@@ -277,15 +277,14 @@ class GradientSet:
             unscale_(full, scale, found_inf)
         _add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
 
-    def _take(self, *, is_on_cpu: bool = False) -> Iterator[Pair]:
-        """Take the 16-bit parameters' gradients (only those on a CPU) away and yield them, one by one, with
-        their masters.
-        """
-        for parameter, master in self._pairs():
-            gradient = parameter.grad
-            if gradient is not None and (gradient.is_cpu or not is_on_cpu):
-                parameter.grad = None
-                yield master, gradient
+
+def _take(pairs: Iterable[Pair], *, is_on_cpu: bool = False) -> Iterator[Pair]:
+    """Take the gradients of 16-bit parameters (only those on a CPU) away and yield each with its master."""
+    for parameter, master in pairs:
+        gradient = parameter.grad
+        if gradient is not None and (gradient.is_cpu or not is_on_cpu):
+            parameter.grad = None
+            yield master, gradient
 
 
 def _add_each(pairs: Iterable[Pair]) -> None:
