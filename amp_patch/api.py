@@ -12,6 +12,7 @@ from .casting import Mode, cast_tree
 from .config import Policy, make_policy
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
+from .hardware import has_low_products
 from .reporting import say, set_verbosity
 from .session import Session, Stats, as_models, as_optimizers, device_type_of
 from .session import current as _current
@@ -66,6 +67,7 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     *,
     patch_torch_functions_type: torch.dtype | str | None = None,
+    compute: str | None = None,
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     presets: str | os.PathLike[str] | None = None,
     replace: bool = False,
@@ -80,8 +82,8 @@ def initialize(
         enabled: False makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
-            patch_torch_functions_type: override one property of the level; `lists/presets.yaml` says what each means.
-            `loss_scale` is a positive number or "dynamic".
+            patch_torch_functions_type, compute: override one property of the level; `lists/presets.yaml` says what each
+            means. `loss_scale` is a positive number or "dynamic"; `compute` is "auto", "native" or "float32".
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
             they come.
         num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
@@ -132,16 +134,18 @@ def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
     return held, tuple(held if index == position else item for index, item in enumerate(returned))
 
 
+def _explain_compute(low: torch.dtype, device_type: str) -> str:
+    name = dtype_name(low)
+    reason = "" if has_low_products(device_type, low) else f"this {device_type.upper()} has no {name} products: "
+    return f"{reason}values are rounded to {name}, products are computed in float32, as tensor cores do"
+
+
 def _announce(policy: Policy, opened: Session) -> None:
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
     for line in policy.describe():
         say("%s", line)
-    if policy.is_cpu_variant:
-        say(
-            "On the CPU, %s uses %s: float16 is slow there. Name the dtype to have it all the same.",
-            policy.opt_level,
-            dtype_name(policy.low_dtype),
-        )
+    if policy.compute == "float32" and policy.low_dtype is not None:
+        say("%s", _explain_compute(policy.low_dtype, opened.device_type))
     if opened.oplists is not None:
         absent = [entry.op for entry in opened.oplists.missing]
         if absent:
@@ -286,6 +290,7 @@ def session(
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     presets: str | os.PathLike[str] | None = None,
     patch_torch_functions_type: torch.dtype | str | None = None,
+    compute: str | None = None,
     verbosity: int = 0,
 ) -> Iterator[None]:
     """Context manager: the casts of a level for code without a model to initialize.
@@ -293,7 +298,7 @@ def session(
     Args:
         opt_level: a level that patches functions, such as "O1" or "O4".
         device: whose tensors are cast; default: the accelerator if there is one, else the CPU.
-        lists, presets, patch_torch_functions_type, verbosity: as for `initialize`.
+        lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
     Raises SessionError if a session is in force already.
     """
@@ -301,7 +306,7 @@ def session(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
     device_type = torch.device(device).type
-    overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type}
+    overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
     policy = make_policy(opt_level, overrides, device_type=device_type, presets=presets)
     with _current.without_model(policy, device_type):
         yield

@@ -186,7 +186,21 @@ def get_op_arguments(op: Any) -> list[Any]:
 def has_cpu_flag(flag: str) -> bool:
     """Tell whether torch sees an instruction set, such as "avx512_bf16", on this CPU. False where it cannot tell."""
     probe = getattr(torch.cpu, f"_is_{flag}_supported", None)
-    return probe is not None and bool(probe())
+    if probe is not None:
+        return bool(probe())
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is not None and bool(capabilities().get(flag, False))
+
+
+# Whether oneDNN multiplies matrices of a 16-bit dtype on this CPU; else torch takes its own, slow kernels.
+# Without them: products are computed in float32, which is right everywhere.
+_ONEDNN_ANSWERS = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}
+
+
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Tell whether oneDNN has products of a 16-bit dtype for this CPU. Follows ONEDNN_MAX_CPU_ISA."""
+    answer = getattr(torch.ops.mkldnn, _ONEDNN_ANSWERS[dtype], None)
+    return answer is not None and bool(answer())
 
 
 # ---- Dynamo: only casting/compiling uses what follows ----------------------------------------------------------------

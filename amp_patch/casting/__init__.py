@@ -6,6 +6,7 @@ from .deferred import DeferredOps as DeferredOps
 from .mode import Mode as Mode
 from .mode import Switch as Switch
 from .patches import Registration as Registration
+from .products import Products as Products
 from .tree import cast_tree as cast_tree
 from .weight_cache import WeightCache as WeightCache
 from .wrappers import OpCasts as OpCasts

@@ -78,11 +78,12 @@ class WeightCache:
     Args:
         low: their dtype.
         device_type: where they are, which says whether they are kept and refreshed in place, or dropped.
+        is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
     """
 
-    def __init__(self, low: torch.dtype, device_type: str) -> None:
+    def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
         self.low = low
-        self._is_kept = are_kept_on(device_type)
+        self._is_kept = are_kept_on(device_type) and not is_rounded
         self.valid: dict[int, ValidEntry] = {}  # by the parameter's id
         self._entries: dict[int, _Entry] = {}
         self._owned: dict[int, Tensor] = {}

@@ -15,6 +15,7 @@ from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
+from .products import Products, is_product
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import WeightCache
 
@@ -30,12 +31,23 @@ class OpCasts:
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
+        products: computes products in float32, or None to leave them to the kernels of the low dtype.
     """
 
-    def __init__(self, switch: Switch, low: torch.dtype, device_type: str, cache: WeightCache | None) -> None:
+    def __init__(
+        self,
+        switch: Switch,
+        low: torch.dtype,
+        device_type: str,
+        cache: WeightCache | None,
+        products: Products | None = None,
+    ) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
+        self.products = products
+        if products is not None:
+            cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type)
         self.to_low = plain if cache is None else cache.make_cast(plain)
         self.to_float = make_plain_cast(torch.float32, device_type)
@@ -55,12 +67,40 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`."""
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if _is_torchs(original) else ""
+        if self.products is not None and is_product(name):
+            return self._wrap_product(kind, name, original, self.products)
         general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, general, position)
         return general
+
+    def _wrap_product(self, kind: str, name: str, original: Op, products: Products) -> Op:
+        low = products.run_low(original)
+        if kind != "whitelist":
+            return self._makers[kind](low)
+        walk = self.whitelist_product(original, low, products)
+        return products.make_fast_path(name, original, walk, self.switch)
+
+    def whitelist_product(self, original: Op, low: Op, products: Products) -> Op:
+        """Round all tensors, compute in float32, and round the result; `low` is the op where nothing is cast."""
+        switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
+        round_, narrow = products.round, products.narrow
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not switch.on or (kwargs and kwargs.get("out") is not None):
+                return low(*args, **kwargs)
+            if switch.regions and switch.mode_here() is not by_lists:
+                return in_region(low, args, kwargs)
+            rounded = [cast_nested(value, round_) for value in args]
+            named = {key: cast_nested(value, round_) for key, value in kwargs.items()}
+            for value, new in zip((*args, *kwargs.values()), (*rounded, *named.values()), strict=True):
+                if new is value and isinstance(value, Tensor) and is_opaque(value):
+                    return beside(value, low, args, kwargs)
+            return narrow(original(*rounded, **named))
+
+        return wrapper
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
-from ..errors import PolicyError
+from ..errors import PolicyError, did_you_mean
 
 Parser = Callable[[Any], Any]
 
@@ -33,6 +33,15 @@ def parse_loss_scale(value: object) -> float | str:
     if not (math.isfinite(number) and number > 0):
         raise PolicyError(f"loss_scale={value!r} is neither a finite positive number nor 'dynamic'")
     return number
+
+
+COMPUTE = ("auto", "native", "float32")
+
+
+def _parse_compute(value: object) -> str:
+    if value in COMPUTE:
+        return str(value)
+    raise PolicyError(f"{value!r} is none of {', '.join(COMPUTE)}.{did_you_mean(value, COMPUTE)}")
 
 
 def _parse_dtype_of(name: str) -> Parser:
@@ -83,12 +92,12 @@ class Policy:
     keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
     master_weights: bool | None = _property(_parse_boolean, None)
     loss_scale: float | str = _property(parse_loss_scale, 1.0)
+    # in make_policy's result "auto" has become one of the others, unless the level has no low dtype
+    compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
     min_loss_scale: float | None = _property(float, None, in_presets=False, is_described=False)
     max_loss_scale: float = _property(float, 2.0**24, in_presets=False, is_described=False)
-    # the level's own dtype gave way to the one its preset names for the CPU
-    is_cpu_variant: bool = _property(None, False, in_presets=False, is_override=False, is_described=False)
 
     @property
     def low_dtype(self) -> torch.dtype | None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..dtypes import dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
+from ..hardware import has_low_products
 from .policy import Policy, find_contradictions
 from .policy import parse_loss_scale as parse_loss_scale
 from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
 PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
-_DTYPES = ("cast_model_type", "patch_torch_functions_type")
 
 
 def make_policy(
@@ -33,13 +33,9 @@ def make_policy(
     table = Presets(path)
     if not isinstance(opt_level, str) or opt_level not in table.names():
         raise _unknown_level(opt_level, table.names())
-    properties, on_cpu = table.properties(opt_level)
+    properties = table.properties(opt_level)
     known = Policy.get_overrides()
     given = {name: value for name, value in overrides.items() if name in known and value is not None}
-    if device_type == "cpu":
-        on_cpu = _without_overridden(on_cpu, {name: value for name, value in given.items() if value is not False})
-        is_cpu_variant = any(properties.get(name) != on_cpu[name] for name in _DTYPES if name in on_cpu)
-        properties = {**properties, **on_cpu, "is_cpu_variant": is_cpu_variant}
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
     policy, problems = _override(preset, given)
     problems += find_contradictions(preset, given, policy)
@@ -50,6 +46,8 @@ def make_policy(
         )
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
+    if policy.compute == "auto" and (low := policy.low_dtype) is not None:
+        policy = replace(policy, compute="native" if has_low_products(device_type, low) else "float32")
     return policy
 
 
@@ -68,7 +66,7 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
 
 
 class Presets:
-    """The levels of one presets file: properties for any device, and those that differ on the CPU."""
+    """The levels of one presets file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,28 +79,19 @@ class Presets:
     def _shipped_names(self) -> tuple[str, ...]:
         return () if self.path == shipped_presets() else Presets(shipped_presets()).names()
 
-    def properties(self, level: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (properties, properties that differ on the CPU) of a level of this file, or of the shipped one."""
+    def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the properties of a level of this file, or of the shipped one."""
         if level not in self._levels:
             if self.path == shipped_presets():
                 raise _unknown_level(level, self.names())
             return Presets(shipped_presets()).properties(level)
         node = self._levels[level]
         entries = dict(_mapping(self.path, node))
-        properties: dict[str, Any] = {}
-        on_cpu: dict[str, Any] = {}
         base = entries.pop("extends", None)
-        if base is not None:
-            properties, on_cpu = self._base(level, base, seen)
-        cpu = entries.pop("cpu", None)
-        own = _parse(self.path, node, entries)
-        properties = {**properties, **own}
-        on_cpu = _without_overridden(on_cpu, own)
-        if cpu is not None:
-            on_cpu = {**on_cpu, **_parse(self.path, cpu, dict(_mapping(self.path, cpu)))}
-        return properties, on_cpu
+        inherited = {} if base is None else self._base(level, base, seen)
+        return {**inherited, **_parse(self.path, node, entries)}
 
-    def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
         """Return the properties of the level that `base` names."""
         if not isinstance(base.value, str):
             problem = "extends takes the name of one level"
@@ -124,13 +113,20 @@ def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     return node.value
 
 
+_GONE = {
+    "cpu": "there are no properties for the CPU any more: a level means the same on every device. Take `cpu` out; for"
+    " bfloat16 there, extend O4 or O5"
+}
+"""Properties that presets files had once, and what to do instead."""
+
+
 def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
         if name not in parsers:
             line, column = parent.key_at.get(name, (node.line, node.column))
-            problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
+            problem = _GONE.get(name, f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}")
             raise PolicyError(problem, path, line, column)
         value = [item.value for item in node.value] if isinstance(node.value, list) else node.value
         try:
@@ -151,10 +147,3 @@ def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
     return PolicyError(
         f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint or did_you_mean(level, allowed)}"
     )
-
-
-def _without_overridden(on_cpu: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a preset's CPU properties still stands beside explicit ones: nothing, if those name a dtype."""
-    if any(given.get(name) is not None for name in _DTYPES):
-        return {}
-    return {name: value for name, value in on_cpu.items() if name not in given}

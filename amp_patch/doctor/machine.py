@@ -15,7 +15,7 @@ import torch
 
 import amp_patch
 
-from ..torch_private import has_cpu_flag
+from ..hardware import cpu_flags
 from .findings import Finding
 from .levels import presets_in_force
 
@@ -23,7 +23,6 @@ REQUIRED = {"torch": (2, 6), "wrapt": (2, 4), "PyYAML": (6,)}
 _SIZE = 256  # a product of this size takes some 30 ms in float16 where that is slow, and 0.2 ms in float32
 _REPEATS = 3
 _FAST, _SLOW = 1.25, 0.8  # speed relative to float32; what lies between is no difference
-_CPU_FLAGS = ("avx512_bf16", "amx_tile", "amx_fp16")
 _INSTALLED_BY_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transformer")
 
 
@@ -113,11 +112,6 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
         )
         verdicts.append(LowDtype(name, "fast" if has else "slow", evidence))
     return tuple(verdicts)
-
-
-def cpu_flags() -> tuple[str, ...]:
-    """Return which instructions for 16-bit arithmetic torch sees on this CPU, of those that it can tell about."""
-    return tuple(flag for flag in _CPU_FLAGS if has_cpu_flag(flag))
 
 
 def measure_cpu() -> dict[str, float]:

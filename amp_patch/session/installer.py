@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import DeferredOps, OpCasts, Registration, WeightCache, compiling
+from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling
 from ..casting import patches as op_patches
 from ..config import OpLists
-from ..patching import Patcher, references
+from ..patching import Patch, Patcher, references
 from ..reporting import find_stacklevel
 from ..training import LocalGradients, StepHook
 from ..training import patches as gradient_patches
@@ -23,7 +23,8 @@ class Installer:
     """The patches of one session.
 
     Args:
-        casts, oplists: of a level that patches ops; None at others.
+        casts, oplists: of a level that casts at ops; None at others.
+        products: what computes products in float32, or None.
         cache: the weight cache, or None.
         registered: functions that the user registered.
         bindings: the models, optimizers and masters that the patches serve.
@@ -33,6 +34,7 @@ class Installer:
     def __init__(
         self,
         casts: OpCasts | None,
+        products: Products | None,
         oplists: OpLists | None,
         cache: WeightCache | None,
         registered: Sequence[Registration],
@@ -41,6 +43,7 @@ class Installer:
         scales: bool,
     ) -> None:
         self._casts = casts
+        self._products = products
         self._oplists = oplists
         self._cache = cache
         self._registered = tuple(registered)
@@ -53,13 +56,13 @@ class Installer:
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put everything in. `undo` takes it out, also where this fails half-way."""
-        if self._casts is None and not self._scales:
+        if not (self._patches_ops or self._scales):
             return
         late = None
-        if self._casts is None:
-            undo.callback(self._take_out)
+        if self._patches_ops:
+            late = self._install_ops(undo)
         else:
-            late = self._install_ops(self._casts, undo)
+            undo.callback(self._take_out)
         if self._scales:
             undo.enter_context(gradient_patches.resolved_before_reading(self._bindings.resolve_steps))
         self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
@@ -68,34 +71,59 @@ class Installer:
         if late is not None:
             late.open()
         self.redirect(self._bindings.models(), with_modules=True)
-        if self._casts is not None:
+        if self._patches_ops:
             compiling.forget_compiled_code()
-            self._casts.switch.turn_on()
+            for switch in self._switches():
+                switch.turn_on()
 
-    def _install_ops(self, casts: OpCasts, undo: contextlib.ExitStack) -> DeferredOps | None:
+    @property
+    def _patches_ops(self) -> bool:
+        return self._casts is not None or self._products is not None
+
+    def _switches(self) -> list[Switch]:
+        return [part.switch for part in (self._casts, self._products) if part is not None]
+
+    def _plan_ops(self) -> list[Patch]:
+        """Return the patches of listed ops and registrations, of other products, and of what surrounds the ops."""
+        planned: list[Patch] = []
+        if self._casts is not None and self._oplists is not None:
+            planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)
+        if self._products is not None:
+            planned += self._products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
+        return [*planned, *patches.plan(self._parts(None), with_ops=True)]
+
+    def _install_ops(self, undo: contextlib.ExitStack) -> DeferredOps | None:
         """Put in what replaces ops, and return those whose packages are not imported yet."""
-        assert self._oplists is not None
-        planned = [
-            *op_patches.plan_ops(self._oplists, self._registered, casts),
-            *patches.plan(self._parts(None), with_ops=True),
-        ]
+        planned = self._plan_ops()
         compiling.prime()
         undo.callback(compiling.forget_compiled_code)
-        undo.enter_context(compiling.cache_key(f"amp_patch:{self._oplists.digest}:{casts.low}"))
+        undo.enter_context(compiling.cache_key(self._describe_code()))
         undo.callback(self._take_out)
         self.patcher.install(planned)
         if self._cache is not None:
             undo.callback(register_optimizer_step_post_hook(StepHook(self._cache.mark_updated)).remove)
+        if self._casts is None or self._oplists is None:
+            return None
         overridden = [(owner, name) for owner, name, _ in self._registered]
-        late = DeferredOps(self._oplists, overridden, casts, self.patcher, self._lock)
+        late = DeferredOps(self._oplists, overridden, self._casts, self.patcher, self._lock)
         if not late:
             return None
         undo.callback(late.close)
         return late
 
+    def _describe_code(self) -> str:
+        """Return what tells the code that is compiled under these patches from code under others."""
+        parts = ["amp_patch"]
+        if self._casts is not None and self._oplists is not None:
+            parts += [self._oplists.digest, str(self._casts.low)]
+        if self._products is not None:
+            parts += ["products", str(self._products.low)]
+        return ":".join(parts)
+
     def _parts(self, late: DeferredOps | None) -> patches.Parts:
         return patches.Parts(
             casts=self._casts,
+            patches_ops=self._patches_ops,
             oplists=self._oplists,
             cache=self._cache,
             patcher=self.patcher,
@@ -117,7 +145,7 @@ class Installer:
             warnings.warn(references.describe_stuck(stuck), stacklevel=find_stacklevel())
 
     def _take_out(self) -> None:
-        if self._casts is not None:
-            self._casts.switch.turn_off()
+        for switch in self._switches():
+            switch.turn_off()
         with self._lock:
             references.undo([self.patcher, self._module_patcher], self._bindings.models())

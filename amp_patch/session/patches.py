@@ -28,13 +28,15 @@ class Parts:
     """What of a session the patches use.
 
     Attributes:
-        casts, oplists: None at levels that patch no ops.
+        casts, oplists: None at levels that cast at no ops.
+        patches_ops: whether ops are patched, be it for casts or for how products are computed.
         cache: the weight cache, or None.
         scales: whether there are masters or a loss scale.
         has_deferred_ops: whether packages that are not imported yet have listed ops.
     """
 
     casts: OpCasts | None
+    patches_ops: bool
     oplists: OpLists | None
     cache: WeightCache | None
     patcher: Patcher
@@ -103,7 +105,7 @@ TABLE = (
     TorchPatch(
         torch.jit,
         "script",
-        _casts,
+        lambda parts: parts.patches_ops,
         lambda original, parts: around_ops.read_originals(original, parts.patcher),
         with_ops=True,
     ),

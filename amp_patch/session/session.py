@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import OpCasts, Registration, Switch, WeightCache
+from ..casting import OpCasts, Products, Registration, Switch, WeightCache
 from ..config import OpLists, Policy, load_oplists
 from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..patching import Patcher
@@ -61,13 +61,19 @@ class Session:
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
-        if policy.patch_torch_functions and policy.patch_torch_functions_type is not None:
-            self._cache = WeightCache(policy.patch_torch_functions_type, device_type)
-            self.casts = OpCasts(self.switch, policy.patch_torch_functions_type, device_type, self._cache)
+        products, low = None, policy.low_dtype
+        if policy.patch_torch_functions and low is not None:
+            self._cache = WeightCache(low, device_type, is_rounded=policy.compute == "float32")
+        if policy.compute == "float32" and low is not None:
+            products = Products(low, device_type, self._cache)
+        if policy.patch_torch_functions and low is not None:
+            self.casts = OpCasts(self.switch, low, device_type, self._cache, products)
         rules = () if self.oplists is None else self.oplists.modules
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.scalers)
         scales = bool(policy.master_weights) or policy.loss_scale != 1.0
-        self._installer = Installer(self.casts, self.oplists, self._cache, registered, self._bindings, scales=scales)
+        self._installer = Installer(
+            self.casts, products, self.oplists, self._cache, registered, self._bindings, scales=scales
+        )
         outside = GradientSet(self._bindings.parameters_outside, lambda: ())
         self._passes = BackwardPasses(self._bindings.optimizers, outside, self._installer.local, self._end_pass)
         self._undo = contextlib.ExitStack()

@@ -1,0 +1,214 @@
+"""Products of 16-bit values where the hardware has no instructions for them: operands rounded to 16 bits, the product
+computed in float32, its result rounded, as matrix units do.
+
+The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
+gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
+function transforms, double backward, checkpoints) knows these.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import op_lists
+from ..dtypes import PLAIN_CLASSES, is_castable
+from ..patching import Patch
+from .compiling import is_dynamo_compiling
+from .mode import Mode, Switch
+from .tensor_cast import cast_nested, make_plain_cast
+from .weight_cache import ValidEntry, WeightCache
+
+Op = Callable[..., Any]
+
+_WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_PAIRED = ("matmul", "mm", "mv", "bmm")
+_OPERATORS = ("__matmul__", "__rmatmul__")  # `matmul` means them, too
+PRODUCTS = (
+    *_WEIGHTED,
+    *_PAIRED,
+    *("conv_tbc", "torch.convolution", "bilinear", "chain_matmul", "multi_dot", "einsum"),
+    *("dot", "vdot", "vecdot", "inner", "tensordot", "addmm", "addmv", "addr", "addbmm", "baddbmm"),
+    *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+)
+"""What is a product, or made of products in C++, by names as lists have them."""
+
+_NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, *_OPERATORS))
+
+
+def is_product(name: str) -> bool:
+    """Tell whether torch's op of that name, or the op of which it is the in-place twin, is one of `PRODUCTS`."""
+    return name in _NAMES or name.removesuffix("_") in _NAMES
+
+
+class Products:
+    """Makes the replacements of products for one session.
+
+    Args:
+        low: the 16-bit dtype.
+        device_type: the only device type whose products are computed so.
+        cache: keeps rounded weights, or None.
+
+    Attributes:
+        switch: on while the session is in force. Not that of the casts: whether something is cast does not say how
+            products of what is 16 bits already are computed.
+    """
+
+    def __init__(self, low: torch.dtype, device_type: str, cache: WeightCache | None) -> None:
+        self.switch = Switch()
+        self.low = low
+        self.device_type = device_type
+        self._cast = make_plain_cast(low, device_type)
+        self._widen = make_plain_cast(torch.float32, device_type)
+        self.round = self._round if cache is None else cache.make_cast(self._round)
+        self._round_uncached = self._round if cache is None else cache.make_cast_uncached(self._round)
+        self._valid: dict[int, ValidEntry] = {} if cache is None else cache.valid
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        """Return the value in the low dtype, as float32; what is not to be cast as it is."""
+        rounded = self._cast(tensor)
+        return self._widen(rounded) if rounded.dtype is self.low else rounded
+
+    def narrow(self, result: Any) -> Any:
+        """Return a result, or what of a nested one is float32, in the low dtype."""
+        float32 = torch.float32
+        if result.__class__ is Tensor:
+            return self._cast(result) if result.dtype is float32 else result
+        return cast_nested(result, lambda tensor: self._cast(tensor) if tensor.dtype is float32 else tensor)
+
+    # ---- where nothing is cast ---------------------------------------------------------------------------------------
+
+    def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
+        """Yield a patch for each product but those in `taken`, by the id of the owner and the name."""
+        for owner, name in dict.fromkeys(op_lists.spell(PRODUCTS)):
+            if (id(owner), name) not in taken:
+                yield Patch(owner, name, self.run_low)
+
+    def run_low(self, original: Op) -> Op:
+        """Compute in float32 what is called with operands of the low dtype; call as it was written whatever has others,
+        or names where or in which dtype the result is to be.
+        """
+        if getattr(original, "__name__", "").endswith("_") and not original.__name__.endswith("__"):
+            return self._run_low_in_place(original)
+        switch, widen, narrow, are_low = self.switch, self._widen, self.narrow, self._are_low
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and are_low(args, kwargs):
+                args = tuple([cast_nested(value, widen) for value in args])
+                kwargs = {name: cast_nested(value, widen) for name, value in kwargs.items()}
+                return narrow(original(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def _run_low_in_place(self, original: Op) -> Op:
+        switch, widen, are_low = self.switch, self._widen, self._are_low
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if switch.on and args and are_low(args, kwargs):
+                target, *others = args
+                wide = widen(target)
+                original(
+                    wide,
+                    *[cast_nested(value, widen) for value in others],
+                    **{name: cast_nested(value, widen) for name, value in kwargs.items()},
+                )
+                return target.copy_(wide)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    def _are_low(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether all floating operands are of the low dtype, and the call leaves the result to the op."""
+        if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
+            return False
+        found = False
+        for value in _tensors_in((*args, *kwargs.values()) if kwargs else args):
+            if value.dtype is self.low:
+                if not is_castable(value, self.device_type):
+                    return False
+                found = True
+            elif value.is_floating_point() or value.is_complex():
+                return False
+        return found
+
+    # ---- where operands are cast -------------------------------------------------------------------------------------
+
+    def make_fast_path(self, name: str, original: Op, walk: Op, switch: Switch) -> Op:
+        """Return the fast path of a whitelisted product if it has one, else `walk`; `switch` is that of the casts."""
+        if name in _WEIGHTED:
+            return self._weighted(original, walk, switch)
+        return self._paired(original, walk, switch) if name in (*_PAIRED, *_OPERATORS) else walk
+
+    def _weighted(self, original: Op, walk: Op, switch: Switch) -> Op:
+        """For calls with (input, weight, bias, ...): see `FastPaths.weighted`."""
+        float32, by_lists = torch.float32, Mode.BY_LISTS
+        round_, round_uncached, get_entry, cast = self._round, self._round_uncached, self._valid.get, self._cast
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (
+                kwargs
+                or len(args) < 2
+                or not switch.on
+                or (switch.regions and switch.mode_here() is not by_lists)
+                or is_dynamo_compiling()
+            ):
+                return walk(*args, **kwargs)
+            count = len(args)
+            value, weight, bias = args if count == 3 else args[:3] if count > 3 else (*args, None)
+            try:
+                if value.__class__ is not Tensor or weight.__class__ not in PLAIN_CLASSES:
+                    return walk(*args)
+                entry = get_entry(id(weight))
+                is_valid = (
+                    entry is not None
+                    and entry[1] == weight._version
+                    and entry[2] == weight.data_ptr()
+                    and entry[3] is weight.requires_grad
+                )
+                weight = entry[0] if is_valid else round_uncached(weight)
+                if bias is not None:
+                    entry = get_entry(id(bias))
+                    is_valid = (
+                        entry is not None
+                        and entry[1] == bias._version
+                        and entry[2] == bias.data_ptr()
+                        and entry[3] is bias.requires_grad
+                    )
+                    bias = entry[0] if is_valid else round_uncached(bias)
+                value = round_(value)
+            except AttributeError:  # not tensors: the error is torch's to raise
+                return original(*args)
+            result = original(value, weight, bias, *args[3:])
+            return cast(result) if result.dtype is float32 else result
+
+        return wrapper
+
+    def _paired(self, original: Op, walk: Op, switch: Switch) -> Op:
+        """For calls with two tensors."""
+        float32, by_lists = torch.float32, Mode.BY_LISTS
+        round_, cast = self.round, self._cast
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
+                return walk(*args, **kwargs)
+            left, right = args
+            if left.__class__ not in PLAIN_CLASSES or right.__class__ not in PLAIN_CLASSES:
+                return walk(*args)
+            result = original(round_(left), round_(right))
+            return cast(result) if result.dtype is float32 else result
+
+        return wrapper
+
+
+_NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif value.__class__ is list or value.__class__ is tuple:
+            yield from _tensors_in(value)
