@@ -14,7 +14,7 @@ from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .hardware import has_low_products
 from .reporting import say, set_verbosity
-from .session import Session, Stats, as_models, as_optimizers, device_type_of
+from .session import Session, Stats, as_models, as_optimizers
 from .session import current as _current
 from .user_functions import (
     float_function,
@@ -117,8 +117,7 @@ def initialize(
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
-    device_type = device_type_of(model_list)
-    policy = make_policy(opt_level, arguments, device_type=device_type, presets=presets)
+    policy = make_policy(opt_level, arguments, presets=presets)
     opened = _current.initialize(policy, model_list, optimizer_list, num_losses=num_losses, replace=replace)
     _announce(policy, opened)
     return returned
@@ -144,7 +143,7 @@ def _announce(policy: Policy, opened: Session) -> None:
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
     for line in policy.describe():
         say("%s", line)
-    if policy.compute == "float32" and policy.low_dtype is not None:
+    if policy.low_dtype is not None and policy.computes_in_float32(opened.device_type):
         say("%s", _explain_compute(policy.low_dtype, opened.device_type))
     if opened.oplists is not None:
         absent = [entry.op for entry in opened.oplists.missing]
@@ -307,7 +306,7 @@ def session(
         device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
     device_type = torch.device(device).type
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
-    policy = make_policy(opt_level, overrides, device_type=device_type, presets=presets)
+    policy = make_policy(opt_level, overrides, presets=presets)
     with _current.without_model(policy, device_type):
         yield
 

@@ -25,7 +25,7 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and onednn_takes(dtype)):
             return False
         return not _is_x86() or any(has_cpu_flag(flag) for flag in CPU_FLAGS[dtype])
-    if device_type == "cuda" and dtype is torch.bfloat16:
+    if device_type == "cuda" and dtype is torch.bfloat16 and torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True
 

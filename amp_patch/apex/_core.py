@@ -31,8 +31,8 @@ rescale_ = loss_scaler.rescale_
 
 
 def make_policy(opt_level: str, overrides: Mapping[str, Any]) -> Policy:
-    """Return the policy of a level with `overrides`, as on an accelerator: Apex knew no other dtypes for the CPU."""
-    return _make_policy(opt_level, overrides, device_type="cuda")
+    """Return the policy of a level with `overrides`."""
+    return _make_policy(opt_level, overrides)
 
 
 def read_list(name: str) -> list[tuple[str, str]]:

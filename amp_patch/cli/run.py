@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _opt_level(text: str) -> str:
     try:
-        make_policy(text, {}, device_type="cuda")
+        make_policy(text, {})
     except AmpError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -10,6 +10,7 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
 from ..errors import PolicyError, did_you_mean
+from ..hardware import has_low_products
 
 Parser = Callable[[Any], Any]
 
@@ -92,7 +93,6 @@ class Policy:
     keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
     master_weights: bool | None = _property(_parse_boolean, None)
     loss_scale: float | str = _property(parse_loss_scale, 1.0)
-    # in make_policy's result "auto" has become one of the others, unless the level has no low dtype
     compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
@@ -105,6 +105,13 @@ class Policy:
         if self.patch_torch_functions:
             return self.patch_torch_functions_type
         return self.cast_model_type if self.cast_model_type in LOW_DTYPES else None
+
+    def computes_in_float32(self, device_type: str) -> bool:
+        """Tell whether products of 16-bit values are computed in float32 on such devices."""
+        low = self.low_dtype
+        if low is None or self.compute != "auto":
+            return low is not None and self.compute == "float32"
+        return not has_low_products(device_type, low)
 
     def describe(self) -> list[str]:
         """Return one line for each property, `name : value` with the name padded to 22 columns."""

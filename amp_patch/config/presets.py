@@ -8,7 +8,6 @@ from typing import Any
 
 from ..dtypes import dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
-from ..hardware import has_low_products
 from .policy import Policy, find_contradictions
 from .policy import parse_loss_scale as parse_loss_scale
 from .shipped import shipped_presets
@@ -18,9 +17,9 @@ PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
 
 
 def make_policy(
-    opt_level: object, overrides: Mapping[str, Any], *, device_type: str, presets: str | os.PathLike[str] | None = None
+    opt_level: object, overrides: Mapping[str, Any], *, presets: str | os.PathLike[str] | None = None
 ) -> Policy:
-    """Return the policy of a level on a device type, with overrides applied.
+    """Return the policy of a level, with overrides applied.
 
     Args:
         overrides: properties by name. None means that one is not given; names that override nothing are left aside, so
@@ -46,8 +45,6 @@ def make_policy(
         )
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
-    if policy.compute == "auto" and (low := policy.low_dtype) is not None:
-        policy = replace(policy, compute="native" if has_low_products(device_type, low) else "float32")
     return policy
 
 

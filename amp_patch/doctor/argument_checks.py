@@ -100,7 +100,7 @@ def contradicting_arguments(context: Context) -> Iterator[Fault]:
         if level not in levels_for(context.script, call) or "presets" in arguments or not is_written_out(call):
             continue
         try:
-            make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
+            make_policy(level, overrides, presets=presets_in_force()[0])
         except PolicyError as error:
             _, *problems = (line.removeprefix("  - ") for line in str(error).splitlines())
             message = f"initialize refuses these arguments: {'; '.join(problems) or error}"

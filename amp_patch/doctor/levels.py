@@ -187,14 +187,14 @@ def is_apex(script: Script, call: ast.Call) -> bool:
 
 
 def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
-    """Return the policy of a level on an accelerator; overrides that contradict it are left out.
+    """Return the policy of a level; overrides that contradict it are left out.
 
     The stand-in patches by Apex's list.
     """
     try:
-        policy = make_policy(level, overrides, device_type="cuda", presets=presets_in_force()[0])
+        policy = make_policy(level, overrides, presets=presets_in_force()[0])
     except PolicyError:
-        policy = make_policy(level, {}, device_type="cuda", presets=presets_in_force()[0])
+        policy = make_policy(level, {}, presets=presets_in_force()[0])
     return replace(policy, lists=("apex",)) if in_apex and policy.patch_torch_functions else policy
 
 

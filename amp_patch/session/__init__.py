@@ -3,6 +3,5 @@
 from . import current as current
 from .arguments import as_models as as_models
 from .arguments import as_optimizers as as_optimizers
-from .arguments import device_type_of as device_type_of
 from .session import Session as Session
 from .session import Stats as Stats

@@ -62,9 +62,10 @@ class Session:
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
         products, low = None, policy.low_dtype
+        in_float32 = policy.computes_in_float32(device_type)
         if policy.patch_torch_functions and low is not None:
-            self._cache = WeightCache(low, device_type, is_rounded=policy.compute == "float32")
-        if policy.compute == "float32" and low is not None:
+            self._cache = WeightCache(low, device_type, is_rounded=in_float32)
+        if in_float32 and low is not None:
             products = Products(low, device_type, self._cache)
         if policy.patch_torch_functions and low is not None:
             self.casts = OpCasts(self.switch, low, device_type, self._cache, products)
