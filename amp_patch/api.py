@@ -134,8 +134,8 @@ def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
 
 
 def _explain_compute(low: torch.dtype, device_type: str) -> str:
-    name = dtype_name(low)
-    reason = "" if has_low_products(device_type, low) else f"this {device_type.upper()} has no {name} products: "
+    name, device = dtype_name(low), device_type.upper()
+    reason = "" if has_low_products(device_type, low) else f"this {device} has no fast {name} products: "
     return f"{reason}values are rounded to {name}, products are computed in float32, as tensor cores do"
 
 

@@ -4,27 +4,28 @@ import platform
 
 import torch
 
-from .torch_private import has_cpu_flag, onednn_takes
+from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 
-CPU_FLAGS = {
-    torch.float16: ("avx512_fp16", "amx_fp16"),
-    torch.bfloat16: ("avx512_bf16", "amx_tile", "avx_ne_convert"),
-}
-"""The x86 instructions that multiply values of a 16-bit dtype. One is enough."""
+CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
+"""The x86 instructions for 16-bit products that torch tells of."""
+
+_BFLOAT16_FLAGS = CPU_FLAGS[:3]
 
 
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell whether devices of a type multiply matrices of a 16-bit dtype by instructions made for it.
+    """Tell whether devices of a type train in a 16-bit dtype by instructions made for it.
 
-    Looks at what the hardware says, and at no clock. On a CPU oneDNN must take the dtype (which follows
-    ONEDNN_MAX_CPU_ISA and `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions as well, since
-    oneDNN imitates bfloat16 by AVX-512. NVIDIA GPUs take float16 from compute capability 5.3 and bfloat16 from 8.0 on;
-    any other device is taken at its word.
+    Looks at what the hardware says, and at no clock. On a CPU only bfloat16 may be: oneDNN must take it (which follows
+    ONEDNN_MAX_CPU_ISA and `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions too, since oneDNN
+    imitates them by AVX-512. float16 has fast kernels on no CPU: where there are instructions for it (avx512_fp16), a
+    product takes as long as in float32, and the backward pass of a convolution 150 times as long (torch 2.13.0).
+    NVIDIA GPUs take float16 from compute capability 5.3 and bfloat16 from 8.0 on; any other device counts as having
+    both.
     """
     if device_type == "cpu":
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and onednn_takes(dtype)):
+        if dtype is not torch.bfloat16 or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
-        return not _is_x86() or any(has_cpu_flag(flag) for flag in CPU_FLAGS[dtype])
+        return onednn_takes_bfloat16() and (not _is_x86() or any(has_cpu_flag(flag) for flag in _BFLOAT16_FLAGS))
     if device_type == "cuda" and dtype is torch.bfloat16 and torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True
@@ -32,7 +33,7 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 def cpu_flags() -> tuple[str, ...]:
     """Return which instructions for 16-bit products torch sees on this CPU, of those that it can tell about."""
-    return tuple(flag for flags in CPU_FLAGS.values() for flag in flags if has_cpu_flag(flag))
+    return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))
 
 
 def _is_x86() -> bool:

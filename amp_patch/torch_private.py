@@ -192,14 +192,11 @@ def has_cpu_flag(flag: str) -> bool:
     return capabilities is not None and bool(capabilities().get(flag, False))
 
 
-# Whether oneDNN multiplies matrices of a 16-bit dtype on this CPU; else torch takes its own, slow kernels.
-# Without them: products are computed in float32, which is right everywhere.
-_ONEDNN_ANSWERS = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}
-
-
-def onednn_takes(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN has products of a 16-bit dtype for this CPU. Follows ONEDNN_MAX_CPU_ISA."""
-    answer = getattr(torch.ops.mkldnn, _ONEDNN_ANSWERS[dtype], None)
+def onednn_takes_bfloat16() -> bool:
+    """Tell whether oneDNN has products of bfloat16 values for this CPU; follows ONEDNN_MAX_CPU_ISA. False where it
+    cannot tell: products are then computed in float32, which is right everywhere.
+    """
+    answer = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return answer is not None and bool(answer())
 
 
