@@ -38,9 +38,12 @@ PRODUCTS = (
 _NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, *_OPERATORS))
 
 
-def is_product(name: str) -> bool:
-    """Tell whether torch's op of that name, or the op of which it is the in-place twin, is one of `PRODUCTS`."""
-    return name in _NAMES or name.removesuffix("_") in _NAMES
+def find_product(name: str) -> str | None:
+    """Return by which name torch's function `name` is one of `PRODUCTS`, as the operators and in-place twins of those
+    are; None if it is none. Functions of torch.linalg call themselves `linalg_matmul` and the like.
+    """
+    name = name.removeprefix("linalg_")
+    return name if name in _NAMES or name.removesuffix("_") in _NAMES else None
 
 
 class Products:

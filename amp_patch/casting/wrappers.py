@@ -15,7 +15,7 @@ from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
-from .products import Products, is_product
+from .products import Products, find_product
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import WeightCache
 
@@ -67,8 +67,8 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`."""
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if _is_torchs(original) else ""
-        if self.products is not None and is_product(name):
-            return self._wrap_product(kind, name, original, self.products)
+        if self.products is not None and (product := find_product(name)) is not None:
+            return self._wrap_product(kind, product, original, self.products)
         general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)

@@ -1,0 +1,421 @@
+"""Products computed in float32: as close to the truth as one rounding allows, wherever they are called from."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hand_casts import each, lows, tensors_of
+from op_samples import Sample, find_sample
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch as amp
+from amp_patch import hardware
+from amp_patch.casting import products
+from amp_patch.config import op_lists
+
+SPELLINGS = {
+    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name) for owner, name in op_lists.spell(products.PRODUCTS)
+}
+CASTING = {torch.float16: "O1", torch.bfloat16: "O4"}
+CAST = {torch.float16: "O2", torch.bfloat16: "O5"}
+HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+TINY = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}  # half the smallest number above 0
+FLOAT32_ERROR = 1e-5  # of sums of at most 16 terms of size 1, and of an exponential
+ROUGH = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}  # know no gradients
+
+
+def start(level: str, compute: str = "float32", **options: Any) -> nn.Module:
+    model = Bound()
+    amp.initialize(model, model.optimizer, opt_level=level, compute=compute, verbosity=0, loss_scale=1.0, **options)
+    return model
+
+
+def round_to(low: torch.dtype, value: Any, dtype: torch.dtype) -> Any:
+    return each(value, lambda tensor: tensor.to(low).to(dtype))
+
+
+def leaves_of(sample: Sample, low: torch.dtype, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Any, ...], Any]:
+    """The operands rounded to `low`, in `dtype`: leaves that take gradients, and arguments made of them."""
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        leaves.append(tensor.detach().to(low).to(dtype).requires_grad_())
+        return leaves[-1] * 1
+
+    return leaves, each(sample.args, leaf), each(sample.kwargs, leaf)
+
+
+class Bound(nn.Linear):
+    """A layer whose parameters an optimizer steps on: only of those copies are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+
+def outcome(name: str, low: torch.dtype, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results of a product on operands rounded to `low`, and the gradients of their sum, which is its first row's."""
+    owner, attribute = SPELLINGS[name]
+    sample = find_sample(owner.__name__, attribute)
+    assert sample is not None, name
+    leaves, args, kwargs = leaves_of(sample, low, dtype)
+    if attribute in ROUGH:
+        with torch.no_grad():
+            return [next(tensors_of(getattr(owner, attribute)(*args, **kwargs)))], []
+    results = [one for one in tensors_of(getattr(owner, attribute)(*args, **kwargs)) if one.is_floating_point()]
+    with_graph = [one for one in results if one.requires_grad]
+    if not with_graph:
+        return results, []
+    grads = torch.autograd.grad(with_graph, leaves, [torch.ones_like(one) for one in with_graph], allow_unused=True)
+    return results, list(grads)
+
+
+def assert_rounded_once(found: Tensor, truth: Tensor, low: torch.dtype) -> None:
+    assert found.dtype is low
+    allowed = HALF_ULP[low] * truth.abs() * 1.01 + FLOAT32_ERROR * truth.abs().max().clamp(min=1) + TINY[low]
+    error = (found.double() - truth).abs()
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@lows
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_product_of_low_operands_is_the_exact_one_rounded_once(name: str, low: torch.dtype) -> None:
+    truth, true_grads = outcome(name, low, torch.float64)
+    start(CAST[low])
+    found, grads = outcome(name, low, low)
+    for one, exact in zip(found, truth, strict=True):
+        assert_rounded_once(one, exact.double(), low)
+    for one, exact in zip(grads, true_grads, strict=False):
+        if exact is not None:
+            assert one is not None
+            assert_rounded_once(one, exact, low)
+
+
+@lows
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_no_product_is_further_from_the_truth_than_the_kernel_of_the_dtype(name: str, low: torch.dtype) -> None:
+    truth, _ = outcome(name, low, torch.float64)
+    native, _ = outcome(name, low, low)
+    start(CAST[low])
+    found, _ = outcome(name, low, low)
+    for one, other, exact in zip(found, native, truth, strict=True):
+        errors = [(value.double() - exact.double()).abs().max().item() for value in (one, other)]
+        assert errors[0] <= errors[1] + FLOAT32_ERROR + HALF_ULP[low] * exact.abs().max().item()
+
+
+@lows
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if not name.endswith("_") or name.endswith("__")])
+def test_a_whitelisted_product_takes_float32_operands_rounded(name: str, low: torch.dtype, tmp_path: Any) -> None:
+    """Bitwise what somebody writes out: round the operands, compute in float32, round the result."""
+    owner, attribute = SPELLINGS[name]
+    sample = find_sample(owner.__name__, attribute)
+    original = getattr(owner, attribute)
+    expected = each(original(*round_to(low, sample.args, torch.float32), **sample.kwargs), lambda one: one.to(low))
+    listed = tmp_path / "all.yaml"
+    dotted = f"torch.{name}" if owner is torch.Tensor else name
+    listed.write_text(f"extends: {str(low).removeprefix('torch.')}\nwhitelist: [{dotted}]\n")
+    start(CASTING[low], lists=str(listed))
+    for given in (sample.args, each(sample.args, lambda one: one.to(low))):
+        found = getattr(owner, attribute)(*given, **sample.kwargs)
+        for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def test_a_result_that_float16_has_no_number_for_is_infinite_or_zero() -> None:
+    model = start("O1")
+    large, small = torch.full((4, 4), 200.0), torch.full((4, 4), 1e-4)
+    assert (large @ large == torch.inf).all()
+    assert (small @ small == 0.0).logical_not().any() and (1e-2 * small @ small == 0.0).all()
+    assert functional.linear(torch.full((1, 4), 1e6), model.weight).isfinite().logical_not().any()
+
+
+def test_a_gradient_overflows_where_float16_has_no_number_for_it() -> None:
+    start("O1")
+    left, right = torch.ones(4, 4, requires_grad=True), torch.full((4, 4), 200.0)
+    (left @ right).backward(torch.full((4, 4), 200.0, dtype=torch.float16))
+    assert (left.grad == torch.inf).all() and left.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_repetition_and_threads_change_no_bit(level: str) -> None:
+    start(level)
+    low = torch.float16 if level in ("O1", "O2") else torch.bfloat16
+    left, right = torch.randn(96, 64).to(low), torch.randn(64, 96).to(low)
+    first = left @ right
+    assert torch.equal(left @ right, first)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(left @ right))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_calls_that_name_where_the_result_is_to_be_are_the_callers(level: str) -> None:
+    start(level)
+    left = torch.eye(4, dtype=torch.float16)
+    out = torch.empty(4, 4, dtype=torch.float16)
+    assert torch.mm(left, left, out=out) is out and torch.equal(out, left)
+    if level == "O1":
+        wide = torch.empty(4, 4)
+        assert torch.mm(left.float(), left.float(), out=wide) is wide and wide.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_in_place_products_write_to_what_they_are_called_on(level: str) -> None:
+    start(level)
+    target, left = torch.ones(4, 4, dtype=torch.float16), torch.full((4, 4), 0.1, dtype=torch.float16)
+    held, expected = target, (1 + left.double() @ left.double()).half()
+    assert target.addmm_(left, left) is held
+    assert torch.equal(held, expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_levels_that_cast_the_model_patch_products_and_nothing_else(level: str) -> None:
+    start(level)
+    patched = {key for key, (owner, name) in SPELLINGS.items() if amp.is_patched(owner, name)}
+    assert patched == set(SPELLINGS)
+    assert not amp.is_patched(torch, "softmax")
+    wide = torch.randn(4, 4)
+    assert (wide @ wide).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        wide @ wide.half()
+    assert (wide.double() @ wide.double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_weight_is_rounded_once_for_all_forward_passes_of_a_step(level: str) -> None:
+    model = start(level)
+    batch = torch.randn(2, 4)
+    seen: list[Tensor] = []
+    for _ in range(3):
+        seen.append(model(batch))
+    nodes = {id(node) for result in seen for node in _find_casts_of(result, model.weight)}
+    assert len(nodes) == 1
+
+
+def _find_casts_of(result: Tensor, weight: Tensor) -> list[Any]:
+    """The nodes of the graph that lead to a weight's accumulation, one before it."""
+    found, todo = [], [result.grad_fn]
+    while todo:
+        node = todo.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if getattr(following, "variable", None) is weight:
+                found.append(node)
+            todo.append(following)
+    return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = functional.relu(self.norm(self.conv(images))).mean((2, 3))
+        return self.out(hidden)
+
+
+def train(level: str, wrap: Callable[[nn.Module], Callable[..., Any]] = lambda model: model, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    run, losses = wrap(model), []
+    for _ in range(4):
+        loss = run(torch.randn(8, 1, 6, 6)).float().square().mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    result = losses, [parameter.detach().clone() for parameter in model.parameters()], amp.stats().steps_skipped
+    amp.reset()
+    return result
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_training_is_that_of_native_kernels_up_to_rounding(level: str) -> None:
+    options = {"loss_scale": 128.0} if level != "O3" else {}
+    native, ours = train(level, compute="native", **options), train(level, compute="float32", **options)
+    tolerance = 2e-2 if level in ("O4", "O5") else 3e-3
+    assert ours[0] == pytest.approx(native[0], rel=tolerance, abs=tolerance)
+    for one, other in zip(ours[1], native[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_scale_falls_and_steps_are_skipped_as_on_a_gpu(level: str) -> None:
+    losses, _, skipped = train(level)
+    assert skipped >= 1 or max(losses) < 10
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_checkpointed_forward_gives_the_same_bits(level: str) -> None:
+    options = {"compute": "float32", "loss_scale": 128.0}
+    plain = train(level, **options)
+    again = train(level, lambda model: lambda batch: checkpoint(model, batch, use_reentrant=False), **options)
+    assert plain[0] == again[0] or level in ("O2", "O5")  # BatchNorm counts its statistics twice
+    for one, other in zip(plain[1], again[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_compiled_code_computes_what_eager_code_computes(level: str) -> None:
+    options = {"compute": "float32", "loss_scale": 128.0}
+    plain = train(level, **options)
+    compiled = train(level, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True), **options)
+    assert plain[0] == pytest.approx(compiled[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_roundings() -> None:
+    model = start("O1")
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    batch = torch.full((2, 4), 1e5)
+    compiled = torch.compile(lambda value: model(value * 1.0))
+    assert torch.equal(compiled(batch), model(batch))
+    fine = torch.full((2, 4), 1 + 2.0**-13)
+    assert torch.equal(compiled(fine), model(fine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_an_exported_program_has_the_roundings(level: str) -> None:
+    model = start(level)
+    batch = torch.randn(2, 4)
+    with torch.no_grad():
+        program = torch.export.export(model, (batch,))
+        assert torch.equal(program.module()(batch), model(batch))
+
+
+def test_function_transforms_and_double_backward() -> None:
+    start("O1")
+    matrix, vectors = torch.randn(4, 4), torch.randn(3, 4)
+    rounded = matrix.half().float()
+    mapped = torch.func.vmap(lambda vector: matrix @ vector)(vectors)
+    assert mapped.dtype is torch.float16
+    exact = vectors.half().double() @ rounded.double().T
+    torch.testing.assert_close(mapped.double(), exact, rtol=2e-3, atol=2e-3)
+    gradient = torch.func.grad(lambda vector: (matrix @ vector).float().square().sum())(vectors[0])
+    torch.testing.assert_close(gradient.double(), 2 * rounded.double().T @ exact[0], rtol=1e-2, atol=1e-2)
+    vector = vectors[0].clone().requires_grad_()
+    (first,) = torch.autograd.grad((matrix @ vector).float().pow(3).sum(), vector, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), vector)
+    exact = vectors[0].double().requires_grad_()
+    (first,) = torch.autograd.grad((rounded.double() @ exact).pow(3).sum(), exact, create_graph=True)
+    (true,) = torch.autograd.grad(first.sum(), exact)
+    torch.testing.assert_close(second.double(), true, rtol=2e-2, atol=2e-2 * true.abs().max().item())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_script_reads_the_functions_of_torch(level: str) -> None:
+    model = start(level)
+    scripted = torch.jit.script(nn.Linear(4, 4).to(model.weight.dtype))
+    assert scripted(torch.ones(1, 4, dtype=model.weight.dtype)).dtype is model.weight.dtype
+
+
+def test_regions_say_what_is_cast_and_not_how_a_product_is_computed() -> None:
+    start("O1")
+    left = torch.full((4, 4), 1 + 2.0**-13)
+    with amp.disable_casts():
+        assert torch.equal(left @ torch.eye(4), left)
+        assert (left.half() @ torch.eye(4).half()).dtype is torch.float16
+    assert torch.equal(left @ torch.eye(4), torch.ones(4, 4).half())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("layer", ["lstm", "gru", "rnn", "lstm_cell", "attention", "encoder", "transposed", "bilinear"])
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+def test_layers_made_of_products_run_at_every_level(level: str, layer: str, is_training: bool) -> None:
+    torch.manual_seed(0)
+    build, make = LAYERS[layer]
+    results = []
+    for compute in ("native", "float32"):
+        torch.manual_seed(1)
+        model = build().train(is_training)
+        amp.initialize(model, opt_level=level, compute=compute, verbosity=0, loss_scale=1.0)
+        with torch.set_grad_enabled(is_training):
+            results.append(next(tensors_of(model(*make()))).float())
+        amp.reset()
+    torch.testing.assert_close(results[1], results[0], rtol=3e-2, atol=3e-2)
+
+
+def _batch(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "lstm": (lambda: nn.LSTM(4, 8, 2), lambda: (_batch(3, 2, 4),)),
+    "gru": (lambda: nn.GRU(4, 8, bidirectional=True), lambda: (_batch(3, 2, 4),)),
+    "rnn": (lambda: nn.RNN(4, 8), lambda: (_batch(3, 2, 4),)),
+    "lstm_cell": (lambda: nn.LSTMCell(4, 8), lambda: (_batch(2, 4),)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: (_batch(2, 3, 8),) * 3),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda: (_batch(2, 3, 8),),
+    ),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), lambda: (_batch(1, 2, 4, 4),)),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 3), lambda: (_batch(2, 4), _batch(2, 4))),
+}
+
+
+def test_a_copy_of_a_model_is_computed_alike() -> None:
+    model = start("O1")
+    twin = copy.deepcopy(model)
+    batch = torch.randn(2, 4)
+    assert torch.equal(model(batch), twin(batch))
+
+
+# ---- which way is taken ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device, dtype, takes, flags, expected",
+    [
+        ("cpu", torch.bfloat16, True, {"amx_tile"}, True),
+        ("cpu", torch.bfloat16, True, {"avx512_bf16"}, True),
+        ("cpu", torch.bfloat16, True, set(), False),  # oneDNN imitates it by AVX-512
+        ("cpu", torch.bfloat16, False, {"avx512_bf16"}, False),  # ONEDNN_MAX_CPU_ISA, or AVX2
+        ("cpu", torch.float16, True, {"avx512_fp16", "amx_fp16"}, False),
+        ("mps", torch.bfloat16, False, set(), True),
+        ("cuda", torch.float16, False, set(), True),
+    ],
+)
+def test_auto_looks_at_the_hardware(
+    device: str, dtype: torch.dtype, takes: bool, flags: set[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "onednn_takes_bfloat16", lambda: takes)
+    monkeypatch.setattr(hardware, "has_cpu_flag", flags.__contains__)
+    monkeypatch.setattr(hardware, "_is_x86", lambda: True)
+    assert hardware.has_low_products(device, dtype) is expected
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_auto_patches_products_where_the_hardware_has_none(
+    level: str, has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("amp_patch.config.policy.has_low_products", lambda *_: has_products)
+    monkeypatch.setattr("amp_patch.api.has_low_products", lambda *_: has_products)
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    assert amp.is_patched(torch, "mm") is not has_products
+    said = capsys.readouterr().out
+    low = "float16" if level == "O2" else "bfloat16"
+    sentence = f"this CPU has no fast {low} products: values are rounded to {low}, products are computed in float32"
+    assert (sentence in said) is not has_products
+
+
+def test_a_bad_value_is_refused_with_those_that_are_allowed() -> None:
+    with pytest.raises(ValueError, match="auto, native, float32"):
+        amp.initialize(nn.Linear(2, 2), compute="flaot32")
