@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..config import op_lists
-from ..dtypes import PLAIN_CLASSES, is_castable
+from ..dtypes import PLAIN_CLASSES, TensorCast, is_castable
 from ..patching import Patch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
+from .saved_operands import SavedOperands, may_save_low
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import ValidEntry, WeightCache
 
@@ -65,7 +67,11 @@ class Products:
         self.device_type = device_type
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
-        self.round = self._round if cache is None else cache.make_cast(self._round)
+        round_weight = self._round if cache is None else cache.make_cast(self._round)
+        self.to_operand: TensorCast = lambda tensor: (
+            round_weight(tensor) if tensor.__class__ is Parameter else self._cast(tensor)
+        )
+        """Cast to the low dtype; what may be kept, to float32 with a value of the low dtype."""
         self._round_uncached = self._round if cache is None else cache.make_cast_uncached(self._round)
         self._valid: dict[int, ValidEntry] = {} if cache is None else cache.valid
 
@@ -95,16 +101,35 @@ class Products:
         """
         if getattr(original, "__name__", "").endswith("_") and not original.__name__.endswith("__"):
             return self._run_low_in_place(original)
-        switch, widen, narrow, are_low = self.switch, self._widen, self.narrow, self._are_low
+        switch, are_low, call = self.switch, self._are_low, self.call
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if switch.on and are_low(args, kwargs):
-                args = tuple([cast_nested(value, widen) for value in args])
-                kwargs = {name: cast_nested(value, widen) for name, value in kwargs.items()}
-                return narrow(original(*args, **kwargs))
+                return call(original, args, kwargs, _as_it_is)
             return original(*args, **kwargs)
 
         return wrapper
+
+    def call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
+        """Call with every tensor as `cast` returns it, in float32 if that is low; return the result rounded."""
+        saved, low, widen = SavedOperands() if may_save_low() else None, self.low, self._widen
+
+        def operand(tensor: Tensor) -> Tensor:
+            rounded = cast(tensor)
+            if rounded.dtype is not low:
+                return rounded
+            wide = widen(rounded)
+            if saved is not None and wide is not rounded:
+                saved.add(wide, rounded)
+            return wide
+
+        args = tuple([cast_nested(value, operand) for value in args])
+        kwargs = {name: cast_nested(value, operand) for name, value in kwargs.items()}
+        if saved is None:
+            return self.narrow(original(*args, **kwargs))
+        with saved:
+            result = original(*args, **kwargs)
+        return self.narrow(result)
 
     def _run_low_in_place(self, original: Op) -> Op:
         switch, widen, are_low = self.switch, self._widen, self._are_low
@@ -148,7 +173,7 @@ class Products:
     def _weighted(self, original: Op, walk: Op, switch: Switch) -> Op:
         """For calls with (input, weight, bias, ...): see `FastPaths.weighted`."""
         float32, by_lists = torch.float32, Mode.BY_LISTS
-        round_, round_uncached, get_entry, cast = self._round, self._round_uncached, self._valid.get, self._cast
+        round_uncached, get_entry, cast, widen = self._round_uncached, self._valid.get, self._cast, self._widen
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if (
@@ -181,18 +206,24 @@ class Products:
                         and entry[3] is bias.requires_grad
                     )
                     bias = entry[0] if is_valid else round_uncached(bias)
-                value = round_(value)
+                rounded = cast(value)
+                wide = widen(rounded)
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
-            result = original(value, weight, bias, *args[3:])
+            if may_save_low():
+                with SavedOperands() as saved:
+                    saved.add(wide, rounded)
+                    result = original(wide, weight, bias, *args[3:])
+            else:
+                result = original(wide, weight, bias, *args[3:])
             return cast(result) if result.dtype is float32 else result
 
         return wrapper
 
     def _paired(self, original: Op, walk: Op, switch: Switch) -> Op:
         """For calls with two tensors."""
-        float32, by_lists = torch.float32, Mode.BY_LISTS
-        round_, cast = self.round, self._cast
+        by_lists = Mode.BY_LISTS
+        call, to_operand = self.call, self.to_operand
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
@@ -200,10 +231,13 @@ class Products:
             left, right = args
             if left.__class__ not in PLAIN_CLASSES or right.__class__ not in PLAIN_CLASSES:
                 return walk(*args)
-            result = original(round_(left), round_(right))
-            return cast(result) if result.dtype is float32 else result
+            return call(original, args, kwargs, to_operand)
 
         return wrapper
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
+from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
@@ -86,19 +86,17 @@ class OpCasts:
     def whitelist_product(self, original: Op, low: Op, products: Products) -> Op:
         """Round all tensors, compute in float32, and round the result; `low` is the op where nothing is cast."""
         switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
-        round_, narrow = products.round, products.narrow
+        call, to_operand = products.call, products.to_operand
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not switch.on or (kwargs and kwargs.get("out") is not None):
                 return low(*args, **kwargs)
             if switch.regions and switch.mode_here() is not by_lists:
                 return in_region(low, args, kwargs)
-            rounded = [cast_nested(value, round_) for value in args]
-            named = {key: cast_nested(value, round_) for key, value in kwargs.items()}
-            for value, new in zip((*args, *kwargs.values()), (*rounded, *named.values()), strict=True):
-                if new is value and isinstance(value, Tensor) and is_opaque(value):
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if isinstance(value, Tensor) and value.__class__ not in PLAIN_CLASSES and is_opaque(value):
                     return beside(value, low, args, kwargs)
-            return narrow(original(*rounded, **named))
+            return call(original, args, kwargs, to_operand)
 
         return wrapper
 

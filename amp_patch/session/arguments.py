@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import Policy
-from ..dtypes import LOW_DTYPES
+from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
 from ..training import ids_beside_opaque
 
@@ -134,3 +134,23 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
                 " weights: use O0, O1 with a static loss_scale, or O4"
             )
     return problems
+
+
+def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
+    """Return a sentence for each optimizer that steps on 16-bit weights with an `eps` that is 0 in their dtype."""
+    low = policy.cast_model_type
+    if low not in LOW_DTYPES or policy.master_weights:
+        return []
+    found = []
+    for optimizer in optimizers:
+        values = [group.get("eps") for group in optimizer.param_groups]
+        vanishing = [
+            eps for eps in values if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low))
+        ]
+        if vanishing:
+            found.append(
+                f"eps={vanishing[0]:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
+                f" {policy.opt_level} keeps weights and optimizer states, so a step may divide by 0 and give NaN: pass"
+                " an eps of 1e-4 or more, or use a level with float32 master weights"
+            )
+    return found
