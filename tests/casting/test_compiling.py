@@ -511,7 +511,7 @@ def test_an_exported_program_holds_the_casts(level, strict, compute):
             low = dtype_inside(level, name)
             assert [is_rounded(value, low) for value in node.args] == [True] * OPERANDS[name]
             assert result_dtypes(node) == [FULL]
-            assert [result_dtypes(user) for user in node.users] == [[low]]
+            assert [low] in [result_dtypes(user) for user in node.users]
         elif name in RULES_OF_OPS:
             assert result_dtypes(node) == [dtype_inside(level, name)]
     assert {str(node.target).partition(".")[2].partition(".")[0] for node in program.graph.nodes} >= set(RULES_OF_OPS)
