@@ -228,7 +228,7 @@ def test_training_is_that_of_amp_at_o5(inner, scale):
         for parameter in reference.parameters():
             parameter.copy_(parameter.bfloat16())
     steps = inner(reference.parameters())
-    amp.initialize(reference, steps, opt_level="O5", verbosity=0)
+    amp.initialize(reference, steps, opt_level="O5", compute="native", verbosity=0)
     expected = []
     for batch in batches:
         steps.zero_grad()

@@ -165,6 +165,7 @@ def test_every_level_trains(norm, level):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
-    hidden = torch.float32 if level == "O0" else torch.bfloat16
-    weight = torch.bfloat16 if level in ("O2", "O3", "O5") else torch.float32
+    low = torch.float16 if level in ("O1", "O2", "O3") else torch.bfloat16
+    hidden = torch.float32 if level == "O0" else low
+    weight = low if level in ("O2", "O3", "O5") else torch.float32
     assert model.norm.weight.dtype is weight and model.seen == (hidden, hidden if norm in FUSED else weight)

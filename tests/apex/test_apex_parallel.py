@@ -635,7 +635,7 @@ def train_digits_together(rank, level):
     model = convert_syncbn_model(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)  # no step is skipped
         assert model.bn1.weight.dtype is torch.float32
     wrapped = DistributedDataParallel(model)
     losses = []

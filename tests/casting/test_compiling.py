@@ -89,7 +89,9 @@ def result_dtypes(node):
 
 
 def casting(is_patched, low="bfloat16"):
-    return amp.session(opt_level="O4", device="cpu", patch_torch_functions_type=low) if is_patched else nullcontext()
+    if not is_patched:
+        return nullcontext()
+    return amp.session(opt_level="O4", device="cpu", patch_torch_functions_type=low, compute="native")
 
 
 def numbers(*shape):
@@ -415,7 +417,8 @@ def test_other_module_rules_recompile(tmp_path):
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for rules in (None, RULES, other, RULES):
         if rules is not None:
-            amp.initialize(model, opt_level="O4", lists=write_rules(tmp_path / "rules.yaml", rules), verbosity=0)
+            lists = write_rules(tmp_path / "rules.yaml", rules)
+            amp.initialize(model, opt_level="O4", lists=lists, compute="native", verbosity=0)
         with torch.no_grad():
             assert torch.equal(compiled(x), model(x))
         linears = [result_dtypes(node) for node in graphs.traced[-1].nodes if "addmm" in str(node.target)]
@@ -435,7 +438,7 @@ from test_compiling import compile_with_inductor
 
 torch.set_num_threads({torch.get_num_threads()})  # part of what inductor compiles
 found = [compile_with_inductor("operator")]
-with amp.session(opt_level="O4", device="cpu"):
+with amp.session(opt_level="O4", device="cpu", compute="native"):
     print([*found, compile_with_inductor("operator"), compile_with_inductor("method")])
 """
 
@@ -477,17 +480,26 @@ def test_processes_that_share_a_cache_on_disk_do_not_take_each_others_programs(t
 
 # ---- torch.export ----------------------------------------------------------------------------------------------------
 
-BY_LISTS = {"linear": LOW, "gelu": LOW, "layer_norm": FULL, "matmul": LOW, "softmax": FULL}
-INNER = {
-    "O0": dict.fromkeys(BY_LISTS, FULL),
-    **dict.fromkeys(["O1", "O4"], BY_LISTS),
-    **dict.fromkeys(["O2", "O3", "O5"], dict.fromkeys(BY_LISTS, LOW)),
-}
+RULES_OF_OPS = {"linear": "low", "gelu": "low", "layer_norm": "full", "matmul": "low", "softmax": "full"}
+OPERANDS = {"linear": 3, "matmul": 2}  # of products
 
 
+def dtype_inside(level, name):
+    """The dtype that an op of `Mixed` runs in."""
+    low = torch.float16 if level in ("O1", "O2", "O3") else torch.bfloat16
+    by_lists = low if RULES_OF_OPS[name] == "low" else FULL
+    return {"O0": FULL, "O1": by_lists, "O4": by_lists}.get(level, low)
+
+
+def is_rounded(node, low):
+    """Whether a node of an exported program is a tensor in float32, cast from one in `low`."""
+    return result_dtypes(node) == [FULL] and result_dtypes(node.args[0]) == [low]
+
+
+@pytest.mark.parametrize("compute", ["native", "float32"])
 @pytest.mark.parametrize(("level", "strict"), [*((level, False) for level in LEVELS), ("O4", True), ("O5", True)])
-def test_an_exported_program_holds_the_casts(level, strict):
-    model, optimizer = make(level)
+def test_an_exported_program_holds_the_casts(level, strict, compute):
+    model, optimizer = make(level, compute=compute)
     x, y = numbers(3, 8), numbers(7, 8)
     take_step(model, optimizer, x)  # low copies exist by now, and none may become a constant of the program
     program = torch.export.export(
@@ -495,8 +507,14 @@ def test_an_exported_program_holds_the_casts(level, strict):
     )
     for node in program.graph.nodes:
         name = str(node.target).partition(".")[2].partition(".")[0]
-        assert result_dtypes(node) == [INNER[level][name]] if name in BY_LISTS else True
-    assert {str(node.target).partition(".")[2].partition(".")[0] for node in program.graph.nodes} >= set(BY_LISTS)
+        if name in OPERANDS and level != "O0" and compute == "float32":
+            low = dtype_inside(level, name)
+            assert [is_rounded(value, low) for value in node.args] == [True] * OPERANDS[name]
+            assert result_dtypes(node) == [FULL]
+            assert [low] in [result_dtypes(user) for user in node.users]
+        elif name in RULES_OF_OPS:
+            assert result_dtypes(node) == [dtype_inside(level, name)]
+    assert {str(node.target).partition(".")[2].partition(".")[0] for node in program.graph.nodes} >= set(RULES_OF_OPS)
     assert not program.constants
     run = program.module()
     assert torch.equal(run(x), model(x)) and torch.equal(run(y), model(y))
@@ -511,7 +529,7 @@ def test_an_exported_program_holds_the_casts(level, strict):
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_an_exported_program_follows_the_module_rules(level, tmp_path):
-    model, _ = make(level, lists=write_rules(tmp_path / "rules.yaml", RULES))
+    model, _ = make(level, lists=write_rules(tmp_path / "rules.yaml", RULES), compute="native")
     x = numbers(3, 8)
     program = torch.export.export(model, (x,))
     found = {}

@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import math
+import sys
 import threading
 import warnings
 import weakref
@@ -23,8 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 from amp_patch.casting import weight_cache
 from amp_patch.casting.mode import Switch
+from amp_patch.casting.products import Products, is_product
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
+from amp_patch.session import current
 
 LOW = torch.bfloat16
 
@@ -53,10 +56,23 @@ class Net(nn.Module):
         return F.linear(F.linear(x, self.first.weight, self.first.bias).relu(), self.second.weight, self.second.bias)
 
 
+compute = "native"  # how products are computed in the test that runs
+
+
+def product_by_hand(op: Callable[..., Tensor], *operands: Tensor, **how: Any) -> Tensor:
+    """A product with its operands cast afresh."""
+    low = [value.to(LOW) for value in operands]
+    return op(*low, **how) if compute == "native" else op(*[value.float() for value in low], **how).to(LOW)
+
+
 def by_hand(net: Net, x: Tensor) -> Tensor:
     """`net(x)` with the weights cast afresh."""
-    weights = [parameter.to(LOW) for parameter in net.parameters()]
-    return F.linear(F.linear(x.to(LOW), weights[0], weights[1]).relu(), weights[2], weights[3])
+    hidden = product_by_hand(F.linear, x, net.first.weight, net.first.bias).relu()
+    return product_by_hand(F.linear, hidden, net.second.weight, net.second.bias)
+
+
+def start_amp(models: Any, optimizers: Any, **options: Any) -> None:
+    amp.initialize(models, optimizers, opt_level="O4", compute=compute, verbosity=0, **options)
 
 
 def batch(seed: int = 0, size: int = 5, width: int = 6) -> Tensor:
@@ -84,11 +100,14 @@ def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None])
     )
 
 
-@pytest.fixture(params=[True, False], ids=["kept", "dropped"], autouse=True)
+@pytest.fixture(params=["kept", "dropped", "rounded"], autouse=True)
 def is_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Copies that are kept and refreshed, as on a GPU, and copies that are dropped, as on a CPU."""
-    monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param)
-    return bool(request.param)
+    """Copies that are kept and refreshed, as on a GPU; copies that are dropped, as on a CPU; and rounded copies, for
+    products that are computed in float32, which are dropped on every device.
+    """
+    monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param != "dropped")
+    monkeypatch.setattr(sys.modules[__name__], "compute", "float32" if request.param == "rounded" else "native")
+    return request.param == "kept"
 
 
 @pytest.fixture
@@ -97,7 +116,7 @@ def net(is_kept: bool) -> Net:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net.optimizer = optimizer  # type: ignore[assignment]
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     return net
 
 
@@ -143,7 +162,7 @@ def test_ten_steps_are_bitwise_those_of_fresh_casts(
         loss.backward()
         expected.step()
     assert math.isfinite(losses[-1])
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     for step in range(10):
         optimizer.zero_grad()
         loss = loss_of(net(batch(step)))
@@ -169,16 +188,17 @@ def test_a_step_of_an_optimizer_that_amp_has_not_seen_is_seen(net: Net) -> None:
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts casts of tensors of the weights' shapes to the low dtype, one by one and many in a kernel."""
+    """Counts casts of the weights to the low dtype, one by one and many in a kernel."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.shapes = [parameter.shape for parameter in net.parameters()]
+        self.addresses = {parameter.data_ptr() for parameter in net.parameters()}
         self.single = self.together = self.kernels = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW and args[0].shape in self.shapes:
+        is_cast = function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW
+        if is_cast and args[0].data_ptr() in self.addresses:
             self.single += 1
         elif function is torch.ops.aten._foreach_copy_.default and args[0][0].dtype is LOW:
             self.together += len(args[0])
@@ -191,7 +211,7 @@ class CastCounter(TorchDispatchMode):
 def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passes: int, is_kept: bool) -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, **how)
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     counts = []
     with CastCounter(net) as counter:
         for _ in range(4):
@@ -369,7 +389,7 @@ def test_training_and_evaluation_in_turns_is_bitwise_training_alone() -> None:
     for evaluates in (False, True):
         net = Net()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
-        amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+        start_amp(net, optimizer)
         for step in range(4):
             optimizer.zero_grad()
             with amp.scale_loss(loss_of(net(batch(step))), optimizer) as scaled_loss:
@@ -483,16 +503,21 @@ def test_a_live_graph_outlives_an_invalidation_of_weights_that_did_not_change(
     input_shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
     invalidate: Callable[[WeightCache, nn.Parameter], None],
-    is_kept: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(input_shape, generator=generator).requires_grad_()
     weight = nn.Parameter(torch.randn(weight_shape, generator=generator))
-    cache, switch = WeightCache(LOW, "cpu"), Switch()
+    cache, switch = WeightCache(LOW, "cpu", is_rounded=compute == "float32"), Switch()
     cache.own([weight])
     switch.turn_on()
-    replacement = OpCasts(switch, LOW, "cpu", cache).whitelist(op)
-    expected = torch.autograd.grad(loss_of(op(x.to(LOW), weight.to(LOW))), (x, weight))
+    if compute == "float32":
+        products = Products(LOW, "cpu", cache)
+        products.switch.turn_on()
+        replacement = OpCasts(switch, LOW, "cpu", cache, products).wrap("whitelist", op)
+    else:
+        replacement = OpCasts(switch, LOW, "cpu", cache).whitelist(op)
+    by_hand = product_by_hand(op, x, weight) if is_product(op.__name__) else op(x.to(LOW), weight.to(LOW))
+    expected = torch.autograd.grad(loss_of(by_hand), (x, weight))
     loss = loss_of(replacement(x, weight))
     invalidate(cache, weight)
     later = loss_of(replacement(x, weight))
@@ -519,11 +544,9 @@ class ConvGenerator(nn.Module):
 
 
 def generate_by_hand(net: nn.Module, x: Tensor) -> Tensor:
-    weights = [parameter.to(LOW) for parameter in net.parameters()]
     if isinstance(net, ConvGenerator):
-        return F.conv1d(
-            F.conv1d(x[:, None].to(LOW), weights[0], weights[1], padding=1).relu(), weights[2], weights[3], padding=1
-        )[:, 0]
+        hidden = product_by_hand(F.conv1d, x[:, None], net.first.weight, net.first.bias, padding=1).relu()
+        return product_by_hand(F.conv1d, hidden, net.second.weight, net.second.bias, padding=1)[:, 0]
     return by_hand(net, x)
 
 
@@ -533,7 +556,7 @@ def train_adversaries(make_generator: Callable[[], nn.Module], *, uses_amp: bool
     of_g = torch.optim.Adam(generator.parameters(), lr=0.05, fused=True)
     of_d = torch.optim.Adam(discriminator.parameters(), lr=0.05, fused=True)
     if uses_amp:
-        amp.initialize([generator, discriminator], [of_g, of_d], opt_level="O4", verbosity=0, num_losses=2)
+        start_amp([generator, discriminator], [of_g, of_d], num_losses=2)
     generate = generator if uses_amp else lambda x: generate_by_hand(generator, x)
     judge = discriminator if uses_amp else lambda x: by_hand(discriminator, x)
 
@@ -626,7 +649,7 @@ def test_a_checkpoint_imported_by_name_trains_like_fresh_casts(use_reentrant: bo
         expected.zero_grad()
         loss_of(by_hand(reference, batch(step))).backward()
         expected.step()
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     for step in range(4):
         optimizer.zero_grad()
         loss = loss_of(checkpoint(net, batch(step).requires_grad_(), use_reentrant=use_reentrant))
@@ -659,14 +682,23 @@ def test_a_function_transform_leaves_copies_that_train(
 
 
 @amp.half_function
-def low_copy_of(tensor: Tensor) -> Tensor:
-    """What a whitelisted op is given for `tensor`."""
+def low_argument(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def low_copy_of(tensor: Tensor) -> Tensor:
+    """What a whitelisted op is given for `tensor`; where products are computed in float32, what a product is given."""
+    if compute == "native":
+        return low_argument(tensor)
+    casts = current.require().casts
+    assert casts is not None and casts.products is not None
+    return casts.products.round(tensor)
 
 
 def test_a_parameter_of_a_bound_optimizer_is_cached_and_keeps_its_copy(net: Net) -> None:
     copies = [low_copy_of(parameter) for parameter in net.parameters()]
-    assert all(held.dtype is LOW for held in copies)
+    assert all(held.dtype is (LOW if compute == "native" else torch.float32) for held in copies)
+    assert all(torch.equal(held.to(LOW), value.to(LOW)) for value, held in zip(net.parameters(), copies, strict=True))
     assert all(low_copy_of(parameter) is held for parameter, held in zip(net.parameters(), copies, strict=True))
 
 
@@ -684,13 +716,13 @@ def test_a_parameter_of_a_bound_optimizer_is_cached_and_keeps_its_copy(net: Net)
 def test_any_other_tensor_is_cast_at_each_use(net: Net, make: Callable[[Net], Tensor]) -> None:
     tensor = make(net)
     assert low_copy_of(tensor) is not low_copy_of(tensor)
-    assert torch.equal(low_copy_of(tensor), tensor.to(LOW))
+    assert torch.equal(low_copy_of(tensor), tensor.to(LOW).to(low_copy_of(tensor).dtype))
 
 
 def test_the_copies_are_freed_with_their_optimizer() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     copies = [weakref.ref(low_copy_of(parameter)) for parameter in net.parameters()]
     gc.collect()
     assert all(copy_() is not None for copy_ in copies)
@@ -703,7 +735,7 @@ def test_the_copies_are_freed_with_their_optimizer() -> None:
 def test_a_parameter_of_two_optimizers_keeps_its_copy_while_one_lives() -> None:
     net = Net()
     first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net.second.parameters(), lr=0.1)
-    amp.initialize(net, [first, second], opt_level="O4", verbosity=0)
+    start_amp(net, [first, second])
     shared, alone = weakref.ref(low_copy_of(net.second.weight)), weakref.ref(low_copy_of(net.first.weight))
     del first
     gc.collect()
@@ -721,7 +753,7 @@ def test_reset_frees_the_copies(net: Net) -> None:
 def test_the_model_can_be_freed_with_its_optimizer() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    start_amp(net, optimizer)
     loss_of(net(batch())).backward()
     held = [weakref.ref(net), *(weakref.ref(parameter) for parameter in net.parameters())]
     del net, optimizer

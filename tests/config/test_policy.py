@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.config import Policy, make_policy
+from amp_patch.config import Policy, make_policy, presets
 from amp_patch.config.shipped import shipped_presets
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -38,10 +38,57 @@ def test_the_shipped_levels(level):
     assert properties(make_policy(level, {}, device_type="cuda")) == TABLE[level]
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("level", TABLE)
-def test_on_the_cpu_float16_gives_way_to_bfloat16_and_needs_no_scale(level):
-    on_cpu = properties(make_policy(level, {}, device_type="cpu"))
-    assert on_cpu == tuple(BF16 if value is F16 else 1.0 if value == "dynamic" else value for value in TABLE[level])
+def test_a_level_means_the_same_on_every_device(level, device_type):
+    assert properties(make_policy(level, {}, device_type=device_type)) == TABLE[level]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("level", TABLE)
+def test_auto_becomes_what_the_hardware_is_made_for(level, has_products, device_type, monkeypatch):
+    asked = []
+    monkeypatch.setattr(presets, "has_low_products", lambda *about: asked.append(about) or has_products)
+    policy = make_policy(level, {}, device_type=device_type)
+    if level == "O0":
+        assert (policy.compute, asked) == ("auto", [])  # it has no 16-bit products
+    else:
+        assert policy.compute == ("native" if has_products else "float32")
+        assert asked == [(device_type, policy.low_dtype)]
+
+
+@pytest.mark.parametrize("compute", ["native", "float32"])
+@pytest.mark.parametrize("has_products", [True, False])
+def test_how_products_are_computed_is_as_it_is_given(compute, has_products, monkeypatch, tmp_path):
+    monkeypatch.setattr(presets, "has_low_products", lambda device_type, low: has_products)
+    policy = make_policy("O1", {"compute": compute}, device_type="cpu")
+    assert policy.compute == compute and properties(policy) == TABLE["O1"]
+    assert f"compute                : {compute}" in policy.describe()
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"Mine: {{extends: O5, compute: {compute}}}\nAgain: {{extends: Mine, compute: auto}}\n")
+    assert make_policy("Mine", {}, device_type="cpu", presets=path).compute == compute
+    assert make_policy("Again", {}, device_type="cpu", presets=path).compute == (
+        "native" if has_products else "float32"
+    )
+    assert make_policy("Mine", {"compute": "auto"}, device_type="cpu", presets=path).compute == (
+        "native" if has_products else "float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("fp32", r"compute='fp32': 'fp32' is none of auto, native, float32"),
+        ("nativ", r"compute='nativ': .*Did you mean 'native'"),
+        (F32, r"compute=torch.float32: .*none of auto, native, float32"),
+        (True, r"compute=True: "),
+    ],
+    ids=str,
+)
+def test_a_way_of_computing_that_there_is_not_is_refused(value, message):
+    with pytest.raises(amp.PolicyError, match=message):
+        make_policy("O2", {"compute": value}, device_type="cpu")
 
 
 def test_overrides_replace_one_property_each():
@@ -54,7 +101,8 @@ def test_overrides_replace_one_property_each():
 
 def test_lists_follow_the_low_dtype_unless_they_are_named():
     assert make_policy("O1", {}, device_type="cuda").lists == ("float16",)
-    assert make_policy("O1", {}, device_type="cpu").lists == ("bfloat16",)
+    assert make_policy("O1", {}, device_type="cpu").lists == ("float16",)
+    assert make_policy("O4", {}, device_type="cpu").lists == ("bfloat16",)
     assert make_policy("O4", {"lists": ["bfloat16", "my.yaml"]}, device_type="cuda").lists == ("bfloat16", "my.yaml")
     assert make_policy("O2", {}, device_type="cuda").lists == ()
 
@@ -75,7 +123,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         16.0,
     )
     assert make_policy("O2", {}, device_type="cuda", presets=path).keep_batchnorm_fp32 is False
-    assert make_policy("O2", {}, device_type="cpu", presets=path).cast_model_type is BF16
+    assert make_policy("O2", {}, device_type="cpu", presets=path).cast_model_type is F16
     assert make_policy("Small", {}, device_type="cuda", presets=path).master_weights is False
     assert make_policy("O1", {}, device_type="cuda", presets=path).patch_torch_functions is True
     monkeypatch.setenv("AMP_PATCH_PRESETS", str(path))
@@ -98,7 +146,14 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         ("Mine: {loss_scale: huge}\n", r"mine.yaml:1:20: loss_scale: loss_scale='huge'"),
         ("Mine: {master_weights: yes}\n", r"mine.yaml:1:24: master_weights: 'yes' is neither true nor false"),
         ("Mine: {cast_model_type: float8}\n", r"mine.yaml:1:25: cast_model_type"),
-        ("Mine: {cpu: 3}\n", "mine.yaml:1:13: expected a mapping"),
+        ("Mine: {cpu: {loss_scale: 1}}\n", r"mine.yaml:1:8: there are no properties for the CPU.*extend O4 or O5"),
+        ("Mine: {cpu: 3}\n", "mine.yaml:1:8: there are no properties for the CPU any more"),
+        (
+            "Base: {extends: O1, cpu: {}}\nMine: {extends: Base}\n",
+            "mine.yaml:1:21: there are no properties for the CPU",
+        ),
+        ("Mine: {compute: fp32}\n", r"mine.yaml:1:17: compute: 'fp32' is none of auto, native, float32"),
+        ("Mine: {compute: float16}\n", r"mine.yaml:1:17: compute: 'float16' is none of.*Did you mean 'float32'"),
         ("Mine: {loss_scale: 1, loss_scale: 2}\n", "mine.yaml:1:23: .*loss_scale"),
         ("Mine: {extends: !!python/object/apply:os.system [ls]}\n", "mine.yaml:1:17"),
     ],

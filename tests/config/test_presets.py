@@ -10,11 +10,20 @@ from training import train
 
 import amp_patch as amp
 
+F16, BF16 = torch.float16, torch.bfloat16
+# The dtype of a level and its scale. That of O1 and O2 is dynamic, and kept where no gradient overflows.
+LOWS = {"O1": (F16, 1024.0), "O2": (F16, 1024.0), "O4": (BF16, 1.0), "O5": (BF16, 1.0)}
+
 OPTIMIZERS = {
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
 }
+LARGE_EPS = {
+    "sgd-momentum": OPTIMIZERS["sgd-momentum"],
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4, fused=True),
+}  # 1e-8 is 0 in float16
 
 
 def initialize_and_train(model, optimizer, batches, **options):
@@ -34,10 +43,13 @@ def make_optimizer(request):
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
-    batches = make_batches(20)
+    batches, (low, scale) = make_batches(20), LOWS[level]
     ours, theirs = make_model(), make_model()
-    losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level=level)
-    assert losses == train_with_casts(theirs, make_optimizer(theirs.parameters()), batches, torch.bfloat16)
+    losses = initialize_and_train(
+        ours, make_optimizer(ours.parameters()), batches, opt_level=level, max_loss_scale=scale, compute="native"
+    )
+    assert amp.stats().loss_scales == (scale,)
+    assert losses == train_with_casts(theirs, make_optimizer(theirs.parameters()), batches, low, scale)
     assert_same_weights(ours, theirs)
     assert losses[-1] < losses[0] / 2
 
@@ -53,6 +65,7 @@ def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_han
         patch_torch_functions_type=torch.float16,
         max_loss_scale=1024.0,
         loss_scale="dynamic",
+        compute="native",
     )
     assert amp.stats().loss_scales == (1024.0,)
     assert losses == train_with_casts(
@@ -63,11 +76,12 @@ def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_han
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_master_weights_equal_masters_written_by_hand(level, make_optimizer):
-    batches = make_batches(50)
+    batches, (low, scale) = make_batches(50), LOWS[level]
     ours, theirs = make_model(), make_model()
     optimizer = make_optimizer(ours.parameters())
-    losses = initialize_and_train(ours, optimizer, batches, opt_level=level)
-    expected, masters = train_with_masters(theirs, make_optimizer, batches, torch.bfloat16)
+    losses = initialize_and_train(ours, optimizer, batches, opt_level=level, max_loss_scale=scale, compute="native")
+    assert amp.stats().loss_scales == (scale,)
+    expected, masters = train_with_masters(theirs, make_optimizer, batches, low, scale)
     assert losses == pytest.approx(expected, abs=1e-6)
     for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
         assert master.dtype is torch.float32
@@ -81,7 +95,7 @@ def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_
     ours, theirs = make_model(width=2), make_model(width=2)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
     losses = initialize_and_train(
-        ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0
+        ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0, compute="native"
     )
     expected, masters = train_with_masters(
         theirs,
@@ -104,11 +118,13 @@ def test_o0_is_plain_float32(make_optimizer):
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.parametrize("make_optimizer", LARGE_EPS.values(), ids=LARGE_EPS.keys())
 def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
     batches = make_batches(20)
     ours, theirs = make_model(), make_model()
-    losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3")
-    assert losses == train_plainly(theirs.bfloat16(), make_optimizer(theirs.parameters()), batches, torch.bfloat16)
+    losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3", compute="native")
+    assert losses == train_plainly(theirs.half(), make_optimizer(theirs.parameters()), batches, torch.float16)
+    assert losses[-1] < losses[0] / 2
     assert_same_weights(ours, theirs)
 
 
@@ -116,14 +132,13 @@ def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
 def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
     batches = make_batches(10)
     with_scale_loss, without = make_model(), make_model()
+    options = {"opt_level": level, "loss_scale": 1.0}
     losses = initialize_and_train(
-        with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, opt_level=level
+        with_scale_loss, torch.optim.SGD(with_scale_loss.parameters(), lr=0.05), batches, **options
     )
     weights = copy.deepcopy(with_scale_loss.state_dict())
     amp.reset()
-    model, optimizer = amp.initialize(
-        without, torch.optim.SGD(without.parameters(), lr=0.05), opt_level=level, verbosity=0
-    )
+    model, optimizer = amp.initialize(without, torch.optim.SGD(without.parameters(), lr=0.05), verbosity=0, **options)
     for (images, targets), expected in zip(batches, losses, strict=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), targets)
@@ -131,6 +146,21 @@ def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
         optimizer.step()
         assert loss.item() == expected
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_levels_train_alike_however_products_are_computed(level):
+    batches = make_batches(10)
+    losses = {}
+    for compute in ("native", "float32"):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        options = {"opt_level": level, "max_loss_scale": 1024.0, "compute": compute}
+        losses[compute] = initialize_and_train(model, optimizer, batches, **options)
+        amp.reset()
+    tolerance = 16 * torch.finfo(F16 if level in ("O1", "O2", "O3") else BF16).eps
+    assert losses["float32"] == pytest.approx(losses["native"], abs=tolerance)
+    assert losses["float32"][-1] < 0.75 * losses["float32"][0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -8,6 +8,7 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
+from amp_patch.config import presets
 from amp_patch.patching import references
 from amp_patch.training import patches as gradient_patches
 from amp_patch.training.attributes import Attributes
@@ -51,6 +52,7 @@ def test_the_first_fourteen_parameters_are_apex_s_and_the_rest_are_keywords():
     ]
     assert {p.name: p.default for p in parameters[14:]} == {
         "patch_torch_functions_type": None,
+        "compute": None,
         "lists": None,
         "presets": None,
         "replace": False,
@@ -83,7 +85,7 @@ def test_generators_come_back_as_lists_of_what_they_gave():
     model, optimizer = make()
     models, optimizers = amp.initialize((m for m in [model]), iter([optimizer]), opt_level="O2", verbosity=0)
     assert models == [model] and optimizers == [optimizer]
-    assert model[0].weight.dtype is torch.bfloat16
+    assert model[0].weight.dtype is torch.float16
 
 
 def test_an_empty_list_of_optimizers_is_allowed():
@@ -206,6 +208,10 @@ def lists_without_patches(model, optimizer):
     amp.initialize(model, optimizer, opt_level="O5", lists="float16")
 
 
+def bad_compute(model, optimizer):
+    amp.initialize(model, optimizer, opt_level="O1", compute="tf32")
+
+
 def missing_presets(model, optimizer):
     amp.initialize(model, optimizer, opt_level="O1", presets="nowhere/presets.yaml")
 
@@ -240,6 +246,7 @@ BAD = [
     (unknown_list, amp.OpListError, "bfloat61.*Did you mean 'bfloat16'"),
     (missing_list, amp.OpListError, "nowhere/my.yaml"),
     (lists_without_patches, amp.PolicyError, "lists=float16: O5 patches no functions"),
+    (bad_compute, amp.PolicyError, "compute='tf32'.*none of auto, native, float32"),
     (missing_presets, amp.PolicyError, "nowhere/presets.yaml"),
     (lazy, amp.ModelError, "uninitialized parameters"),
 ]
@@ -305,10 +312,25 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
 
 def test_what_is_chosen_is_said_once(capsys):
     model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2")
+    amp.initialize(model, optimizer, opt_level="O2", compute="native")
     said = capsys.readouterr().out
-    assert said.count("On the CPU, O2 uses bfloat16") == 1
-    assert "opt_level              : O2" in said and "cast_model_type        : bfloat16" in said
+    assert said.count("opt_level              : O2") == said.count("cast_model_type        : float16") == 1
+    assert said.count("compute                : native") == 1 and "products are computed" not in said
+
+
+@pytest.mark.parametrize("compute", ["auto", "float32"])
+@pytest.mark.parametrize(("level", "name"), [("O1", "float16"), ("O2", "float16"), ("O5", "bfloat16")])
+def test_that_products_are_computed_in_float32_is_said_once_with_the_reason(level, name, compute, capsys, monkeypatch):
+    for module in (amp.api, presets):
+        monkeypatch.setattr(module, "has_low_products", lambda device_type, low: compute == "float32")
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, compute=compute)
+    said = capsys.readouterr().out
+    assert said.count("compute                : float32") == 1
+    told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
+    reason = f"this CPU has no {name} products: "
+    assert said.count(told) == 1
+    assert said.count(reason + told) == (compute == "auto")
 
 
 def test_verbosity_zero_prints_nothing(capsys):
@@ -320,17 +342,20 @@ def test_verbosity_zero_prints_nothing(capsys):
 @pytest.mark.parametrize(
     ("level", "options", "low", "scale"),
     [
-        ("O1", {}, torch.bfloat16, 1.0),
+        ("O1", {}, torch.float16, 65536.0),
         ("O1", {"patch_torch_functions_type": "float16"}, torch.float16, 65536.0),
-        ("O1", {"loss_scale": "dynamic"}, torch.bfloat16, 65536.0),
-        ("O2", {}, torch.bfloat16, 1.0),
+        ("O1", {"patch_torch_functions_type": "bfloat16"}, torch.bfloat16, 65536.0),
+        ("O1", {"loss_scale": 1.0}, torch.float16, 1.0),
+        ("O4", {"loss_scale": "dynamic"}, torch.bfloat16, 65536.0),
+        ("O2", {}, torch.float16, 65536.0),
         ("O2", {"cast_model_type": torch.float16}, torch.float16, 65536.0),
         ("O2", {"cast_model_type": "half", "loss_scale": "128.0"}, torch.float16, 128.0),
-        ("O3", {}, torch.bfloat16, 1.0),
+        ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16, 65536.0),
+        ("O3", {}, torch.float16, 1.0),
         ("O4", {}, torch.bfloat16, 1.0),
         ("O5", {}, torch.bfloat16, 1.0),
         ("O0", {}, None, 1.0),
-        ("O1", {"patch_torch_functions": False}, None, 1.0),
+        ("O1", {"patch_torch_functions": False}, None, 65536.0),
     ],
     ids=str,
 )

@@ -86,7 +86,7 @@ def count_frames(call):
 
 
 def test_4_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
-    model, _optimizer = initialize()
+    model, _optimizer = initialize(compute="native")
     x = torch.randn(2, model.fc.in_features).bfloat16()
     images = torch.randn(2, 1, 8, 8).bfloat16()
     assert count_frames(lambda: F.linear(x, model.fc.weight, model.fc.bias)) == 1
@@ -177,12 +177,16 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_10_weights_are_never_frozen(make_optimizer):
     batches = make_batches(15)
-    model, optimizer = initialize(make_optimizer=make_optimizer)
+    model, optimizer = initialize(make_optimizer=make_optimizer, compute="native")
     losses = train(model, optimizer, batches)
     amp.reset()
     reference = make_model()
     assert losses == train_with_casts(reference, make_optimizer(reference.parameters()), batches, torch.bfloat16)
     assert len(set(losses)) == len(losses)
+    amp.reset()
+    model, optimizer = initialize(make_optimizer=make_optimizer, compute="float32")
+    losses = train(model, optimizer, batches[:1] * 5)
+    assert len(set(losses)) == len(losses) and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

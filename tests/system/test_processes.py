@@ -142,7 +142,7 @@ def test_checkpointing_gives_the_gradients_of_the_plain_run(level, use_reentrant
         torch.manual_seed(0)
         model = Nested()
         model.way = way
-        model, optimizer = initialize(level, model)
+        model, optimizer = initialize(level, model, max_loss_scale=1024.0)
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
         with amp.scale_loss(model(x).float().pow(2).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -175,8 +175,8 @@ def train_compiled(level, compiled):
     run = model if compiled == "not" else torch.compile(model, backend="aot_eager", fullgraph=True)
     if compiled == "before":
         run(x)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)  # 1e-8 is 0 in float16
+    amp.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
     losses = []
     for _ in range(3):
         output = run(x)

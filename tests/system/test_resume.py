@@ -12,12 +12,12 @@ from torch import nn
 import amp_patch as amp
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-OPTIMIZERS = {
+OPTIMIZERS = {  # an eps of 1e-8 is 0 in the float16 of O3
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3, eps=1e-4, amsgrad=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, fused=True),
 }
 ORDERS = {"all-after": "", "model-before": "m", "optimizer-before": "o", "both-before": "mo"}
 
@@ -179,6 +179,6 @@ def test_custom_functions_are_cast_as_the_lists_say_in_forward_and_backward(leve
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     x, w = torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     Product.apply(x, w).float().sum().backward()
-    low = torch.bfloat16 if level in ("O1", "O4") else torch.float32
+    low = {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
     assert dtypes == [low, low]
     assert torch.equal(w.grad, (x.to(low).t() @ torch.ones(2, 4, dtype=low)).float())

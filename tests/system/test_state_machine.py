@@ -1,8 +1,10 @@
 """Random sequences of everything a training script may do, against the same training written out by hand.
 
-`Reference` is plain torch: weights cast with `.to(bfloat16)` in each forward (O1, O4), explicit float32 masters (O2,
+`Reference` is plain torch: weights cast with `.to(low)` in each forward (O1, O4), explicit float32 masters (O2,
 O5), or neither (O0, O3). It never scales a loss, so its gradients are the true sums; its scalers are a few lines of
-Python. Every scale is a power of two, so that the package must agree with it bit by bit.
+Python. Every scale is a power of two, so that the package must agree with it bit by bit: in bfloat16, whose
+range is that of float32, and without a scale in float16, where it would decide what overflows and what vanishes.
+Products of 16-bit values are computed natively or in float32, on both sides alike.
 """
 
 import contextlib
@@ -24,20 +26,20 @@ import amp_patch as amp
 from amp_patch.casting import weight_cache
 from amp_patch.training.backward_pass import EarlyReading
 
-LOW = torch.bfloat16
+LOWS = (torch.float16, torch.bfloat16)
 LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it
 PATCHING = ("O1", "O4")
 WITH_MASTERS = ("O2", "O5")
 INTERVAL = 2000
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # an eps of 1e-8 is 0 in float16
     "sgd": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
     "sgd foreach": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, nesterov=True, foreach=True),
     "sgd fused": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, fused=True),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.125),
-    "adam fused": lambda params: torch.optim.Adam(params, lr=0.125, fused=True),
-    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.125, foreach=True),
-    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.125, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-4),
+    "adam fused": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-4, fused=True),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.125, eps=1e-4, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.125, eps=1e-4, fused=True),
 }
 
 
@@ -296,7 +298,7 @@ class Owner:
     def state_dict(self):
         state = self.net.state_dict()
         state.update({name: master.detach() for name, master in self.masters.items()})
-        return {name: value.float() if value.dtype is LOW else value for name, value in state.items()}
+        return {name: value.float() if value.dtype in LOWS else value for name, value in state.items()}
 
     def load_state_dict(self, state):
         self.net.load_state_dict(state)
@@ -308,8 +310,8 @@ class Owner:
 class Reference:
     """Training at one level, or at none (None), with casts and masters by hand."""
 
-    def __init__(self, level, nets, make_optimizer, scalers):
-        self.level, self.scalers = level, scalers
+    def __init__(self, level, nets, make_optimizer, scalers, compute="native", low=None):
+        self.level, self.scalers, self.compute, self.low = level, scalers, compute, low
         self.open = []  # scale_loss blocks, outermost first: the window and scale, and the pass
         self.owners = []
         for net in nets:
@@ -319,25 +321,25 @@ class Reference:
                     if not isinstance(module, nn.BatchNorm1d):
                         for name, parameter in module.named_parameters(prefix, recurse=False):
                             masters[name] = parameter.detach().clone().requires_grad_()
-                            parameter.data = parameter.data.to(LOW)
+                            parameter.data = parameter.data.to(self.low)
             if level == "O3":
-                net.to(LOW)
+                net.to(self.low)
             self.owners.append(Owner(net, masters, make_optimizer))
 
-    def switch(self, level, make_optimizer, scalers, keep_state):
+    def switch(self, level, make_optimizer, scalers, keep_state, compute="native", low=None):
         """The same weights, optimizer state and gradients at another level."""
         nets = []
         for owner in self.owners:
             net = copy.deepcopy(owner.net).float()
             net.load_state_dict(owner.state_dict())
             nets.append(net)
-        new = Reference(level, nets, make_optimizer, scalers)
+        new = Reference(level, nets, make_optimizer, scalers, compute, low)
         for old, owner in zip(self.owners, new.owners, strict=True):
             if keep_state:
                 owner.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
             for name, before, after in zip(owner.names, old.stepped, owner.stepped, strict=True):
                 if before.grad is not None:
-                    after.grad = (before.grad.to(LOW) if name in owner.masters else before.grad).to(after.dtype)
+                    after.grad = (before.grad.to(new.low) if name in owner.masters else before.grad).to(after.dtype)
         return new
 
     def settle(self):
@@ -352,12 +354,18 @@ class Reference:
     def forward(self, index, inputs, casts=True):
         net = self.owners[index].net
         if self.level in PATCHING and casts:
-            hidden = LINEAR[0](inputs.to(LOW), net.first.weight.to(LOW), net.first.bias.to(LOW))
+            hidden = self.product(inputs.to(self.low), net.first.weight.to(self.low), net.first.bias.to(self.low))
             hidden = torch.tanh(net.norm(hidden.float() if isinstance(net.norm, nn.LayerNorm) else hidden))
-            return LINEAR[0](hidden.to(LOW), net.last.weight.to(LOW), net.last.bias.to(LOW))
+            return self.product(hidden.to(self.low), net.last.weight.to(self.low), net.last.bias.to(self.low))
         dtype = net.first.weight.dtype
-        hidden = torch.tanh(net.norm(LINEAR[0](inputs.to(dtype), net.first.weight, net.first.bias)))
-        return LINEAR[0](hidden, net.last.weight, net.last.bias).float()
+        hidden = torch.tanh(net.norm(self.product(inputs.to(dtype), net.first.weight, net.first.bias)))
+        return self.product(hidden, net.last.weight, net.last.bias).float()
+
+    def product(self, *operands):
+        """A linear layer; where products are computed in float32, its operands are widened and its result rounded."""
+        if self.compute == "native" or operands[0].dtype is not self.low:
+            return LINEAR[0](*operands)
+        return LINEAR[0](*[operand.float() for operand in operands]).to(self.low)
 
     def enter(self, loss_id, passed, delay):
         scaler, chosen = self.scalers[loss_id], [self.owners[index] for index in passed]
@@ -403,6 +411,7 @@ NUM_LOSSES = st.integers(1, 2)
 BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12)])
 
 EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
+COMPUTE = st.sampled_from(["native", "float32"])
 THEN = st.sampled_from(["nothing", "step", "step and zero"])
 
 
@@ -419,12 +428,13 @@ class TrainingMachine(RuleBasedStateMachine):
         kind=st.sampled_from(sorted(OPTIMIZERS)),
         level=LEVELS,
         scale=SCALES,
+        compute=COMPUTE,
         num_losses=NUM_LOSSES,
         bounds=BOUNDS,
         adopt=st.booleans(),
         is_like_a_gpu=st.booleans(),
     )
-    def start(self, norms, is_pair, kind, level, scale, num_losses, bounds, adopt, is_like_a_gpu):
+    def start(self, norms, is_pair, kind, level, scale, compute, num_losses, bounds, adopt, is_like_a_gpu):
         amp.reset()
         # as where launches are dear and the host runs ahead: copies are kept, flags arrive late, fused optimizers skip
         # by themselves
@@ -436,7 +446,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.seeds = itertools.count()
         self.saved = None
         self.make_fresh()
-        self.open_session(level, scale, num_losses, bounds, adopt=adopt)
+        self.open_session(level, scale, compute, num_losses, bounds, adopt=adopt)
 
     @property
     def asks(self):
@@ -462,24 +472,29 @@ class TrainingMachine(RuleBasedStateMachine):
         minimum, maximum = bounds
         return [Scaler(scale, minimum or torch.finfo(torch.float32).tiny, maximum) for _ in range(num_losses)]
 
-    def open_session(self, level, scale, num_losses, bounds, *, replace=False, adopt=False, keep_state=True):
+    def open_session(self, level, scale, compute, num_losses, bounds, *, replace=False, adopt=False, keep_state=True):
         options = {
             "opt_level": level,
             "loss_scale": scale,
+            "compute": compute,
             "min_loss_scale": bounds[0],
             "max_loss_scale": bounds[1],
             "verbosity": 0,
         }
+        low = torch.float16 if level in ("O1", "O2", "O3") and scale == 1.0 else torch.bfloat16
+        if level != "O0":
+            options["patch_torch_functions_type" if level in PATCHING else "cast_model_type"] = low
         groups = [[index] for index in range(len(self.models))] if adopt and not replace else [range(len(self.models))]
         for group in groups:
             models, optimizers = [self.models[index] for index in group], [self.optimizers[index] for index in group]
             amp.initialize(models, optimizers, num_losses=num_losses, replace=replace, **options)
         self.level = level
         self.reference = self.reference.switch(
-            level, OPTIMIZERS[self.kind], self.make_scalers(scale, num_losses, bounds), keep_state
+            level, OPTIMIZERS[self.kind], self.make_scalers(scale, num_losses, bounds), keep_state, compute, low
         )
         event(f"initialize {level}")
         event(f"scale {scale}")
+        event(f"products: {compute}")
 
     def choose(self, subset):
         return tuple(index for index in subset if index < len(self.models)) or (0,)
@@ -831,16 +846,17 @@ class TrainingMachine(RuleBasedStateMachine):
         how=st.sampled_from(["reset", "replace", "new objects", "checkpoint into new objects"]),
         level=LEVELS,
         scale=SCALES,
+        compute=COMPUTE,
         num_losses=NUM_LOSSES,
         bounds=BOUNDS,
         adopt=st.booleans(),
         train=st.booleans(),
     )
-    def change_level(self, how, level, scale, num_losses, bounds, adopt, train):
+    def change_level(self, how, level, scale, compute, num_losses, bounds, adopt, train):
         if how == "replace":
             self.zero_masters_before_reset()
             self.clear_state_for(level)
-            self.open_session(level, scale, num_losses, bounds, replace=True)
+            self.open_session(level, scale, compute, num_losses, bounds, replace=True)
             event("replace")
             return
         if how == "checkpoint into new objects" and self.saved is None and self.is_finite():
@@ -857,7 +873,7 @@ class TrainingMachine(RuleBasedStateMachine):
         if how in ("new objects", "checkpoint into new objects"):
             self.make_fresh()
         self.clear_state_for(level)
-        self.open_session(level, scale, num_losses, bounds, adopt=adopt)
+        self.open_session(level, scale, compute, num_losses, bounds, adopt=adopt)
         if how == "checkpoint into new objects" and self.saved is not None:
             self.load_saved()
             event("load into new objects")

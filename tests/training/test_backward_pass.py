@@ -22,7 +22,7 @@ DYNAMIC = {"O1": {}, "O2": {}, "O4": {}, "O5": {}}
 def make(level, seed=0, models=1, **options):
     torch.manual_seed(seed)
     nets = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(models)]
-    options = {"loss_scale": "dynamic", **options}
+    options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, **options}  # float16 gradients stay finite
     return nets, options
 
 
@@ -41,7 +41,7 @@ def two_optimizers(level, num_losses=1, **options):
         torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=1.0),
         torch.optim.SGD(models[2].parameters(), lr=1.0),
     ]
-    options = {"loss_scale": "dynamic", "num_losses": num_losses, **options}
+    options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, "num_losses": num_losses, **options}
     amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
     return models, optimizers
 
@@ -62,7 +62,7 @@ def test_an_overflow_skips_only_the_optimizers_that_were_passed_with_its_loss(le
     after = [master for optimizer in (first, second) for master in amp.master_params(optimizer)]
     assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [True, True, False]
     assert torch.equal(after[2], before[2] - 1.0)
-    expected = [32768.0, 65536.0] if loss_ids == (0, 1) else [32768.0]
+    expected = [512.0, 1024.0] if loss_ids == (0, 1) else [512.0]
     assert [entry["loss_scale"] for entry in amp.state_dict().values()][: len(expected)] == expected
 
 
@@ -89,7 +89,7 @@ def test_an_overflow_over_an_overflow_is_found(level):
     first.step()
     second.step()
     assert first.step_was_skipped and second.step_was_skipped
-    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [32768.0, 32768.0]
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [512.0, 512.0]
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -189,7 +189,8 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
-        amp.initialize(self.model, self.optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+        options = {"loss_scale": loss_scale, "max_loss_scale": 1024.0}  # float16 gradients stay finite
+        amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, **options)
         self.binding = self.optimizer._amp_stash
         self.inputs = torch.tensor([[1.0, 2.0, 4.0], [0.5, 1.0, -1.0]])
 
