@@ -6,6 +6,7 @@ gradient is rounded where it leaves a product, as that of a 16-bit kernel is, an
 function transforms, double backward, checkpoints) knows these.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,7 @@ class Products:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
+        self._inside = threading.local()  # is_open: a product is being computed in this thread
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
         round_weight = self._round if cache is None else cache.make_cast(self._round)
@@ -111,7 +113,23 @@ class Products:
         return wrapper
 
     def call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
-        """Call with every tensor as `cast` returns it, in float32 if that is low; return the result rounded."""
+        """Call with every tensor as `cast` returns it, in float32 if that is low; return the result rounded.
+
+        What is called inside of it runs as it is: what a product is made of, and the product itself, which export calls
+        by its public name once more.
+        """
+        if is_dynamo_compiling():
+            return self._call(original, args, kwargs, cast)
+        inside = self._inside
+        if getattr(inside, "is_open", False):
+            return original(*args, **kwargs)
+        inside.is_open = True
+        try:
+            return self._call(original, args, kwargs, cast)
+        finally:
+            inside.is_open = False
+
+    def _call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
         saved, low, widen = SavedOperands() if may_save_low() else None, self.low, self._widen
 
         def operand(tensor: Tensor) -> Tensor:

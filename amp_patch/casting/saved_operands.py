@@ -14,7 +14,7 @@ from ..torch_private import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
 )
-from .compiling import is_compiling
+from .compiling import is_compiling, is_dynamo_compiling
 
 
 class _Packed(NamedTuple):
@@ -81,10 +81,11 @@ def may_save_low() -> bool:
     checkpoints, function transforms and tracers.
     """
     return (
-        torch.is_grad_enabled()
+        not is_dynamo_compiling()
+        and torch.is_grad_enabled()
         and get_saved_tensors_hooks(True) is None
         and peek_interpreter_stack() is None
         and not get_tracing_state()
-        and not is_compiling()
+        and not is_compiling()  # nor any other compiler
         and are_saved_tensors_hooks_enabled()
     )
