@@ -12,7 +12,7 @@ from .casting import Mode, cast_tree
 from .config import Policy, make_policy
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
-from .hardware import has_low_products
+from .hardware import explain_products
 from .reporting import say, set_verbosity
 from .session import Session, Stats, as_models, as_optimizers
 from .session import current as _current
@@ -133,18 +133,12 @@ def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
     return held, tuple(held if index == position else item for index, item in enumerate(returned))
 
 
-def _explain_compute(low: torch.dtype, device_type: str) -> str:
-    name, device = dtype_name(low), device_type.upper()
-    reason = "" if has_low_products(device_type, low) else f"this {device} has no fast {name} products: "
-    return f"{reason}values are rounded to {name}, products are computed in float32, as tensor cores do"
-
-
 def _announce(policy: Policy, opened: Session) -> None:
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
     for line in policy.describe():
         say("%s", line)
     if policy.low_dtype is not None and policy.computes_in_float32(opened.device_type):
-        say("%s", _explain_compute(policy.low_dtype, opened.device_type))
+        say("%s", explain_products(opened.device_type, policy.low_dtype))
     if opened.oplists is not None:
         absent = [entry.op for entry in opened.oplists.missing]
         if absent:

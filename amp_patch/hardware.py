@@ -31,6 +31,13 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
+def explain_products(device_type: str, dtype: torch.dtype) -> str:
+    """Return a sentence on products that are computed in float32, with the reason if it is one of the hardware."""
+    name = str(dtype).removeprefix("torch.")
+    reason = "" if has_low_products(device_type, dtype) else f"this {device_type.upper()} has no fast {name} products: "
+    return f"{reason}values are rounded to {name}, products are computed in float32, as tensor cores do"
+
+
 def cpu_flags() -> tuple[str, ...]:
     """Return which instructions for 16-bit products torch sees on this CPU, of those that it can tell about."""
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))

@@ -15,11 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import amp_patch
 from amp_patch import torch_private
-from amp_patch.dtypes import LOW_DTYPES
 
 PACKAGE = Path(amp_patch.__file__).parent
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py"})
-HOT_PATHS = {"fast_paths.py", "products.py", "weight_cache.py"}  # may use READ_IN_PLACE
+HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {"_amp_stash", "_DummyThread", "_SubParsersAction", "_getframe", "_initializing", "_make"}
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
@@ -226,7 +225,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
         ["self", "mat2"],
     ),
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
-    "onednn_takes": (lambda: {torch_private.onednn_takes(low) for low in LOW_DTYPES} <= {True, False}, True),
+    "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
     "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
 }

@@ -15,38 +15,37 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..config import op_lists
-from ..dtypes import PLAIN_CLASSES, TensorCast, is_castable
+from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..patching import Patch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .saved_operands import SavedOperands, may_save_low
-from .tensor_cast import cast_nested, make_plain_cast
-from .weight_cache import ValidEntry, WeightCache
+from .tensor_cast import cast_nested, make_plain_cast, make_test, tensors_in
+from .weight_cache import WeightCache
 
 Op = Callable[..., Any]
+InRegion = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
+Beside = Callable[[Tensor, Op, tuple[Any, ...], dict[str, Any]], Any]
 
-_WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_PAIRED = ("matmul", "mm", "mv", "bmm")
-_OPERATORS = ("__matmul__", "__rmatmul__")  # `matmul` means them, too
 PRODUCTS = (
-    *_WEIGHTED,
-    *_PAIRED,
-    *("conv_tbc", "torch.convolution", "bilinear", "chain_matmul", "multi_dot", "einsum"),
-    *("dot", "vdot", "vecdot", "inner", "tensordot", "addmm", "addmv", "addr", "addbmm", "baddbmm"),
+    *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
+    *("torch.convolution", "bilinear", "matmul", "mm", "mv", "bmm", "dot", "vdot", "vecdot", "inner", "tensordot"),
+    *("addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "einsum"),
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
 """What is a product, or made of products in C++, by names as lists have them."""
 
-_NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, *_OPERATORS))
+_NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, "__matmul__", "__rmatmul__"))
 
 
-def find_product(name: str) -> str | None:
-    """Return by which name torch's function `name` is one of `PRODUCTS`, as the operators and in-place twins of those
-    are; None if it is none. Functions of torch.linalg call themselves `linalg_matmul` and the like.
+def is_product(name: str) -> bool:
+    """Tell whether torch's function of that name is one of `PRODUCTS`, an operator or in-place twin of one included.
+
+    Functions of torch.linalg call themselves `linalg_matmul` and the like.
     """
     name = name.removeprefix("linalg_")
-    return name if name in _NAMES or name.removesuffix("_") in _NAMES else None
+    return name in _NAMES or name.removesuffix("_") in _NAMES
 
 
 class Products:
@@ -67,15 +66,14 @@ class Products:
         self.low = low
         self.device_type = device_type
         self._inside = threading.local()  # is_open: a product is being computed in this thread
+        self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
         round_weight = self._round if cache is None else cache.make_cast(self._round)
-        self.to_operand: TensorCast = lambda tensor: (
+        # to the low dtype, but weights, which may be kept, to float32 with a value of the low dtype
+        self._to_operand: TensorCast = lambda tensor: (
             round_weight(tensor) if tensor.__class__ is Parameter else self._cast(tensor)
         )
-        """Cast to the low dtype; what may be kept, to float32 with a value of the low dtype."""
-        self._round_uncached = self._round if cache is None else cache.make_cast_uncached(self._round)
-        self._valid: dict[int, ValidEntry] = {} if cache is None else cache.valid
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Return the value in the low dtype, as float32; what is not to be cast as it is."""
@@ -141,12 +139,20 @@ class Products:
                 saved.add(wide, rounded)
             return wide
 
-        args = tuple([cast_nested(value, operand) for value in args])
-        kwargs = {name: cast_nested(value, operand) for name, value in kwargs.items()}
+        operands = [
+            operand(value)
+            if isinstance(value, Tensor)
+            else cast_nested(value, operand)
+            if value.__class__ is list or value.__class__ is tuple
+            else value
+            for value in args
+        ]
+        if kwargs:
+            kwargs = {name: cast_nested(value, operand) for name, value in kwargs.items()}
         if saved is None:
-            return self.narrow(original(*args, **kwargs))
+            return self.narrow(original(*operands, **kwargs))
         with saved:
-            result = original(*args, **kwargs)
+            result = original(*operands, **kwargs)
         return self.narrow(result)
 
     def _run_low_in_place(self, original: Op) -> Op:
@@ -171,84 +177,35 @@ class Products:
         if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
             return False
         found = False
-        for value in _tensors_in((*args, *kwargs.values()) if kwargs else args):
-            if value.dtype is self.low:
-                if not is_castable(value, self.device_type):
+        low, is_here = self.low, self._is_here
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
+                if tensor.dtype is low:
+                    if not is_here(tensor):
+                        return False
+                    found = True
+                elif tensor.is_floating_point() or tensor.is_complex():
                     return False
-                found = True
-            elif value.is_floating_point() or value.is_complex():
-                return False
         return found
 
-    # ---- where operands are cast -------------------------------------------------------------------------------------
+    def whitelist(self, original: Op, low: Op, switch: Switch, in_region: InRegion, beside: Beside) -> Op:
+        """Round all tensors, compute in float32, and round the result.
 
-    def make_fast_path(self, name: str, original: Op, walk: Op, switch: Switch) -> Op:
-        """Return the fast path of a whitelisted product if it has one, else `walk`; `switch` is that of the casts."""
-        if name in _WEIGHTED:
-            return self._weighted(original, walk, switch)
-        return self._paired(original, walk, switch) if name in (*_PAIRED, *_OPERATORS) else walk
-
-    def _weighted(self, original: Op, walk: Op, switch: Switch) -> Op:
-        """For calls with (input, weight, bias, ...): see `FastPaths.weighted`."""
-        float32, by_lists = torch.float32, Mode.BY_LISTS
-        round_uncached, get_entry, cast, widen = self._round_uncached, self._valid.get, self._cast, self._widen
+        Args:
+            low: the op where nothing is cast.
+            switch: whether casts act.
+            in_region, beside: call the op in a region, and with a tensor that is not to be cast.
+        """
+        call, to_operand, by_lists = self.call, self._to_operand, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (
-                kwargs
-                or len(args) < 2
-                or not switch.on
-                or (switch.regions and switch.mode_here() is not by_lists)
-                or is_dynamo_compiling()
-            ):
-                return walk(*args, **kwargs)
-            count = len(args)
-            value, weight, bias = args if count == 3 else args[:3] if count > 3 else (*args, None)
-            try:
-                if value.__class__ is not Tensor or weight.__class__ not in PLAIN_CLASSES:
-                    return walk(*args)
-                entry = get_entry(id(weight))
-                is_valid = (
-                    entry is not None
-                    and entry[1] == weight._version
-                    and entry[2] == weight.data_ptr()
-                    and entry[3] is weight.requires_grad
-                )
-                weight = entry[0] if is_valid else round_uncached(weight)
-                if bias is not None:
-                    entry = get_entry(id(bias))
-                    is_valid = (
-                        entry is not None
-                        and entry[1] == bias._version
-                        and entry[2] == bias.data_ptr()
-                        and entry[3] is bias.requires_grad
-                    )
-                    bias = entry[0] if is_valid else round_uncached(bias)
-                rounded = cast(value)
-                wide = widen(rounded)
-            except AttributeError:  # not tensors: the error is torch's to raise
-                return original(*args)
-            if may_save_low():
-                with SavedOperands() as saved:
-                    saved.add(wide, rounded)
-                    result = original(wide, weight, bias, *args[3:])
-            else:
-                result = original(wide, weight, bias, *args[3:])
-            return cast(result) if result.dtype is float32 else result
-
-        return wrapper
-
-    def _paired(self, original: Op, walk: Op, switch: Switch) -> Op:
-        """For calls with two tensors."""
-        by_lists = Mode.BY_LISTS
-        call, to_operand = self.call, self.to_operand
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
-                return walk(*args, **kwargs)
-            left, right = args
-            if left.__class__ not in PLAIN_CLASSES or right.__class__ not in PLAIN_CLASSES:
-                return walk(*args)
+            if not switch.on or (kwargs and kwargs.get("out") is not None):
+                return low(*args, **kwargs)
+            if switch.regions and switch.mode_here() is not by_lists:
+                return in_region(low, args, kwargs)
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if isinstance(value, Tensor) and value.__class__ not in PLAIN_CLASSES and is_opaque(value):
+                    return beside(value, low, args, kwargs)
             return call(original, args, kwargs, to_operand)
 
         return wrapper
@@ -259,11 +216,3 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif value.__class__ is list or value.__class__ is tuple:
-            yield from _tensors_in(value)

@@ -72,8 +72,10 @@ def _unpack(packed: object) -> Tensor:
             f" {packed.low.dtype} tensor of shape {tuple(packed.low.shape)}, which a product took, is at version"
             f" {get_version(packed.low)}; expected version {packed.version} instead"
         )
-    with torch.no_grad():
-        return packed.low.as_strided(packed.size, packed.stride).to(torch.float32)
+    low = packed.low.detach()
+    if low.size() != packed.size or low.stride() != packed.stride:
+        low = low.as_strided(packed.size, packed.stride)
+    return low.to(torch.float32)
 
 
 def may_save_low() -> bool:

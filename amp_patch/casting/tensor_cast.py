@@ -1,5 +1,6 @@
 """Casting one tensor, or those in a list or tuple, as wrappers do it."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
     other as it is.
     """
-    # `device.type` makes a string, at a tenth of what the cast itself costs
+    # as in make_test, which would be a frame more for each cast
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
 
     def cast(tensor: Tensor) -> Tensor:
@@ -23,6 +24,29 @@ def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 
     return cast
+
+
+def make_test(device_type: str) -> Callable[[Tensor], bool]:
+    """Return a function that tells whether a tensor is on such a device and not opaque."""
+    # `device.type` makes a string, at a tenth of what a cast costs
+    on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
+
+    def is_here(tensor: Tensor) -> bool:
+        if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
+            return False
+        return tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor)
+
+    return is_here
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a list or tuple (of lists or tuples); of a tensor itself, or anything else, none."""
+    if value.__class__ is list or value.__class__ is tuple:
+        for item in value:
+            if isinstance(item, Tensor):
+                yield item
+            else:
+                yield from tensors_in(item)
 
 
 def cast_nested(value: Any, cast: TensorCast) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast, is_opaque
+from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
-from .products import Products, find_product
+from .products import Products, is_product
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import WeightCache
 
@@ -45,7 +45,7 @@ class OpCasts:
         self.switch = switch
         self.low = low
         self.device_type = device_type
-        self.products = products
+        self._products = products
         if products is not None:
             cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type)
@@ -67,8 +67,8 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`."""
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if _is_torchs(original) else ""
-        if self.products is not None and (product := find_product(name)) is not None:
-            return self._wrap_product(kind, product, original, self.products)
+        if self._products is not None and is_product(name):
+            return self._wrap_product(kind, original, self._products)
         general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
@@ -76,29 +76,11 @@ class OpCasts:
             return _honouring_inplace(original, general, position)
         return general
 
-    def _wrap_product(self, kind: str, name: str, original: Op, products: Products) -> Op:
+    def _wrap_product(self, kind: str, original: Op, products: Products) -> Op:
         low = products.run_low(original)
         if kind != "whitelist":
             return self._makers[kind](low)
-        walk = self.whitelist_product(original, low, products)
-        return products.make_fast_path(name, original, walk, self.switch)
-
-    def whitelist_product(self, original: Op, low: Op, products: Products) -> Op:
-        """Round all tensors, compute in float32, and round the result; `low` is the op where nothing is cast."""
-        switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
-        call, to_operand = products.call, products.to_operand
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not switch.on or (kwargs and kwargs.get("out") is not None):
-                return low(*args, **kwargs)
-            if switch.regions and switch.mode_here() is not by_lists:
-                return in_region(low, args, kwargs)
-            for value in (*args, *kwargs.values()) if kwargs else args:
-                if isinstance(value, Tensor) and value.__class__ not in PLAIN_CLASSES and is_opaque(value):
-                    return beside(value, low, args, kwargs)
-            return call(original, args, kwargs, to_operand)
-
-        return wrapper
+        return products.whitelist(original, low, self.switch, self._in_region, self._beside)
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""

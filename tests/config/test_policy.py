@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.config import Policy, make_policy, presets
+from amp_patch.config import Policy, make_policy
+from amp_patch.config import policy as policy_module
 from amp_patch.config.shipped import shipped_presets
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -35,13 +36,7 @@ def properties(policy):
 
 @pytest.mark.parametrize("level", TABLE)
 def test_the_shipped_levels(level):
-    assert properties(make_policy(level, {}, device_type="cuda")) == TABLE[level]
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("level", TABLE)
-def test_a_level_means_the_same_on_every_device(level, device_type):
-    assert properties(make_policy(level, {}, device_type=device_type)) == TABLE[level]
+    assert properties(make_policy(level, {})) == TABLE[level]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -49,31 +44,26 @@ def test_a_level_means_the_same_on_every_device(level, device_type):
 @pytest.mark.parametrize("level", TABLE)
 def test_auto_becomes_what_the_hardware_is_made_for(level, has_products, device_type, monkeypatch):
     asked = []
-    monkeypatch.setattr(presets, "has_low_products", lambda *about: asked.append(about) or has_products)
-    policy = make_policy(level, {}, device_type=device_type)
-    if level == "O0":
-        assert (policy.compute, asked) == ("auto", [])  # it has no 16-bit products
-    else:
-        assert policy.compute == ("native" if has_products else "float32")
-        assert asked == [(device_type, policy.low_dtype)]
+    monkeypatch.setattr(policy_module, "has_low_products", lambda *about: asked.append(about) or has_products)
+    policy = make_policy(level, {})
+    assert policy.compute == "auto"
+    assert policy.computes_in_float32(device_type) is (level != "O0" and not has_products)
+    assert asked == ([] if level == "O0" else [(device_type, policy.low_dtype)])  # O0 has no 16-bit products
 
 
 @pytest.mark.parametrize("compute", ["native", "float32"])
 @pytest.mark.parametrize("has_products", [True, False])
 def test_how_products_are_computed_is_as_it_is_given(compute, has_products, monkeypatch, tmp_path):
-    monkeypatch.setattr(presets, "has_low_products", lambda device_type, low: has_products)
-    policy = make_policy("O1", {"compute": compute}, device_type="cpu")
-    assert policy.compute == compute and properties(policy) == TABLE["O1"]
+    monkeypatch.setattr(policy_module, "has_low_products", lambda device_type, low: has_products)
+    policy = make_policy("O1", {"compute": compute})
+    assert policy.computes_in_float32("cpu") is (compute == "float32") and properties(policy) == TABLE["O1"]
     assert f"compute                : {compute}" in policy.describe()
     path = tmp_path / "mine.yaml"
     path.write_text(f"Mine: {{extends: O5, compute: {compute}}}\nAgain: {{extends: Mine, compute: auto}}\n")
-    assert make_policy("Mine", {}, device_type="cpu", presets=path).compute == compute
-    assert make_policy("Again", {}, device_type="cpu", presets=path).compute == (
-        "native" if has_products else "float32"
-    )
-    assert make_policy("Mine", {"compute": "auto"}, device_type="cpu", presets=path).compute == (
-        "native" if has_products else "float32"
-    )
+    assert make_policy("Mine", {}, presets=path).compute == compute
+    assert make_policy("Again", {}, presets=path).computes_in_float32("cpu") is not has_products
+    assert make_policy("Mine", {"compute": "auto"}, presets=path).computes_in_float32("cpu") is not has_products
+    assert not make_policy("O0", {"compute": compute}).computes_in_float32("cpu")
 
 
 @pytest.mark.parametrize(
@@ -88,23 +78,20 @@ def test_how_products_are_computed_is_as_it_is_given(compute, has_products, monk
 )
 def test_a_way_of_computing_that_there_is_not_is_refused(value, message):
     with pytest.raises(amp.PolicyError, match=message):
-        make_policy("O2", {"compute": value}, device_type="cpu")
+        make_policy("O2", {"compute": value})
 
 
 def test_overrides_replace_one_property_each():
-    policy = make_policy(
-        "O2", {"loss_scale": "64", "keep_batchnorm_fp32": "False", "cast_model_type": None}, device_type="cuda"
-    )
+    policy = make_policy("O2", {"loss_scale": "64", "keep_batchnorm_fp32": "False", "cast_model_type": None})
     assert (policy.loss_scale, policy.keep_batchnorm_fp32, policy.cast_model_type) == (64.0, False, F16)
-    assert make_policy("O2", {"cast_model_type": False}, device_type="cuda").cast_model_type is None
+    assert make_policy("O2", {"cast_model_type": False}).cast_model_type is None
 
 
 def test_lists_follow_the_low_dtype_unless_they_are_named():
-    assert make_policy("O1", {}, device_type="cuda").lists == ("float16",)
-    assert make_policy("O1", {}, device_type="cpu").lists == ("float16",)
-    assert make_policy("O4", {}, device_type="cpu").lists == ("bfloat16",)
-    assert make_policy("O4", {"lists": ["bfloat16", "my.yaml"]}, device_type="cuda").lists == ("bfloat16", "my.yaml")
-    assert make_policy("O2", {}, device_type="cuda").lists == ()
+    assert make_policy("O1", {}).lists == ("float16",)
+    assert make_policy("O4", {}).lists == ("bfloat16",)
+    assert make_policy("O4", {"lists": ["bfloat16", "my.yaml"]}).lists == ("bfloat16", "my.yaml")
+    assert make_policy("O2", {}).lists == ()
 
 
 def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch):
@@ -114,7 +101,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         "O2: {extends: O2, keep_batchnorm_fp32: false}\n"
         "Small: {extends: Mine, master_weights: false}\n"
     )
-    assert properties(make_policy("Mine", {}, device_type="cuda", presets=path)) == (
+    assert properties(make_policy("Mine", {}, presets=path)) == (
         BF16,
         False,
         None,
@@ -122,10 +109,10 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         True,
         16.0,
     )
-    assert make_policy("O2", {}, device_type="cuda", presets=path).keep_batchnorm_fp32 is False
-    assert make_policy("O2", {}, device_type="cpu", presets=path).cast_model_type is F16
-    assert make_policy("Small", {}, device_type="cuda", presets=path).master_weights is False
-    assert make_policy("O1", {}, device_type="cuda", presets=path).patch_torch_functions is True
+    assert make_policy("O2", {}, presets=path).keep_batchnorm_fp32 is False
+    assert make_policy("O2", {}, presets=path).cast_model_type is F16
+    assert make_policy("Small", {}, presets=path).master_weights is False
+    assert make_policy("O1", {}, presets=path).patch_torch_functions is True
     monkeypatch.setenv("AMP_PATCH_PRESETS", str(path))
     model = nn.Linear(2, 2)
     amp.initialize(model, opt_level="Small", verbosity=0)
@@ -162,13 +149,13 @@ def test_faults_in_a_presets_file_come_with_their_position(text, message, tmp_pa
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(amp.PolicyError, match=message):
-        make_policy("Mine", {}, device_type="cpu", presets=path)
+        make_policy("Mine", {}, presets=path)
 
 
 def test_the_shipped_file_is_the_only_place_that_knows_the_levels(tmp_path):
     path = tmp_path / "presets.yaml"
     path.write_text(shipped_presets().read_text().replace("\nO2:", "\nTwo:").replace("extends: O2", "extends: Two"))
-    assert properties(make_policy("Two", {}, device_type="cuda", presets=path)) == TABLE["O2"]
+    assert properties(make_policy("Two", {}, presets=path)) == TABLE["O2"]
 
 
 def test_every_property_has_its_argument_and_its_line_of_documentation():
@@ -179,16 +166,16 @@ def test_every_property_has_its_argument_and_its_line_of_documentation():
 
 
 def test_names_that_override_nothing_are_left_aside():
-    plain = make_policy("O1", {}, device_type="cuda")
-    assert make_policy("O1", {"opt_level": "O2", "verbosity": 1, "description": "x"}, device_type="cuda") == plain
+    plain = make_policy("O1", {})
+    assert make_policy("O1", {"opt_level": "O2", "verbosity": 1, "description": "x"}) == plain
 
 
 def test_a_fault_of_a_presets_file_has_its_place_as_attributes(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("Mine:\n  loss_scal: 1\n")
     with pytest.raises(amp.PolicyError) as caught:
-        make_policy("Mine", {}, device_type="cpu", presets=path)
+        make_policy("Mine", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (str(path), 2, 3)
     with pytest.raises(amp.PolicyError) as caught:
-        make_policy("Other", {}, device_type="cpu", presets=path)
+        make_policy("Other", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (None, None, None)
