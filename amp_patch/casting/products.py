@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..config import op_lists
+from ..config import products
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..patching import Patch
 from .compiling import is_dynamo_compiling
@@ -26,26 +26,6 @@ from .weight_cache import WeightCache
 Op = Callable[..., Any]
 InRegion = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 Beside = Callable[[Tensor, Op, tuple[Any, ...], dict[str, Any]], Any]
-
-PRODUCTS = (
-    *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
-    *("torch.convolution", "bilinear", "matmul", "mm", "mv", "bmm", "dot", "vdot", "vecdot", "inner", "tensordot"),
-    *("addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "einsum"),
-    *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
-    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-)
-"""What is a product, or made of products in C++, by names as lists have them."""
-
-_NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, "__matmul__", "__rmatmul__"))
-
-
-def is_product(name: str) -> bool:
-    """Tell whether torch's function of that name is one of `PRODUCTS`, an operator or in-place twin of one included.
-
-    Functions of torch.linalg call themselves `linalg_matmul` and the like.
-    """
-    name = name.removeprefix("linalg_")
-    return name in _NAMES or name.removesuffix("_") in _NAMES
 
 
 class Products:
@@ -90,8 +70,8 @@ class Products:
     # ---- where nothing is cast ---------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product but those in `taken`, by the id of the owner and the name."""
-        for owner, name in dict.fromkeys(op_lists.spell(PRODUCTS)):
+        """Yield a patch for each product, and op without a kernel, but those in `taken`: ids of owners, and names."""
+        for owner, name in products.find_all(self.device_type):
             if (id(owner), name) not in taken:
                 yield Patch(owner, name, self.run_low)
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import products
 from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
-from .products import Products, is_product
+from .products import Products
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import WeightCache
 
@@ -31,7 +32,7 @@ class OpCasts:
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
-        products: computes products in float32, or None to leave them to the kernels of the low dtype.
+        in_float32: computes products in float32, or None to leave them to the kernels of the low dtype.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class OpCasts:
         low: torch.dtype,
         device_type: str,
         cache: WeightCache | None,
-        products: Products | None = None,
+        in_float32: Products | None = None,
     ) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
-        self._products = products
-        if products is not None:
+        self._products = in_float32
+        if in_float32 is not None:
             cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type)
         self.to_low = plain if cache is None else cache.make_cast(plain)
@@ -67,8 +68,11 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`."""
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if _is_torchs(original) else ""
-        if self._products is not None and is_product(name):
-            return self._wrap_product(kind, original, self._products)
+        if self._products is not None:
+            if products.is_product(name):
+                return self._wrap_product(kind, original, self._products)
+            if products.is_without_kernel(name):
+                original = self._products.run_low(original)
         general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
@@ -76,11 +80,11 @@ class OpCasts:
             return _honouring_inplace(original, general, position)
         return general
 
-    def _wrap_product(self, kind: str, original: Op, products: Products) -> Op:
-        low = products.run_low(original)
+    def _wrap_product(self, kind: str, original: Op, in_float32: Products) -> Op:
+        low = in_float32.run_low(original)
         if kind != "whitelist":
             return self._makers[kind](low)
-        return products.whitelist(original, low, self.switch, self._in_region, self._beside)
+        return in_float32.whitelist(original, low, self.switch, self._in_region, self._beside)
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""

@@ -22,13 +22,13 @@ twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import OpListError
 from .diagnostics import Diagnostics
 from .list_file import OpEntry as OpEntry
-from .op_names import find_deferred, inplace_twin
+from .op_names import find_deferred
 from .op_names import find_spellings as find_spellings
 from .overlay import OpLists as OpLists
 from .overlay import Overlay, locate
@@ -76,18 +76,6 @@ def check_oplists(path: Path) -> Diagnostics:
     with diagnostics:
         Overlay(diagnostics).add(path)
     return diagnostics
-
-
-def spell(ops: Iterable[str]) -> Iterator[tuple[object, str]]:
-    """Yield owner and name of every spelling that these names of torch's ops mean, and of their in-place twins; nothing
-    for an op that this torch lacks.
-    """
-    for op in ops:
-        for key, owner in find_spellings(op, may_be_missing=True).items():
-            if owner is not None:
-                yield owner, key[1]
-                if (twin := inplace_twin(key)) is not None:
-                    yield owner, twin[1]
 
 
 def find_owner(spelling: Spelling, complete: str) -> object | None:

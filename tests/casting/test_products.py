@@ -15,12 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
 from amp_patch import hardware
-from amp_patch.casting import products
-from amp_patch.config import op_lists
+from amp_patch.config import products
 
-SPELLINGS = {
-    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name) for owner, name in op_lists.spell(products.PRODUCTS)
-}
+SPELLINGS = {f"{getattr(owner, '__name__', owner)}.{name}": (owner, name) for owner, name in products.find_all("cuda")}
 CASTING = {torch.float16: "O1", torch.bfloat16: "O4"}
 CAST = {torch.float16: "O2", torch.bfloat16: "O5"}
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -173,6 +170,30 @@ def test_in_place_products_write_to_what_they_are_called_on(level: str) -> None:
     held, expected = target, (1 + left.double() @ left.double()).half()
     assert target.addmm_(left, left) is held
     assert torch.equal(held, expected)
+
+
+@pytest.mark.parametrize("name", products.WITHOUT_KERNEL)
+def test_what_has_no_float16_kernel_on_a_cpu_runs_in_float32(name: str) -> None:
+    """Those that torch refuses are named for the day when it has them."""
+    start("O2")
+    spellings = [(owner, one) for owner, one in products.find_all("cpu") if one.rstrip("_") == name.rpartition(".")[2]]
+    assert spellings
+    for owner, attribute in spellings:
+        sample = CALLS.get(name) or find_sample(owner.__name__, attribute)
+        assert sample is not None
+        original = amp.get_original(owner, attribute)
+        args = round_to(torch.float16, sample.args, torch.float16)
+        with pytest.raises(RuntimeError, match="Half"):
+            original(*each(args, torch.clone), **sample.kwargs)
+        expected = original(*round_to(torch.float16, sample.args, torch.float32), **sample.kwargs)
+        found = getattr(owner, attribute)(*args, **sample.kwargs)
+        if expected.is_complex():
+            assert torch.equal(found, expected)
+        else:
+            assert found.dtype is torch.float16 and torch.equal(found, expected.half())
+
+
+CALLS = {"rrelu": Sample((torch.linspace(-1, 1, 8), 0.25, 0.25, True))}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
