@@ -16,7 +16,7 @@ PRODUCTS = (
 """What is a product, or made of products in C++, by names as lists have them."""
 
 WITHOUT_KERNEL = (
-    *("avg_pool3d", "rrelu", "multi_margin_loss", "multilabel_margin_loss"),
+    *("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss"),
     *(
         f"torch.fft.{prefix}{kind}fft{suffix}"
         for prefix in ("", "i")
