@@ -43,7 +43,7 @@ class Switch:
         self._open: list[Region] = []  # the same, in the order in which they were opened
         self._traced: list[Mode] = []  # those that torch.compile enters and leaves while it traces
         self._local = threading.local()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
         _switches.add(self)
         compiling.count_regions(self)
@@ -173,7 +173,7 @@ _switches: WeakSet[Switch] = WeakSet()
 def _silence_in_child() -> None:
     for switch in _switches:
         switch.on = False
-        switch._lock = threading.Lock()  # the parent may have held it at the fork
+        switch._lock = threading.RLock()  # the parent may have held it at the fork
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..config import products
+from ..config import op_lists
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..patching import Patch
 from .compiling import is_dynamo_compiling
@@ -51,7 +51,7 @@ class Products:
         self._widen = make_plain_cast(torch.float32, device_type)
         round_weight = self._round if cache is None else cache.make_cast(self._round)
         # to the low dtype, but weights, which may be kept, to float32 with a value of the low dtype
-        self._to_operand: TensorCast = lambda tensor: (
+        self.to_operand: TensorCast = lambda tensor: (
             round_weight(tensor) if tensor.__class__ is Parameter else self._cast(tensor)
         )
 
@@ -71,20 +71,23 @@ class Products:
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
         """Yield a patch for each product, and op without a kernel, but those in `taken`: ids of owners, and names."""
-        for owner, name in products.find_all(self.device_type):
+        for owner, name in op_lists.find_products(self.device_type):
             if (id(owner), name) not in taken:
                 yield Patch(owner, name, self.run_low)
 
     def run_low(self, original: Op) -> Op:
         """Compute in float32 what is called with operands of the low dtype; call as it was written whatever has others,
-        or names where or in which dtype the result is to be.
+        has only one (an einsum of one operand is no product, and may be a view), or names where or in which dtype the
+        result is to be.
         """
-        if getattr(original, "__name__", "").endswith("_") and not original.__name__.endswith("__"):
+        name = getattr(original, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
             return self._run_low_in_place(original)
         switch, are_low, call = self.switch, self._are_low, self.call
+        count = 1 if op_lists.is_without_kernel(name) else 2
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and are_low(args, kwargs):
+            if switch.on and are_low(args, kwargs, count):
                 return call(original, args, kwargs, _as_it_is)
             return original(*args, **kwargs)
 
@@ -128,8 +131,8 @@ class Products:
             for value in args
         ]
         if kwargs:
-            kwargs = {name: cast_nested(value, operand) for name, value in kwargs.items()}
-        if saved is None:
+            kwargs = _cast_values(kwargs, operand)
+        if not saved:
             return self.narrow(original(*operands, **kwargs))
         with saved:
             result = original(*operands, **kwargs)
@@ -139,34 +142,32 @@ class Products:
         switch, widen, are_low = self.switch, self._widen, self._are_low
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and args and are_low(args, kwargs):
+            if switch.on and args and are_low(args, kwargs, 2):
                 target, *others = args
                 wide = widen(target)
-                original(
-                    wide,
-                    *[cast_nested(value, widen) for value in others],
-                    **{name: cast_nested(value, widen) for name, value in kwargs.items()},
-                )
+                original(wide, *[cast_nested(value, widen) for value in others], **_cast_values(kwargs, widen))
                 return target.copy_(wide)
             return original(*args, **kwargs)
 
         return wrapper
 
-    def _are_low(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether all floating operands are of the low dtype, and the call leaves the result to the op."""
+    def _are_low(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> bool:
+        """Tell whether there are at least `count` tensors of the low dtype, no floating ones of another, and the call
+        leaves the result to the op.
+        """
         if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
             return False
-        found = False
+        found = 0
         low, is_here = self.low, self._is_here
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                 if tensor.dtype is low:
                     if not is_here(tensor):
                         return False
-                    found = True
+                    found += 1
                 elif tensor.is_floating_point() or tensor.is_complex():
                     return False
-        return found
+        return found >= count
 
     def whitelist(self, original: Op, low: Op, switch: Switch, in_region: InRegion, beside: Beside) -> Op:
         """Round all tensors, compute in float32, and round the result.
@@ -176,19 +177,30 @@ class Products:
             switch: whether casts act.
             in_region, beside: call the op in a region, and with a tensor that is not to be cast.
         """
-        call, to_operand, by_lists = self.call, self._to_operand, Mode.BY_LISTS
+        call, to_operand, to_low, by_lists = self.call, self.to_operand, self._cast, Mode.BY_LISTS
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not switch.on or (kwargs and kwargs.get("out") is not None):
                 return low(*args, **kwargs)
             if switch.regions and switch.mode_here() is not by_lists:
                 return in_region(low, args, kwargs)
+            count = 0
             for value in (*args, *kwargs.values()) if kwargs else args:
-                if isinstance(value, Tensor) and value.__class__ not in PLAIN_CLASSES and is_opaque(value):
-                    return beside(value, low, args, kwargs)
+                if isinstance(value, Tensor):
+                    count += 1
+                    if value.__class__ not in PLAIN_CLASSES and is_opaque(value):
+                        return beside(value, low, args, kwargs)
+                elif value.__class__ is list or value.__class__ is tuple:
+                    count += sum(1 for _ in tensors_in(value))
+            if count < 2 or (kwargs and "out_dtype" in kwargs):
+                return low(*[cast_nested(value, to_low) for value in args], **_cast_values(kwargs, to_low))
             return call(original, args, kwargs, to_operand)
 
         return wrapper
+
+
+def _cast_values(kwargs: dict[str, Any], cast: TensorCast) -> dict[str, Any]:
+    return {name: cast_nested(value, cast) for name, value in kwargs.items()}
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

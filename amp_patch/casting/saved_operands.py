@@ -18,18 +18,18 @@ from .compiling import is_compiling, is_dynamo_compiling
 
 
 class _Packed(NamedTuple):
-    """Stands for a float32 tensor with the values of `low`, laid out as given."""
+    """Stands for a tensor that autograd saves: the tensor itself, or a float32 copy of `kept` laid out as given."""
 
-    low: Tensor
+    kept: Tensor  # without a graph: that of a result would lead back here
     version: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    size: torch.Size | None = None
+    stride: tuple[int, ...] = ()
 
 
 class SavedOperands:
     """A `with` block around one product: of the operands given to `add`, the 16-bit originals are kept for backward.
 
-    An original that is changed in place before backward raises RuntimeError there, as the kernel of its dtype would.
+    What is changed in place before backward, original or not, raises RuntimeError there, as it does without the block.
     """
 
     __slots__ = ("_lows",)
@@ -37,9 +37,13 @@ class SavedOperands:
     def __init__(self) -> None:
         self._lows: dict[int, Tensor] = {}  # by the address of the float32 operand, which lives as long as the block
 
+    def __bool__(self) -> bool:
+        return bool(self._lows)
+
     def add(self, wide: Tensor, low: Tensor) -> None:
-        """Have `low` kept in place of `wide`, its copy in float32."""
-        self._lows[wide.data_ptr()] = low
+        """Have `low` kept in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
+        if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested and _is_dense(low):
+            self._lows[wide.data_ptr()] = low
 
     def __enter__(self) -> "SavedOperands":
         push_saved_tensors_hooks(self._pack, _unpack)
@@ -47,35 +51,34 @@ class SavedOperands:
 
     def __exit__(self, *_: object) -> None:
         pop_saved_tensors_hooks()
+        self._lows.clear()  # autograd keeps this object
 
-    def _pack(self, tensor: Tensor) -> object:
-        low = self._lows.get(tensor.data_ptr()) if tensor.dtype is torch.float32 else None
-        if low is None or tensor.numel() != low.numel() or not _is_dense(low):
-            return tensor
-        return _Packed(low, get_version(low), tensor.size(), tensor.stride())
+    def _pack(self, tensor: Tensor) -> _Packed:
+        if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
+            low = self._lows.get(tensor.data_ptr())
+            if low is not None and tensor.numel() == low.numel():
+                return _Packed(low.detach(), get_version(low), tensor.size(), tensor.stride())
+        return _Packed(tensor.detach(), get_version(tensor))
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Tell whether a float32 copy has the same strides: then any view of the copy is the same view of the tensor."""
-    return tensor.layout is torch.strided and (
-        tensor.is_contiguous() or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-    )
+    return tensor.is_contiguous() or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
-def _unpack(packed: object) -> Tensor:
-    if not isinstance(packed, _Packed):
-        assert isinstance(packed, Tensor)
-        return packed
-    if get_version(packed.low) != packed.version:
+def _unpack(packed: _Packed) -> Tensor:
+    kept, version, size, stride = packed
+    if get_version(kept) != version:
         raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a"
-            f" {packed.low.dtype} tensor of shape {tuple(packed.low.shape)}, which a product took, is at version"
-            f" {get_version(packed.low)}; expected version {packed.version} instead"
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{kept.dtype} {list(kept.shape)}], an operand or result of a product, is at version"
+            f" {get_version(kept)}; expected version {version} instead"
         )
-    low = packed.low.detach()
-    if low.size() != packed.size or low.stride() != packed.stride:
-        low = low.as_strided(packed.size, packed.stride)
-    return low.to(torch.float32)
+    if size is None:
+        return kept
+    if kept.size() != size or kept.stride() != stride:
+        kept = kept.as_strided(size, stride)
+    return kept.to(torch.float32)
 
 
 def may_save_low() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import products
+from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
@@ -46,7 +46,7 @@ class OpCasts:
         self.switch = switch
         self.low = low
         self.device_type = device_type
-        self._products = in_float32
+        self.in_float32 = in_float32
         if in_float32 is not None:
             cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type)
@@ -68,23 +68,17 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`."""
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if _is_torchs(original) else ""
-        if self._products is not None:
-            if products.is_product(name):
-                return self._wrap_product(kind, original, self._products)
-            if products.is_without_kernel(name):
-                original = self._products.run_low(original)
+        if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
+            low = self.in_float32.run_low(original)
+            if kind == "whitelist" and op_lists.is_product(name):
+                return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside)
+            original = low
         general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, general, position)
         return general
-
-    def _wrap_product(self, kind: str, original: Op, in_float32: Products) -> Op:
-        low = in_float32.run_low(original)
-        if kind != "whitelist":
-            return self._makers[kind](low)
-        return in_float32.whitelist(original, low, self.switch, self._in_region, self._beside)
 
     def whitelist(self, original: Op) -> Op:
         """Run in the low dtype."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..config import explain, load_oplists, products
+from ..config import explain, load_oplists, op_lists
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
 
@@ -68,12 +68,12 @@ def _explain(explanation: explain.Explanation, names: list[str], low: str) -> It
     if kinds & {"whitelist", "blacklist", "promote", "sequence_promote"}:
         yield f"A call with out={' or dtype=' if 'blacklist' in kinds else ''} runs as it was written."
     name = explanation.op.rpartition(".")[2]
-    if products.is_product(name):
+    if op_lists.is_product(name):
         yield (
             f"\nA product: where the device has none for {low}, values are rounded to {low} and multiplied and added in"
             " float32 (compute: auto, native or float32)."
         )
-    elif products.is_without_kernel(name):
+    elif op_lists.is_without_kernel(name):
         yield f"\nCPUs have no kernel for {low}: there it runs in float32, and the result is rounded (compute)."
 
 

@@ -3,7 +3,6 @@
 from . import explain as explain
 from . import op_lists as op_lists
 from . import presets as presets
-from . import products as products
 from . import shipped as shipped
 from . import torch_autocast as torch_autocast
 from .module_rules import ModuleRule as ModuleRule

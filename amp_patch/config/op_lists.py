@@ -33,6 +33,9 @@ from .op_names import find_spellings as find_spellings
 from .overlay import OpLists as OpLists
 from .overlay import Overlay, locate
 from .overlay import Spelling as Spelling
+from .products import find_products as find_products
+from .products import is_product as is_product
+from .products import is_without_kernel as is_without_kernel
 from .rules import RULES as RULES
 from .rules import Rule as Rule
 from .shipped import shipped_names

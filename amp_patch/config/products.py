@@ -49,7 +49,7 @@ def _is_one_of(names: frozenset[str], name: str) -> bool:
     return name in names or name.removesuffix("_") in names
 
 
-def find_all(device_type: str) -> Iterator[tuple[object, str]]:
+def find_products(device_type: str) -> Iterator[tuple[object, str]]:
     """Yield owner and name of every spelling of a product that this torch has, and on a CPU of every op without a
     kernel, with their in-place twins.
     """

@@ -383,6 +383,22 @@ def test_inductor_makes_of_a_patched_function_what_it_makes_of_the_casts_written
     assert result.dtype is FULL and torch.equal(result, expected)
 
 
+@requires_compiler
+def test_inductor_keeps_the_roundings_of_products_that_are_computed_in_float32(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1", compute="float32", verbosity=0)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    too_large, too_fine = torch.full((2, 4), 1e5), torch.full((2, 4), 1 + 2.0**-13)
+    with torch._inductor.config.patch(QUICKLY):
+        compiled = torch.compile(lambda value: model(value * 1.0))
+        for value in (too_large, too_fine):
+            assert torch.equal(compiled(value), model(value))
+    assert model(too_large).isinf().all() and (model(too_fine) == 4.0).all()
+
+
 # ---- module rules ----------------------------------------------------------------------------------------------------
 
 RULES = ['{match: "first", run: float32}', '{match: "norm", run: low}']

@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 from amp_patch.casting import weight_cache
 from amp_patch.casting.mode import Switch
-from amp_patch.casting.products import Products, is_product
+from amp_patch.casting.products import Products
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
+from amp_patch.config.products import is_product
 from amp_patch.session import current
 
 LOW = torch.bfloat16
@@ -691,8 +692,8 @@ def low_copy_of(tensor: Tensor) -> Tensor:
     if compute == "native":
         return low_argument(tensor)
     casts = current.require().casts
-    assert casts is not None and casts.products is not None
-    return casts.products.round(tensor)
+    assert casts is not None and casts.in_float32 is not None
+    return casts.in_float32.to_operand(tensor)
 
 
 def test_a_parameter_of_a_bound_optimizer_is_cached_and_keeps_its_copy(net: Net) -> None:

@@ -160,7 +160,7 @@ def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True}, raising=False)
     assert machine.cpu_flags() == ("avx512_bf16",)  # what has a question of its own is not looked up
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": True}, raising=False)
-    assert machine.cpu_flags() == ("avx512_fp16", "avx512_bf16")
+    assert machine.cpu_flags() == ("avx512_bf16", "avx512_fp16")
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert machine.cpu_flags() == ("avx512_bf16",)
 

@@ -62,7 +62,7 @@ def test_the_table_of_levels_is_that_of_the_presets():
                 level,
                 name,
             )
-    assert len(written) == 6
+    assert len(written) == 7
 
 
 def test_the_readme_names_every_public_function_it_needs():
