@@ -17,9 +17,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 AUTOCAST = {"autocast-float16": torch.float16, "autocast-bfloat16": torch.bfloat16}
 PURE = {"pure-float16": torch.float16, "pure-bfloat16": torch.bfloat16}
 MODES = ("float32", *AUTOCAST, *PURE, *LEVELS)
-SLOW_ON_CPU = frozenset(
-    {"autocast-float16", "pure-float16"}
-)  # torch's own kernels: up to 150 times slower than float32
+SLOW_ON_CPU = frozenset({"autocast-float16", "pure-float16"})  # kernels of torch, up to 150 times slower than float32
 
 Loss = Callable[[Callable[..., Any]], Tensor]
 """Computes the loss of one micro-batch with the model it is given."""

@@ -169,7 +169,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--modes",
-        help=f"of {', '.join(MODES)}; default: all, but on the CPU no float16 by kernels of torch, which are slow there",
+        help=f"of {', '.join(MODES)}; default: all, but no float16 by torch on the CPU, where it is slow",
     )
     parser.add_argument(
         "--lists",
