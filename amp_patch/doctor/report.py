@@ -3,6 +3,10 @@
 import json
 from collections.abc import Sequence
 
+import torch
+
+from ..dtypes import dtype_name
+from ..hardware import has_low_products
 from ..tables import align
 from .findings import SEVERITIES, Finding
 from .machine import Machine
@@ -35,7 +39,8 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
     for device in machine.devices:
         lines.append(("device", device.name))
         lines += [("", f"{dtype.name} {dtype.verdict}: {dtype.evidence}") for dtype in device.low_dtypes]
-    lines.append(("", "on the CPU, O1, O2 and O3 use bfloat16 unless a dtype is named"))
+    in_float32 = [dtype_name(low) for low in (torch.float16, torch.bfloat16) if not has_low_products("cpu", low)]
+    lines.append(("", f"on the CPU, products of {' and '.join(in_float32)} values are computed in float32 by default"))
     where = f", {machine.apex.location}" if machine.apex.location else ""
     lines.append(("apex", f"{_APEX[machine.apex.kind]}{where}"))
     return lines

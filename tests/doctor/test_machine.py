@@ -222,3 +222,13 @@ def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert torch.__version__ in said and "float16" in said and "bfloat16" in said
     assert "in 0 files" in said
+
+
+@pytest.mark.parametrize(("has_bfloat16", "named"), [(True, "float16"), (False, "float16 and bfloat16")])
+def test_how_products_are_computed_here_is_told(
+    has_bfloat16: bool, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "amp_patch.doctor.report.has_low_products", lambda device, low: has_bfloat16 and low is torch.bfloat16
+    )
+    assert f"products of {named} values are computed in float32 by default" in as_text(SOUND, [], 0)
