@@ -6,6 +6,7 @@ fails the import of this module, unless the comment says otherwise.
 The one exception is `Tensor._version`, which hot paths read in place (see `READ_IN_PLACE`).
 """
 
+import importlib
 import operator
 import types
 from collections.abc import Callable, Sequence
@@ -150,6 +151,10 @@ def mark_step_called(optimizer: Optimizer) -> None:
 get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
+# How many TorchDispatchModes are at work in this thread: fake tensors, make_fx, selective checkpoints, counters...
+# Without it: they see stored copies of weights instead of casts, and fake copies are taken for real ones.
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 # Which hooks see the tensors that autograd saves in this thread, and what torch.autograd.graph's context manager for
 # them calls, at a third of its time. Without them: products computed in float32 keep float32 operands for backward.
 get_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -170,6 +175,24 @@ queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Vari
 
 # The namespace through which recurrent layers call their kernels, and op lists patch them. Without it: no op of theirs.
 VF: types.ModuleType = torch._VF
+
+# What torch.nn.functional takes functions in C++ from: graphs of torch.fx call them there, and nested tensors know them
+# by that name. Without it: such calls are not cast.
+C_NN: types.ModuleType = torch._C._nn
+
+# Tables of torch whose keys are functions: what tensors of its own classes do instead. By module, where it is imported.
+# Without them: such tensors do not recognise functions that are patched.
+FUNCTION_TABLES = {
+    "torch.masked.maskedtensor._ops_refs": "_MASKEDTENSOR_FUNCTION_TABLE",
+    "torch.nn.utils._expanded_weights.expanded_weights_impl": "HANDLED_FUNCTIONS",
+    "torch.distributed._shard.sharded_tensor.api": "_SHARDED_OPS",
+}
+
+
+def build_function_tables() -> None:
+    """Have those tables built whose keys torch takes in one module and makes a table of in another, later."""
+    importlib.import_module("torch.masked.maskedtensor._ops_refs")
+
 
 # Python functions count as ops when they name one of these modules as theirs: the other functions in `torch` load
 # files, seed generators, compile... Where the names change, op lists say that such functions are no ops.

@@ -10,7 +10,7 @@ from fork_server import ForkServer
 from torch_state import find_changes
 
 import amp_patch
-from amp_patch.patching import references
+from amp_patch.patching import search
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")
@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each cor
 
 # Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot
 # exchange them.
-references._PASSED_OVER |= {
+search._PASSED_OVER |= {
     "list_error_cases",
     "list_errors",
     "test_wrappers",
@@ -30,7 +30,7 @@ references._PASSED_OVER |= {
 
 # Each session would look through these packages: hundreds of modules, once any test has imported them.
 LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
-references._PASSED_OVER |= LARGE_PACKAGES
+search._PASSED_OVER |= LARGE_PACKAGES
 
 
 def pytest_collection_finish() -> None:
@@ -51,7 +51,7 @@ def torch_is_left_as_found():
 @pytest.fixture
 def large_packages_are_searched(monkeypatch):
     """For tests of what imports them because its users do."""
-    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER - LARGE_PACKAGES)
+    monkeypatch.setattr(search, "_PASSED_OVER", search._PASSED_OVER - LARGE_PACKAGES)
 
 
 @pytest.fixture(scope="session")

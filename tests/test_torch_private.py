@@ -226,6 +226,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     ),
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
+    "build_function_tables": (torch_private.build_function_tables, None),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
     "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
 }

@@ -13,15 +13,23 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..torch_private import DYNAMO, IDLE_DEVICE_TYPES, TracingContext, build_dynamo_tables, mark_constant
+from ..torch_private import (
+    DYNAMO,
+    IDLE_DEVICE_TYPES,
+    TracingContext,
+    build_dynamo_tables,
+    build_function_tables,
+    mark_constant,
+)
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
 
 
 def prime() -> None:
-    """Have Dynamo and torch.overrides build their tables of torch functions now, while every name is torch's own."""
+    """Have torch build its tables of functions now, Dynamo's among them, while every name is torch's own."""
     torch.overrides.get_overridable_functions()
+    build_function_tables()
     build_dynamo_tables()
 
 

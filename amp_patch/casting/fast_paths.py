@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
+from ..torch_private import count_dispatch_modes
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .weight_cache import ValidEntry
@@ -76,40 +78,30 @@ class FastPaths:
         plain_cast, to_low_uncached, get_entry = self._plain_cast, self._to_low_uncached, self._valid.get
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) < 2 or is_dynamo_compiling():
+            if kwargs or len(args) < 2 or has_torch_function(args) or is_dynamo_compiling() or count_dispatch_modes():
                 return walk(*args, **kwargs)
             if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
                 return walk(*args)
             count = len(args)
-            value, weight, bias = args if count == 3 else args[:3] if count > 3 else (*args, None)
+            value, w, b = args if count == 3 else args[:3] if count > 3 else (*args, None)
             try:
                 if value.dtype is not low:
                     value = plain_cast(value)
-                if (dtype := weight.dtype) is not low:
-                    entry = get_entry(id(weight)) if dtype is float32 else None
-                    is_valid = (
-                        entry is not None
-                        and entry[1] == weight._version
-                        and entry[2] == weight.data_ptr()
-                        and entry[3] is weight.requires_grad
-                    )
-                    if not is_valid and weight.__class__ not in PLAIN_CLASSES and is_opaque(weight):
+                if (dtype := w.dtype) is not low:
+                    entry = get_entry(id(w)) if dtype is float32 else None
+                    is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
+                    if not is_valid and w.__class__ not in PLAIN_CLASSES and is_opaque(w):
                         return walk(*args)
-                    weight = entry[0] if is_valid else to_low_uncached(weight)  # type: ignore[index]
-                if bias is not None and (dtype := bias.dtype) is not low:
-                    entry = get_entry(id(bias)) if dtype is float32 else None
-                    is_valid = (
-                        entry is not None
-                        and entry[1] == bias._version
-                        and entry[2] == bias.data_ptr()
-                        and entry[3] is bias.requires_grad
-                    )
-                    bias = entry[0] if is_valid else to_low_uncached(bias)  # type: ignore[index]
+                    w = entry[0] if is_valid else to_low_uncached(w)  # type: ignore[index]
+                if b is not None and (dtype := b.dtype) is not low:
+                    entry = get_entry(id(b)) if dtype is float32 else None
+                    is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
+                    b = entry[0] if is_valid else to_low_uncached(b)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
             if count == 3:
-                return original(value, weight, bias)
-            return original(value, weight, bias, *args[3:]) if count > 3 else original(value, weight)
+                return original(value, w, b)
+            return original(value, w, b, *args[3:]) if count > 3 else original(value, w)
 
         return wrapper
 
@@ -119,8 +111,10 @@ class FastPaths:
         plain_cast, to_low = self._plain_cast, self._to_low
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 2 or not switch.on or (switch.regions and switch.mode_here() is not by_lists):
+            if kwargs or len(args) != 2 or not switch.on or has_torch_function(args):
                 return walk(*args, **kwargs)
+            if switch.regions and switch.mode_here() is not by_lists:
+                return walk(*args)
             left, right = args
             try:
                 if left.dtype is not low:
@@ -142,7 +136,13 @@ class FastPaths:
         switch, low = self._switch, self._low
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and len(args) == 3 and kwargs.get("attn_mask") is None:
+            if (
+                switch.on
+                and not switch.regions
+                and len(args) == 3
+                and kwargs.get("attn_mask") is None
+                and not has_torch_function(args)
+            ):
                 query, key, value = args
                 try:
                     is_low = query.dtype is low and key.dtype is low and value.dtype is low
@@ -159,7 +159,7 @@ class FastPaths:
         switch, float32 = self._switch, torch.float32
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and not kwargs and len(args) > 3:
+            if switch.on and not switch.regions and not kwargs and len(args) > 3 and not has_torch_function(args):
                 value, _, weight, bias, *_ = args
                 try:
                     is_float = (
@@ -180,7 +180,7 @@ class FastPaths:
         switch, float32 = self._switch, torch.float32
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and not switch.regions and args:
+            if switch.on and not switch.regions and args and not has_torch_function(args):
                 try:
                     is_float = args[0].dtype is float32
                 except AttributeError:

@@ -9,7 +9,7 @@ import torch
 from ..config import OpLists
 from ..dtypes import CASTABLE
 from ..patching import Patch, Patcher
-from ..torch_private import get_first_weight
+from ..torch_private import C_NN, get_first_weight
 from .mode import Switch
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
@@ -23,11 +23,18 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts)
+            for place in find_places(spelling.owner, spelling.name):
+                yield plan_op(place, spelling.name, spelling.kind, casts)
     for owner, name, kind in registered:
         if kind == "neutral":  # taken off whatever list it was on
             continue
         yield plan_op(owner, name, kind, casts)
+
+
+def find_places(owner: Any, name: str) -> tuple[Any, ...]:
+    """Return where torch holds a function by a name: its public place, and the one that graphs of torch.fx refer to."""
+    is_twice = owner is torch.nn.functional and vars(owner).get(name) is vars(C_NN).get(name, owner)
+    return (owner, C_NN) if is_twice else (owner,)
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:

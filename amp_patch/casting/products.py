@@ -17,8 +17,9 @@ from torch.nn import Parameter
 from ..config import op_lists
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..patching import Patch
-from .compiling import is_dynamo_compiling
+from .compiling import is_dynamo_compiling as is_tracing
 from .mode import Mode, Switch
+from .overrides import PublicOp
 from .saved_operands import SavedOperands, may_save_low
 from .tensor_cast import cast_nested, make_plain_cast, make_test, tensors_in
 from .weight_cache import WeightCache
@@ -45,6 +46,7 @@ class Products:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
+        self._unlisted: dict[int, tuple[Op, Op]] = {}  # by id of the original, which is kept alive
         self._inside = threading.local()  # is_open: a product is being computed in this thread
         self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
@@ -73,20 +75,30 @@ class Products:
         """Yield a patch for each product, and op without a kernel, but those in `taken`: ids of owners, and names."""
         for owner, name in op_lists.find_products(self.device_type):
             if (id(owner), name) not in taken:
-                yield Patch(owner, name, self.run_low)
+                yield Patch(owner, name, self._run_unlisted)
 
-    def run_low(self, original: Op) -> Op:
+    def _run_unlisted(self, original: Op) -> Op:
+        known = self._unlisted.get(id(original))
+        if known is None:
+            public = PublicOp(getattr(original, "__name__", ""), is_of_torch=True)
+            public.function = function = self.run_low(original, public)
+            known = self._unlisted[id(original)] = original, function
+        return known[1]
+
+    def run_low(self, original: Op, public: PublicOp) -> Op:
         """Compute in float32 what is called with operands of the low dtype; call as it was written whatever has others,
         has only one (an einsum of one operand is no product, and may be a view), or names where or in which dtype the
         result is to be.
         """
         name = getattr(original, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
-            return self._run_low_in_place(original)
-        switch, are_low, call = self.switch, self._are_low, self.call
+            return self._run_low_in_place(original, public)
+        switch, are_low, call, has_overrides = self.switch, self._are_low, self.call, public.has_overrides
         count = 1 if op_lists.is_without_kernel(name) else 2
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if switch.on and are_low(args, kwargs, count):
                 return call(original, args, kwargs, _as_it_is)
             return original(*args, **kwargs)
@@ -99,7 +111,7 @@ class Products:
         What is called inside of it runs as it is: what a product is made of, and the product itself, which export calls
         by its public name once more.
         """
-        if is_dynamo_compiling():
+        if is_tracing():
             return self._call(original, args, kwargs, cast)
         inside = self._inside
         if getattr(inside, "is_open", False):
@@ -138,10 +150,12 @@ class Products:
             result = original(*operands, **kwargs)
         return self.narrow(result)
 
-    def _run_low_in_place(self, original: Op) -> Op:
-        switch, widen, are_low = self.switch, self._widen, self._are_low
+    def _run_low_in_place(self, original: Op, public: PublicOp) -> Op:
+        switch, widen, are_low, has_overrides = self.switch, self._widen, self._are_low, public.has_overrides
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if switch.on and args and are_low(args, kwargs, 2):
                 target, *others = args
                 wide = widen(target)
@@ -169,17 +183,23 @@ class Products:
                     return False
         return found >= count
 
-    def whitelist(self, original: Op, low: Op, switch: Switch, in_region: InRegion, beside: Beside) -> Op:
+    def whitelist(
+        self, original: Op, low: Op, switch: Switch, in_region: InRegion, beside: Beside, public: PublicOp
+    ) -> Op:
         """Round all tensors, compute in float32, and round the result.
 
         Args:
             low: the op where nothing is cast.
             switch: whether casts act.
             in_region, beside: call the op in a region, and with a tensor that is not to be cast.
+            public: its public name.
         """
         call, to_operand, to_low, by_lists = self.call, self.to_operand, self._cast, Mode.BY_LISTS
+        has_overrides = public.has_overrides
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if not switch.on or (kwargs and kwargs.get("out") is not None):
                 return low(*args, **kwargs)
             if switch.regions and switch.mode_here() is not by_lists:

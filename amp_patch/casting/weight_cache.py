@@ -5,9 +5,12 @@ A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves not
 the parameter in any number of forward and backward passes.
 
 What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
-them), so a copy is used only while its entry is *valid*: each use compares version, address, dtype and `requires_grad`,
-and these events invalidate entries: any optimizer step, the end of an outermost forward without gradients, the exit of
-`scale_loss`, `refresh`.
+them), nor do addresses (memory is used again), so a copy is used only while its entry is *valid*: the entry holds the
+memory that the copy was made from, each use compares the signature and the dtype, and these events invalidate entries:
+any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
+
+What records ops (traces, function transforms, dispatch modes such as fake tensors, `make_fx` and selective checkpoints)
+must see the cast each time: while one is at work no entry is made or used.
 
 Where launching a kernel costs more than running it, copies are *kept*: their values are refreshed in place, many of
 them in one `torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where
@@ -27,6 +30,7 @@ from torch import Tensor
 from ..dtypes import PLAIN_CLASSES, TensorCast
 from ..multi_tensor import copy_, group
 from ..torch_private import (
+    count_dispatch_modes,
     get_storage_address,
     get_storage_uses,
     get_tensor_uses,
@@ -36,8 +40,11 @@ from ..torch_private import (
 )
 from .compiling import is_compiling, is_dynamo_compiling
 
-ValidEntry = tuple[Tensor, int, int, bool]
-"""The copy, and what the parameter must still have for it to be used: version, address, requires_grad."""
+Signature = tuple[int, int, bool, torch.Size, tuple[int, ...]]
+"""What a parameter must still have for its copy to be used: version, address, requires_grad, shape and strides."""
+
+ValidEntry = tuple[Tensor, Signature, Tensor]
+"""The copy, the signature of the parameter, and an alias of its memory: while it lives, no other has its address."""
 
 
 @dataclass(slots=True)
@@ -45,6 +52,7 @@ class _Entry:
     parameter: Tensor
     copy: Tensor  # what ops get; its grad_fn leads to the parameter
     alias: Tensor  # the same memory without the grad_fn: what a refresh writes
+    source: Tensor  # an alias of the parameter's memory, to which no other can come while it lives
     layout: tuple[torch.device, torch.Size, tuple[int, ...], bool]
     memory: int  # the address of the storage that both share, for counting who holds it
     idle_uses: tuple[int, int] = (0, 0)  # how many hold the copy and its memory while no graph needs them
@@ -63,8 +71,14 @@ def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...
     return parameter.device, parameter.shape, parameter.stride(), parameter.requires_grad
 
 
-def _signature(parameter: Tensor) -> tuple[int, int, bool]:
-    return get_version(parameter), parameter.data_ptr(), parameter.requires_grad
+def _signature(parameter: Tensor) -> Signature:
+    return (
+        get_version(parameter),
+        parameter.data_ptr(),
+        parameter.requires_grad,
+        parameter.shape,
+        parameter.stride(),
+    )
 
 
 def are_kept_on(device_type: str) -> bool:
@@ -113,16 +127,14 @@ class WeightCache:
         valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or id(tensor) not in owned or count_dispatch_modes():
                 return plain_cast(tensor)
             entry = valid.get(id(tensor))
-            if entry is None:
-                return cast_uncached(tensor) if id(tensor) in owned else plain_cast(tensor)
             if (
-                entry[1] == tensor._version
-                and entry[2] == tensor.data_ptr()
-                and entry[3] is tensor.requires_grad
+                entry is not None
                 and tensor.dtype is torch.float32
+                and entry[1]
+                == (tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.stride())
             ):
                 return entry[0]
             return cast_uncached(tensor)
@@ -145,7 +157,7 @@ class WeightCache:
                 return self._keep_or_refresh(tensor, plain_cast)
             copy = plain_cast(tensor)
             if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
-                valid[key] = (copy, get_version(tensor), tensor.data_ptr(), tensor.requires_grad)
+                valid[key] = (copy, _signature(tensor), tensor.detach())
             return copy
 
         return cast
@@ -154,7 +166,7 @@ class WeightCache:
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would write under each other's graphs
             entry = self.valid.get(key)
-            if entry is None or entry[1:] != _signature(tensor):
+            if entry is None or entry[1] != _signature(tensor):
                 self.valid.pop(key, None)
                 self._refresh()
                 entry = self.valid.get(key)
@@ -167,10 +179,10 @@ class WeightCache:
 
     def _keep(self, parameter: Tensor, copy: Tensor) -> None:
         alias = copy.detach()
-        entry = _Entry(parameter, copy, alias, _layout(parameter), get_storage_address(alias))
+        entry = _Entry(parameter, copy, alias, parameter.detach(), _layout(parameter), get_storage_address(alias))
         entry.idle_uses = entry.count_uses()
         self._entries[id(parameter)] = entry
-        self.valid[id(parameter)] = (copy, *_signature(parameter))
+        self.valid[id(parameter)] = (copy, _signature(parameter), entry.source)
 
     def _drop(self, key: int) -> None:
         self.valid.pop(key, None)
@@ -179,14 +191,17 @@ class WeightCache:
     def _refresh(self) -> None:
         """Make every entry valid, in one kernel for each device; drop those whose copy may not be written."""
         refreshed: list[_Entry] = []
-        for key, entry in list(self._entries.items()):
-            if key in self.valid:
+        for key in list(self._entries):  # not items: garbage that is collected meanwhile may own some of them
+            entry = self._entries.get(key)
+            if key in self.valid or entry is None:
                 continue
             parameter = entry.parameter
             if (
                 parameter.dtype is not torch.float32
                 or not _is_cacheable(parameter)
                 or entry.layout != _layout(parameter)
+                or entry.source.data_ptr()
+                != parameter.data_ptr()  # gradients of what it was may lead elsewhere (`set_`)
                 or entry.is_held()
             ):
                 self._drop(key)
@@ -194,7 +209,7 @@ class WeightCache:
             refreshed.append(entry)
         copy_(group([entry.alias for entry in refreshed], [entry.parameter for entry in refreshed]))
         for entry in refreshed:
-            self.valid[id(entry.parameter)] = (entry.copy, *_signature(entry.parameter))
+            self.valid[id(entry.parameter)] = (entry.copy, _signature(entry.parameter), entry.source)
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -223,4 +238,4 @@ def _is_cacheable(tensor: Tensor) -> bool:
     """Tell whether a float32 tensor may have a copy, and the cast is no part of a trace or a function transform."""
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling())
+    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling() or count_dispatch_modes())

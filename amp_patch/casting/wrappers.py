@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from ..config import op_lists
-from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
+from ..dtypes import LOW_DTYPES, TensorCast, is_opaque
 from ..errors import BannedOpError
+from .compiling import is_dynamo_compiling as is_tracing
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
+from .overrides import NEVER_OVERRIDDEN, PublicOp
 from .products import Products
+from .promotion import Promotions, target_of
 from .tensor_cast import cast_nested, make_plain_cast
 from .weight_cache import WeightCache
 
@@ -24,7 +27,7 @@ from .weight_cache import WeightCache
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
 
-class OpCasts:
+class OpCasts(Promotions):
     """Makes the replacements for one session.
 
     Args:
@@ -43,18 +46,17 @@ class OpCasts:
         cache: WeightCache | None,
         in_float32: Products | None = None,
     ) -> None:
-        self.switch = switch
+        super().__init__(switch, device_type)
         self.low = low
-        self.device_type = device_type
         self.in_float32 = in_float32
         if in_float32 is not None:
             cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type)
         self.to_low = plain if cache is None else cache.make_cast(plain)
-        self.to_float = make_plain_cast(torch.float32, device_type)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
         self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
-        self._makers: dict[str, Callable[[Op], Op]] = {
+        self._wrapped: dict[tuple[str, int], tuple[Op, Op]] = {}  # by rule and id of the original, which is kept alive
+        self._makers: dict[str, Callable[[Op, PublicOp], Op]] = {
             "whitelist": self.whitelist,
             "blacklist": self.blacklist,
             "promote": self.promote,
@@ -65,37 +67,51 @@ class OpCasts:
         }
 
     def wrap(self, kind: str, original: Op) -> Op:
-        """Return the replacement of `original` under the rule `kind`."""
-        # a user's function of that name may take anything
-        name = getattr(original, "__name__", "") if _is_torchs(original) else ""
+        """Return the replacement of `original` under the rule `kind`: the same one wherever `original` is found."""
+        known = self._wrapped.get((kind, id(original)))
+        if known is not None:
+            return known[1]
+        name = getattr(original, "__name__", "")
+        public = PublicOp(name, is_of_torch=_is_torchs(original))
+        public.function = self._wrap(kind, original, name if _is_torchs(original) else "", public)
+        self._wrapped[kind, id(original)] = original, public.function
+        return public.function
+
+    def _wrap(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
+        """Choose the wrapper. `name` is empty for a function of the user's, which may take anything."""
         if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
-            low = self.in_float32.run_low(original)
+            low = self.in_float32.run_low(original, public)
             if kind == "whitelist" and op_lists.is_product(name):
-                return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside)
+                return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside, public)
             original = low
-        general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
+        inner = self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original
+        general = self._makers[kind](inner, public)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
             return _honouring_inplace(original, general, position)
         return general
 
-    def whitelist(self, original: Op) -> Op:
+    def whitelist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Run in the low dtype."""
-        return self._cast_all(original, self.low, self.to_low, keeps_named_dtype=False)
+        return self._cast_all(original, public, self.low, self.to_low, keeps_named_dtype=False)
 
-    def blacklist(self, original: Op) -> Op:
+    def blacklist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Run in float32, unless the call names a dtype."""
-        return self._cast_all(original, torch.float32, self.to_float, keeps_named_dtype=True)
+        return self._cast_all(original, public, torch.float32, self.to_float, keeps_named_dtype=True)
 
-    def _cast_all(self, original: Op, dtype: torch.dtype, cast: TensorCast, *, keeps_named_dtype: bool) -> Op:
+    def _cast_all(
+        self, original: Op, public: PublicOp, dtype: torch.dtype, cast: TensorCast, *, keeps_named_dtype: bool
+    ) -> Op:
         """Run in `dtype`, to which `cast` casts a tensor; where the call names a dtype, as it was written if that is
         to be kept.
         """
         switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
-        dtype_class = torch.dtype if keeps_named_dtype else None
+        dtype_class, has_overrides = torch.dtype if keeps_named_dtype else None, public.has_overrides
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 given = kwargs
                 if kwargs:
@@ -110,11 +126,11 @@ class OpCasts:
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, cast)
-                cast_args = None
+                cast_args: Any = args
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
                         if value.dtype is not dtype:
-                            if cast_args is None:
+                            if cast_args is args:
                                 cast_args = list(args)
                             cast_args[index] = cast(value)
                             if cast_args[index] is value and is_opaque(value):
@@ -122,14 +138,11 @@ class OpCasts:
                     elif (kind := value.__class__) is dtype_class:
                         return original(*args, **given)
                     elif (kind is list or kind is tuple) and value and value[0].__class__ is not int:
-                        if cast_args is None:
+                        if cast_args is args:
                             cast_args = list(args)
                         cast_args[index] = cast_nested(value, cast)
-                if cast_args is not None:
-                    return original(*cast_args, **kwargs)
-            elif switch.on:
-                return in_region(original, args, kwargs)
-            return original(*args, **kwargs)
+                return original(*cast_args, **kwargs)
+            return in_region(original, args, kwargs) if switch.on else original(*args, **kwargs)
 
         return wrapper
 
@@ -164,72 +177,17 @@ class OpCasts:
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},
         )
 
-    def promote(self, original: Op) -> Op:
-        """Run in the widest dtype among the arguments.
-
-        With a float64 or complex argument torch's own rule (or error) stands.
-        """
-        switch, widen = self.switch, self._widen
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()):
-                if kwargs:
-                    if kwargs.get("out") is None:
-                        values = widen((*args, *kwargs.values()))
-                        return original(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-                    return original(*args, **kwargs)
-                dtype = None
-                for value in args:
-                    if isinstance(value, Tensor):
-                        if dtype is None:
-                            dtype = value.dtype
-                        elif value.dtype is not dtype:
-                            return original(*widen(args))
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    def sequence_promote(self, original: Op) -> Op:
-        """Run in the widest dtype among the tensors of the first argument, a sequence."""
-        switch, widen = self.switch, self._widen
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()) and kwargs.get("out") is None:
-                if args:
-                    tensors = args[0]
-                    if tensors.__class__ in (list, tuple):
-                        return original(widen(tensors), *args[1:], **kwargs)
-                elif kwargs.get("tensors").__class__ in (list, tuple):
-                    return original(**{**kwargs, "tensors": widen(kwargs["tensors"])})
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    def match_self(self, original: Op) -> Op:
-        """Run in place in the dtype of the first argument; the other tensors are cast to it."""
-        switch, device_type = self.switch, self.device_type
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if switch.on and (not switch.regions or switch.is_on_here()):
-                target = _target_of(args, kwargs)
-                if isinstance(target, Tensor) and target.dtype in CASTABLE and target.device.type == device_type:
-                    cast = make_plain_cast(target.dtype, device_type)
-                    kwargs = {
-                        name: cast_nested(value, cast) for name, value in kwargs.items()
-                    }  # the target has the dtype, and stays itself
-                    return original(*[cast_nested(value, cast) for value in args], **kwargs)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    def inplace_error(self, original: Op) -> Op:
+    def inplace_error(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Refuse to run in place on a 16-bit tensor; cast the other arguments to float32 otherwise."""
-        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original)
+        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original, public)
+        has_overrides = public.has_overrides
         name = getattr(original, "__name__", str(original))
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if switch.on and (not switch.regions or switch.is_on_here()):
-                target = _target_of(args, kwargs)
+                target = target_of(args, kwargs)
                 if _is_low(target, device_type):
                     raise BannedOpError(
                         f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
@@ -239,12 +197,14 @@ class OpCasts:
 
         return wrapper
 
-    def banned(self, original: Op) -> Op:
+    def banned(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Refuse to run on any 16-bit tensor."""
-        switch, device_type = self.switch, self.device_type
+        switch, device_type, has_overrides = self.switch, self.device_type, public.has_overrides
         name = getattr(original, "__name__", str(original))
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
+                return public.hand_over(args, kwargs)
             if switch.on and (not switch.regions or switch.is_on_here()):
                 for value in (*args, *kwargs.values()):
                     if _is_low(value, device_type):
@@ -257,22 +217,6 @@ class OpCasts:
             return original(*args, **kwargs)
 
         return wrapper
-
-    def _widen(self, values: Any) -> Any:
-        """Return `values` with all castable tensors in their widest dtype; as they are, if one is float64 or complex or
-        none differs.
-        """
-        dtypes = {
-            value.dtype
-            for value in values
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-        }
-        if len(dtypes) < 2 or not dtypes <= CASTABLE:
-            return values
-        return [
-            self.to_float(value) if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value
-            for value in values
-        ]
 
 
 def _is_torchs(original: Op) -> bool:
@@ -301,11 +245,6 @@ def _honouring_inplace(original: Op, cast: Op, position: int) -> Op:
         return cast(*args, **kwargs)
 
     return wrapper
-
-
-def _target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what an in-place op works on: its first argument, which torch's functions call `input`."""
-    return args[0] if args else kwargs.get("input")
 
 
 def _is_low(value: Any, device_type: str) -> bool:

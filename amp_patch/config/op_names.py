@@ -237,6 +237,9 @@ def _find_bare(name: str) -> tuple[dict[Key, object], list[str]]:
     return found, faults
 
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
 def _fault(value: Any, name: str) -> str | None:
     """Return what keeps an attribute of a torch namespace from being an op, or None.
 
@@ -252,8 +255,8 @@ def _fault(value: Any, name: str) -> str | None:
         # a replacement has the module of its original, and only the original tells a builtin from a function
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        return f"a function of {module}, not of torch"
+    if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
+        return f"a function of {module}, not of torch"  # other callables, such as mocks, stand for what they replace
     if (
         isinstance(value, types.FunctionType)
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"

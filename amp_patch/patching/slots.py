@@ -46,6 +46,30 @@ class Item:
             list.__setitem__(self.container, self.key, value)
 
 
+class Key:
+    """A key of a dict, which stays where it is in the order."""
+
+    __slots__ = ("_now", "_table")
+    key = "a key"
+
+    def __init__(self, table: dict[Any, Any], key: Any) -> None:
+        self._table = table
+        self._now = key
+
+    def owner(self) -> Any:
+        return None
+
+    def read(self) -> Any:
+        return self._now if dict.__contains__(self._table, self._now) else ABSENT
+
+    def write(self, value: Any) -> None:
+        items = [(value if key is self._now else key, item) for key, item in dict.items(self._table)]
+        self._now = value
+        dict.update(self._table, items)  # before anything goes: other threads may look something up
+        dict.clear(self._table)
+        dict.update(self._table, items)
+
+
 class ClassAttribute:
     """An attribute that a class itself holds. The class is not kept alive."""
 

@@ -41,7 +41,7 @@ class Bindings:
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._outside: tuple[object, list[weakref.ref[Tensor]]] = (None, [])  # and what it was found for
+        self._outside: tuple[object, list[Tensor]] = (None, [])  # and what it was found for
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -84,6 +84,7 @@ class Bindings:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
+            weakref.finalize(model, _forget_outside, weakref.ref(self)).atexit = False
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
@@ -157,6 +158,10 @@ class Bindings:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
             self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
 
+    def forget_outside(self) -> None:
+        """Let go of parameters of a model that is gone."""
+        self._outside = None, []
+
     # ---- about all of them -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
@@ -173,9 +178,10 @@ class Bindings:
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
     def parameters_outside(self) -> list[Tensor]:
-        """Return the parameters that the models had when they were bound, and that no bound optimizer steps on.
+        """Return the parameters of the models that no bound optimizer steps on.
 
-        They are looked for again when an optimizer comes, goes or changes the number of its parameters.
+        They are looked for when a model or an optimizer comes or goes, or an optimizer changes the number of its
+        parameters. They are held themselves, not weakly: torch swaps no tensors that have weak references.
         """
         state = (
             [id(binding) for binding in self._models],
@@ -183,10 +189,10 @@ class Bindings:
         )
         if self._outside[0] != state:
             owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
-            found = {id(parameter): parameter for binding in self._models for parameter in binding.parameters()}
-            outside = [p for key, p in found.items() if key not in owned and self.masters.get(p) is None]
-            self._outside = state, [weakref.ref(parameter) for parameter in outside]
-        return [parameter for reference in self._outside[1] if (parameter := reference()) is not None]
+            found = {id(parameter): parameter for model in self.models() for parameter in model.parameters()}
+            outside: list[Tensor] = [p for key, p in found.items() if key not in owned and self.masters.get(p) is None]
+            self._outside = state, outside
+        return self._outside[1]
 
     def resolve_steps(self, optimizer: Optimizer) -> None:
         """Tell of every step of an optimizer so far. Waits for the device."""
@@ -200,6 +206,12 @@ class Bindings:
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
                 binding.window.abandon()
+
+
+def _forget_outside(reference: "weakref.ref[Bindings]") -> None:
+    bindings = reference()
+    if bindings is not None:
+        bindings.forget_outside()
 
 
 def _forget_optimizer(reference: "weakref.ref[Bindings]", binding: OptimizerBinding) -> None:

@@ -51,11 +51,6 @@ class ModelBinding:
         self._switch = switch
         self._runs, self.used_rules = decide_runs(model, rules)
         self._undo = contextlib.ExitStack()
-        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that the model had when it was bound."""
-        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     @property
     def model(self) -> nn.Module | None:
@@ -87,7 +82,9 @@ class ModelBinding:
         if output_dtype is not None:
             self._add(model.register_forward_hook(CastOutputs(output_dtype)))
         if self._cache is not None:
-            self._add(model.register_forward_hook(InvalidateCache(self._cache)))
+            invalidate = InvalidateCache(self._cache)
+            self._add(model.register_forward_pre_hook(invalidate))
+            self._add(model.register_forward_hook(invalidate))
 
     def undo(self) -> None:
         """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.

@@ -109,9 +109,11 @@ class _SessionHook:
 
 
 class InvalidateCache(_SessionHook):
-    """Forward hook: an outermost forward without gradients invalidates the low copies of weights."""
+    """Forward pre-hook and forward hook: an outermost forward without gradients invalidates the low copies of weights
+    before it and after it, since weights are edited for it and restored in ways that nothing shows.
+    """
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if compiling.is_compiling() or torch.is_grad_enabled():
             return
         cache: WeightCache | None = self._target()

@@ -22,7 +22,7 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch.patching import pickling, references
+from amp_patch.patching import pickling, references, search
 from amp_patch.patching.patcher import Patch, Patcher
 
 X = torch.ones(2, 4)
@@ -377,7 +377,7 @@ def test_no_code_of_the_program_is_run(make_package, lists):
     make_package({"program_x": TRAPS})
     module = importlib.import_module("program_x")
     lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
-    namespace_of, attributes_of = references.namespace_of, references.attributes_of
+    namespace_of, attributes_of = search.namespace_of, search.attributes_of
     namespace_of(lazy)["gelu"] = F.gelu
     sys.modules.update({"lazy_x": lazy, "no_module_x": module.instance})
     try:
@@ -416,12 +416,18 @@ def test_modules_of_torch_are_left_alone(lists):
     assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
 
 
-def test_keys_of_tables_stay(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nHANDLERS = {F.gelu: 'mine'}\ngelu = F.gelu"})
+def test_keys_of_tables_follow_in_their_order_and_come_back(make_package, lists):
+    """`__torch_function__` is given what the public name holds, and looks it up."""
+    source = "import torch.nn.functional as F\nHANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
+    make_package({"program_x": source})
     module = importlib.import_module("program_x")
-    original = module.gelu
+    original, table = module.gelu, module.HANDLERS
     _session = open_session(lists)
-    assert module.gelu is not original and {original: "mine"} == module.HANDLERS
+    assert module.gelu is not original and list(table.items()) == [("a", 1), (module.gelu, "mine"), ("b", 2)]
+    table[torch.softmax] = "added under the patches"
+    amp.reset()
+    assert module.HANDLERS is table
+    assert list(table) == ["a", original, "b", torch.softmax] and not hasattr(torch.softmax, "__wrapped__")
 
 
 def test_a_replacement_keeps_its_own_original(make_package, lists):
@@ -457,9 +463,9 @@ def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monk
     for name in ("plain_x.a", "user_x.a", "user_x.b"):
         importlib.import_module(name)
     visited = []
-    search_module = references.Search._search_module
+    search_module = search.Search._search_module
     monkeypatch.setattr(
-        references.Search,
+        search.Search,
         "_search_module",
         lambda self, name, module: (visited.append(name), search_module(self, name, module)),
     )
@@ -474,8 +480,8 @@ def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monk
 
 def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_closes(monkeypatch):
     walks = []
-    search = references.Search.search_modules
-    monkeypatch.setattr(references.Search, "search_modules", lambda self: (walks.append(1), search(self)))
+    search_modules = search.Search.search_modules
+    monkeypatch.setattr(search.Search, "search_modules", lambda self: (walks.append(1), search_modules(self)))
     for level, options in (("O1", {"loss_scale": "dynamic"}), ("O2", {}), ("O4", {})):
         amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **options)
         assert len(walks) == 1
@@ -615,12 +621,12 @@ def test_a_model_that_could_not_be_adopted_keeps_its_own_functions(lists, monkey
     original = first.act
     open_session(lists, first)
 
-    class Interrupted(references.InstanceAttribute):
+    class Interrupted(search.InstanceAttribute):
         def write(self, value):
             super().write(value)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(references, "InstanceAttribute", Interrupted)
+    monkeypatch.setattr(search, "InstanceAttribute", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         amp.initialize(second, opt_level="O4", lists=lists, verbosity=0)
     assert vars(second)["act"] is original and not second._forward_hooks
@@ -808,7 +814,7 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_packag
     make_package({"program_x": source})
     module = importlib.import_module("program_x")
     before = describe(module)
-    kind = getattr(references, slot)
+    kind = getattr(search, slot)
     write = kind.write
 
     def interrupted(self, value):

@@ -19,6 +19,7 @@ NAMESPACES = (
     torch.nn.functional,
     torch.Tensor,
     torch._VF,
+    torch._C._nn,
     torch.special,
     torch.linalg,
     torch.fft,

@@ -1,0 +1,294 @@
+"""What answers calls by itself (`__torch_function__`, function modes, tables of functions, graphs of torch.fx, mocks)
+is given the public name, as in plain torch, and casts happen below it, as those of torch.autocast do.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.overrides import TorchFunctionMode
+
+import amp_patch as amp
+
+LOW = torch.bfloat16
+
+# each by its public name, looked up when it is called, with what it is called with after a first tensor of shape (3, 4)
+OPS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "F.linear": (lambda: F.linear, lambda x: F.linear(x, torch.ones(2, 4))),
+    "F.linear, by keyword": (lambda: F.linear, lambda x: F.linear(input=x, weight=torch.ones(2, 4))),
+    "F.linear, second": (lambda: F.linear, lambda x: F.linear(torch.ones(2, 4), x)),
+    "torch.matmul": (lambda: torch.matmul, lambda x: torch.matmul(x, torch.ones(4, 2))),
+    "@": (lambda: Tensor.__matmul__, lambda x: x @ torch.ones(4, 2)),
+    "Tensor.matmul": (lambda: Tensor.matmul, lambda x: x.matmul(torch.ones(4, 2))),
+    "F.conv1d": (lambda: F.conv1d, lambda x: F.conv1d(x[None], torch.ones(1, 3, 2))),
+    "torch.conv1d": (lambda: torch.conv1d, lambda x: torch.conv1d(x[None], torch.ones(1, 3, 2))),
+    "torch.einsum": (lambda: torch.einsum, lambda x: torch.einsum("ij,kj", [torch.ones(2, 4), x])),
+    "torch.exp": (lambda: torch.exp, lambda x: torch.exp(x)),
+    "torch.softmax": (lambda: torch.softmax, lambda x: torch.softmax(x, -1)),
+    "F.layer_norm": (lambda: F.layer_norm, lambda x: F.layer_norm(x, (4,))),
+    "F.mse_loss": (lambda: F.mse_loss, lambda x: F.mse_loss(x, torch.ones(3, 4))),
+    "torch.cat": (lambda: torch.cat, lambda x: torch.cat([torch.ones(3, 4), x])),
+    "torch.stack, by keyword": (lambda: torch.stack, lambda x: torch.stack(tensors=[x, x])),
+    "torch.addcmul": (lambda: torch.addcmul, lambda x: torch.addcmul(x, x, x)),
+    "F.gelu": (lambda: F.gelu, lambda x: F.gelu(x)),
+}
+
+
+def make_recorder() -> tuple[type[Tensor], list[Any]]:
+    seen: list[Any] = []
+
+    class Recorded(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return Recorded, seen
+
+
+class Listener(TorchFunctionMode):
+    """Records what is called, and calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["native", "float32"])
+def compute(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_subclass_is_given_the_public_name_and_the_call_is_cast(name: str, compute: str) -> None:
+    get, call = OPS[name]
+    plain = torch.linspace(-1, 1, 12).view(3, 4)
+    kind, seen = make_recorder()
+    with amp.session("O4", device="cpu", compute=compute):
+        expected = call(plain)
+        result = call(plain.as_subclass(kind))
+        assert any(one is get() for one in seen)
+        assert result.dtype is expected.dtype
+        assert type(result) is kind and torch.equal(result.as_subclass(Tensor), expected)
+        with amp.disable_casts():
+            seen.clear()
+            assert call(plain.as_subclass(kind)).dtype is torch.float32
+            assert any(one is get() for one in seen)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_mode_is_given_the_public_name_and_sees_no_cast(name: str, compute: str) -> None:
+    get, call = OPS[name]
+    plain = torch.linspace(-1, 1, 12).view(3, 4)
+    with amp.session("O4", device="cpu", compute=compute):
+        expected = call(plain)
+        with Listener() as mode:
+            result = call(plain)
+        assert torch.equal(result, expected) and result.dtype is expected.dtype
+        assert any(one is get() for one in mode.seen) and Tensor.to not in mode.seen
+
+
+def test_one_function_with_two_names_stays_one() -> None:
+    assert torch.conv2d is F.conv2d and torch._C._nn.linear is F.linear
+    with amp.session("O4", device="cpu"):
+        assert torch.conv2d is F.conv2d and torch._C._nn.linear is F.linear
+        assert amp.is_patched(torch, "conv2d") and amp.is_patched(torch._C._nn, "linear")
+
+
+def test_a_table_made_before_and_one_made_under_the_patches_are_both_found() -> None:
+    table: dict[Any, str] = {}
+    handlers = {"made": table}
+
+    class Handled(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            table[func] = "here"
+            return NotImplemented
+
+    x = torch.ones(2, 2).as_subclass(Handled)
+    with amp.session("O4", device="cpu"):
+        with pytest.raises(TypeError, match="no implementation found"):
+            torch.exp(x)
+        assert handlers["made"][torch.exp] == "here"
+
+
+def test_an_operator_that_nobody_answers_is_left_to_the_other_operand() -> None:
+    class Other:
+        """Answers no function of torch, and `@` by its own method."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return NotImplemented
+
+        def __rmatmul__(self, left: Tensor) -> str:
+            return "mine"
+
+    assert torch.ones(2, 2) @ Other() == "mine"
+    with amp.session("O4", device="cpu"):
+        assert torch.ones(2, 2) @ Other() == "mine"
+
+
+@pytest.mark.parametrize("make_bias", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("sizes", [(8, 8), (3, 7)])
+def test_attention_keeps_its_causal_mask(make_bias: Any, sizes: tuple[int, int], compute: str) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, sizes[0], 16)
+    key, value = torch.randn(2, 2, 2, sizes[1], 16)
+    with torch.autocast("cpu", LOW):
+        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=make_bias(*sizes))
+    with amp.session("O4", device="cpu", compute=compute):
+        result = F.scaled_dot_product_attention(query, key, value, attn_mask=make_bias(*sizes))
+    assert result.dtype is expected.dtype
+    torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
+
+
+def jagged(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.nested.nested_tensor(
+        [torch.randn(length, *shape, generator=generator) for length in (3, 5)], layout=torch.jagged
+    )
+
+
+NESTED: dict[str, Callable[[], Tensor]] = {
+    "linear": lambda: F.linear(jagged(8), torch.ones(4, 8) / 8),
+    "matmul": lambda: jagged(8) @ (torch.ones(8, 4) / 8),
+    "gelu": lambda: F.gelu(jagged(8)),
+    "layer_norm": lambda: F.layer_norm(jagged(8), (8,)),
+    "softmax": lambda: torch.softmax(jagged(8), -1),
+    "sum": lambda: jagged(8).sum(-1),
+    "cat": lambda: torch.cat([jagged(8), jagged(8)], -1),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_run_as_under_autocast(name: str) -> None:
+    with torch.autocast("cpu", LOW):
+        expected = NESTED[name]()
+    with amp.session("O4", device="cpu", lists="autocast-cpu", compute="native"):
+        result = NESTED[name]()
+    assert type(result) is type(expected) and result.dtype is expected.dtype
+    assert torch.equal(result.values(), expected.values())
+
+
+def test_nested_attention_runs_and_is_right(compute: str) -> None:
+    heads = jagged(2, 8).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(heads, heads, heads)
+    with amp.session("O4", device="cpu", compute=compute):
+        result = F.scaled_dot_product_attention(heads, heads, heads)
+    assert result.is_nested
+    torch.testing.assert_close(result.values().float(), expected.values(), rtol=0.02, atol=0.02)
+
+
+MASKED: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda m: torch.sum(m, 1),
+    "sum of a tensor": lambda m: m.sum(),
+    "mean": lambda m: torch.mean(m, 0),
+    "prod": lambda m: torch.prod(m),
+    "exp": lambda m: torch.exp(m),
+    "mul": lambda m: m * m,
+    "softmax": lambda m: torch.softmax(m, -1),
+    "cat": lambda m: torch.cat([m, m]),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_masked_tensors_keep_their_masks(name: str) -> None:
+    masked = masked_tensor(torch.linspace(-1, 2, 9).view(3, 3), torch.eye(3) > 0)
+    with torch.autocast("cpu", LOW):
+        expected = MASKED[name](masked)
+    with amp.session("O4", device="cpu", lists="autocast-cpu", compute="native"):
+        result = MASKED[name](masked)
+    assert torch.equal(result.get_mask(), expected.get_mask()) and result.dtype is expected.dtype
+    assert torch.equal(result.get_data()[result.get_mask()], expected.get_data()[expected.get_mask()])
+
+
+@pytest.mark.parametrize("is_made_before", [False, True])
+def test_gradients_of_each_sample_are_those_of_a_loop(is_made_before: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)
+    if is_made_before:
+        call_for_per_sample_grads(model)(x).sum().backward()
+        for parameter in model.parameters():
+            del parameter.grad_sample
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+    call_for_per_sample_grads(model)(x).sum().backward()
+    samples = [parameter.grad_sample for parameter in model.parameters()]
+    for index in range(len(x)):
+        alone = torch.autograd.grad(model(x[index : index + 1]).sum(), list(model.parameters()))
+        for sample, gradient in zip(samples, alone, strict=True):
+            torch.testing.assert_close(sample[index].float(), gradient, rtol=0.03, atol=0.03)
+
+
+class Weighted(nn.Module):
+    """Its graph calls the function behind `F.linear` by its name in C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*[F.linear(x, self.weight)[None]] * 3)
+
+
+@pytest.mark.parametrize("is_traced_before", [False, True])
+def test_graphs_of_fx_are_cast_whenever_they_were_traced(is_traced_before: bool) -> None:
+    model, x = Weighted(), torch.ones(2, 4)
+    graph = torch.fx.symbolic_trace(model) if is_traced_before else None
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+    graph = torch.fx.symbolic_trace(model) if graph is None else graph
+    assert graph(x).dtype is LOW and torch.equal(graph(x), model(x))
+    assert torch.equal(torch.fx.GraphModule(graph, graph.graph)(x), model(x))
+    amp.reset()
+    assert graph(x).dtype is torch.float32 and torch.equal(graph(x), model(x))
+
+
+def test_a_recorded_graph_holds_casts_and_no_stored_copy() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", compute="native", verbosity=0)
+    model(x)
+    graph = make_fx(model)(x)
+    constants = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    assert constants and all(constant.dtype is torch.float32 for constant in constants)
+
+
+def test_a_mock_in_the_place_of_a_function_is_called_with_cast_arguments() -> None:
+    with mock.patch("torch.nn.functional.linear", wraps=F.linear) as spy:
+        model = nn.Linear(4, 3)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+        assert model(torch.ones(2, 4)).dtype is LOW
+        assert spy.call_count == 1 and spy.call_args.args[0].dtype is LOW
+        amp.reset()
+        assert F.linear is spy and model(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_sets_of_functions_cannot_follow_and_are_named(make_module: Callable[[str], Any]) -> None:
+    make_module("import torch\nHANDLED = frozenset({torch.exp})")
+    with pytest.warns(UserWarning, match=r"HANDLED \(frozenset\)"), amp.session("O4", device="cpu"):
+        pass
+
+
+@pytest.fixture
+def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    def make(source: str) -> Any:
+        (tmp_path / "overriding_x.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        return importlib.import_module("overriding_x")
+
+    yield make
+    sys.modules.pop("overriding_x", None)
