@@ -59,7 +59,7 @@ def initialize(
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
+    loss_scale: float | str | Mapping[str, float | str] | None = None,
     cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
@@ -83,7 +83,9 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
             patch_torch_functions_type, compute: override one property of the level; `lists/presets.yaml` says what each
-            means. `loss_scale` is a positive number or "dynamic"; `compute` is "auto", "native" or "float32".
+            means. `loss_scale` is a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`,
+            `backoff_factor`, `growth_interval` and `hysteresis`, which says how a dynamic one moves; `compute` is
+            "auto", "native" or "float32".
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
             they come.
         num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.

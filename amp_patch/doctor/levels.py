@@ -117,12 +117,12 @@ class Expected:
     @property
     def may_skip(self) -> bool:
         """Whether steps may be skipped after an overflow."""
-        return "loss_scale" in self.unknown or any(policy.loss_scale == "dynamic" for policy in self.policies)
+        return "loss_scale" in self.unknown or any(policy.is_scale_dynamic for policy in self.policies)
 
     @property
     def must_skip(self) -> bool:
         """Whether every possible level skips steps after an overflow."""
-        return "loss_scale" not in self.unknown and all(policy.loss_scale == "dynamic" for policy in self.policies)
+        return "loss_scale" not in self.unknown and all(policy.is_scale_dynamic for policy in self.policies)
 
     @property
     def may_have_masters(self) -> bool:

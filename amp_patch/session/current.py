@@ -122,7 +122,7 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
     if problems:
         raise ModelError("; ".join(problems))
     problems = find_optimizer_problems(
-        optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights)
+        optimizers, is_dynamic=policy.is_scale_dynamic, use_masters=bool(policy.master_weights)
     )
     if problems:
         raise OptimizerError("; ".join(problems))

@@ -13,9 +13,6 @@ from ..reporting import find_stacklevel, say_on_every_rank
 from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
-MAX_SKIPS_IN_A_ROW = 100
-"""A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
-
 
 class StepResult:
     """What the backward passes before one `step` have found, on its way to the host from the moment this is made."""
@@ -88,12 +85,12 @@ class Steps:
     def add(self, result: StepResult) -> None:
         """Take in the result of a step, and tell of all that is known by now.
 
-        Raises GradientOverflowError after 100 skips in a row.
+        Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
         self._pending.append(result)
         while self._pending and self._pending[0].is_known():
             self._resolve_first()
-        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+        if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
@@ -136,8 +133,9 @@ class Steps:
 
     def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
         say_on_every_rank(
-            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+            "Gradient overflow.  Skipping step, loss scaler %d %s %s",
             list(self._scalers).index(scaler),
+            "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
