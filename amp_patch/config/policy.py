@@ -9,7 +9,7 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
 from ..errors import PolicyError, did_you_mean
-from ..hardware import has_low_products
+from ..hardware import explain_imitation, explain_products, has_low_products
 from .loss_scale import INIT_SCALE, DynamicScale, parse_loss_scale
 
 Parser = Callable[[Any], Any]
@@ -104,6 +104,13 @@ class Policy:
         if low is None or self.compute != "auto":
             return low is not None and self.compute == "float32"
         return not has_low_products(device_type, low)
+
+    def explain_compute(self, device_type: str) -> list[str]:
+        """Return a sentence if products are not computed by instructions made for them on such devices."""
+        low = self.low_dtype
+        if low is not None and self.computes_in_float32(device_type):
+            return [explain_products(device_type, low)]
+        return [] if low is None or has_low_products(device_type, low) else [explain_imitation(device_type, low)]
 
     def describe(self) -> list[str]:
         """Return one line for each property, `name : value` with the name padded to 22 columns."""
