@@ -51,6 +51,7 @@ class LossScaler:
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
+        self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
         self._unjudged: list[BackwardPass] = []
 
     @property
@@ -62,7 +63,8 @@ class LossScaler:
         return self._scale
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """Move the scale to `device` and return it."""
+        """Move the scale to `device` and return it, for use."""
+        self.awaits_loss = False
         if self._scale.device != device:
             self._scale = self._scale.to(device)
             self._good_steps = self._good_steps.to(device)
@@ -73,6 +75,7 @@ class LossScaler:
         """Return the record of a backward pass of a loss on `device` that begins now; an update judges it once it is
         closed.
         """
+        self.awaits_loss = False
         backward_pass = BackwardPass(self, device, is_delayed=is_delayed)
         self._unjudged.append(backward_pass)
         return backward_pass
