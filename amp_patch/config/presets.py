@@ -29,8 +29,7 @@ def make_policy(
     Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
     contradictions at once.
     """
-    path = Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets())
-    table = Presets(path)
+    table = _table(presets)
     if not isinstance(opt_level, str) or opt_level not in table.names():
         raise _unknown_level(opt_level, table.names())
     properties = table.properties(opt_level)
@@ -47,6 +46,25 @@ def make_policy(
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
     return policy
+
+
+def make_policy_without_model(
+    opt_level: str, overrides: Mapping[str, Any], *, presets: str | os.PathLike[str] | None = None
+) -> Policy:
+    """Return the policy of a level for code without a model; raises PolicyError where it would cast models only."""
+    policy = make_policy(opt_level, overrides, presets=presets)
+    if policy.low_dtype is None or policy.patch_torch_functions:
+        return policy
+    table = _table(presets)
+    patching = [level for level in table.names() if table.properties(level).get("patch_torch_functions")]
+    raise PolicyError(
+        f"opt_level {opt_level!r} casts models and patches no functions, so code without a model would run in float32."
+        f" Levels that patch functions: {', '.join(patching)}. To cast a model, pass it to initialize."
+    )
+
+
+def _table(presets: str | os.PathLike[str] | None) -> "Presets":
+    return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:

@@ -3,8 +3,8 @@
 Where scripts can see it, this is what Apex did: float16 on every device, the op list `apex` with its ban of
 `binary_cross_entropy`, levels O0 to O3, lines on stdout. Right where Apex was not: models on the CPU and doubles are
 taken; with `enabled=False` every function works (`state_dict()` is empty); `initialize` may be called again, for more
-models under the same options or once the earlier models are gone; nothing is changed when it fails; checkpoints resume
-exactly, because the model's state dict holds the masters.
+models under the same options, or under others, which take over and leave the earlier models float32; nothing is changed
+when it fails; checkpoints resume exactly, because the model's state dict holds the masters.
 """
 
 import collections
@@ -190,7 +190,7 @@ def initialize(
 
     Raises:
         PolicyError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed. All are
-        RuntimeErrors. SessionError: models under other options are still alive.
+        RuntimeErrors. SessionError: a `scale_loss` block is open.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -293,6 +293,8 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
     )
     for optimizer in optimizers:
         attach_apex_names(optimizer)
+    for line in policy.explain_compute(session.device_type):
+        say("%s", line)
     return session
 
 
