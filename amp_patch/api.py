@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .casting import Mode, cast_tree
 from .config import Policy, make_policy
+from .config import presets as _presets
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
-from .hardware import explain_products
 from .reporting import say, set_verbosity
-from .session import Session, Stats, as_models, as_optimizers
+from .session import Session, Stats, as_enabled, as_models, as_optimizers
 from .session import current as _current
 from .user_functions import (
     float_function,
@@ -53,13 +53,13 @@ __all__ = [
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,
+    enabled: bool | str = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | str | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
+    loss_scale: float | str | Mapping[str, float | str] | None = None,
     cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
@@ -79,11 +79,13 @@ def initialize(
     Args:
         models: a torch.nn.Module or a sequence of them, float32 (any precision at O3). Changed in place.
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
-        enabled: False makes this and every other function of the package do nothing.
+        enabled: False (or the word, as a string) makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
             patch_torch_functions_type, compute: override one property of the level; `lists/presets.yaml` says what each
-            means. `loss_scale` is a positive number or "dynamic"; `compute` is "auto", "native" or "float32".
+            means. `loss_scale` is a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`,
+            `backoff_factor`, `growth_interval` and `hysteresis`, which says how a dynamic one moves; `compute` is
+            "auto", "native" or "float32".
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
             they come.
         num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
@@ -103,12 +105,13 @@ def initialize(
     """
     arguments = locals()  # those that override a property of the level
     returned = models if optimizers is None else (models, optimizers)
+    is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)
-    if not enabled:
+    if not is_enabled:
         _current.disable()
         with contextlib.suppress(ArgumentTypeError):
             for optimizer in as_optimizers(None if isinstance(optimizers, Iterator) else optimizers):
-                optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # for loops that ask
+                vars(optimizer)["step_was_skipped"] = False  # for loops that ask
         return returned
     models, returned = _hold(models, returned, 0 if optimizers is not None else None)
     optimizers, returned = _hold(optimizers, returned, 1 if optimizers is not None else None)
@@ -135,10 +138,8 @@ def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
 
 def _announce(policy: Policy, opened: Session) -> None:
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
-    for line in policy.describe():
+    for line in (*policy.describe(), *policy.explain_compute(opened.device_type)):
         say("%s", line)
-    if policy.low_dtype is not None and policy.computes_in_float32(opened.device_type):
-        say("%s", explain_products(opened.device_type, policy.low_dtype))
     if opened.oplists is not None:
         absent = [entry.op for entry in opened.oplists.missing]
         if absent:
@@ -293,14 +294,17 @@ def session(
         device: whose tensors are cast; default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError if a session is in force already.
+    Raises SessionError if a session is in force already, and PolicyError at a level that casts models and patches
+    nothing.
     """
     set_verbosity(verbosity)
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
     device_type = torch.device(device).type
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
-    policy = make_policy(opt_level, overrides, presets=presets)
+    policy = _presets.make_policy_without_model(opt_level, overrides, presets=presets)
+    for line in policy.explain_compute(device_type):
+        say("%s", line)
     with _current.without_model(policy, device_type):
         yield
 

@@ -38,6 +38,15 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
     return f"{reason}values are rounded to {name}, products are computed in float32, as tensor cores do"
 
 
+def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
+    """Return a sentence on products that torch imitates, since `compute="native"` asks for kernels of the dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"this {device_type.upper()} has no fast {name} products, and compute='native' has torch imitate them, on most"
+        " CPUs many times slower than float32: leave compute out, or pass compute='float32'"
+    )
+
+
 def cpu_flags() -> tuple[str, ...]:
     """Return which instructions for 16-bit products torch sees on this CPU, of those that it can tell about."""
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))

@@ -222,6 +222,59 @@ class ReadOnly(Mapping[str, Any]):
 
 
 FIRST: Callable[[Any], Any] = lambda value: value[0]  # noqa: E731
+
+
+class Boxes(list[Any]):
+    """Has a constructor that needs more than items, and takes them one by one."""
+
+    def __init__(self, *items: Any, size: int) -> None:
+        super().__init__(items)
+        self.size = size
+
+
+class Rows(list[Any]):
+    """Has a constructor that would put a list into the list."""
+
+    def __init__(self, *rows: Any) -> None:
+        super().__init__(rows)
+
+
+class Uncopied(list[Any]):
+    """Refuses to be copied."""
+
+    def __copy__(self) -> Any:
+        raise RuntimeError("there is but one")
+
+
+class Span(tuple[Any, ...]):
+    """A tuple of two that are given one by one."""
+
+    def __new__(cls, first: Any, second: Any) -> "Span":
+        return super().__new__(cls, (first, second))
+
+
+class Nesting(tuple[Any, ...]):
+    """A tuple that adds an item of its own."""
+
+    def __new__(cls, items: Any) -> "Nesting":
+        return super().__new__(cls, (*items, "own"))
+
+
+class Members(set[Any]):
+    """Has a constructor that needs more than items."""
+
+    def __init__(self, items: Any, *, owner: str) -> None:
+        super().__init__(items)
+        self.owner = owner
+
+
+class Sealed(frozenset[Any]):
+    """The same of a frozen set."""
+
+    def __new__(cls, items: Any, *, owner: str) -> "Sealed":
+        return super().__new__(cls, items)
+
+
 KEY: Callable[[Any], Any] = lambda value: value["a"]  # noqa: E731
 FIELD: Callable[[Any], Any] = lambda value: value.tensor  # noqa: E731
 
@@ -231,6 +284,8 @@ TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "set": (lambda t: {t}, lambda value: next(iter(value))),
     "frozenset": (lambda t: frozenset({t}), lambda value: next(iter(value))),
     "list-subclass": (lambda t: Strict([t]), FIRST),
+    "list-other-constructor": (lambda t: Boxes(t, size=3), FIRST),
+    "list-nesting-constructor": (lambda t: Rows(t, t), FIRST),
     "namedtuple": (lambda t: Pair(t, "kept"), lambda value: value.first),
     "collections.namedtuple": (lambda t: collections.namedtuple("Two", "tensor label")(t, 1), FIELD),
     "dict": (lambda t: {"a": t, 2: "kept"}, KEY),
@@ -247,6 +302,13 @@ TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "dataclass-frozen-slots": (FrozenSlotted, FIELD),
     "dataclass-frozen-own-slots": (FrozenBySlotsOfItsOwn, FIELD),
     "nested": (lambda t: {"a": [Pair(1, (Frozen({"b": t}),))]}, lambda value: value["a"][0].second[0].tensor["b"]),
+}
+UNMAKEABLE: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda t: Span(t, 4.0),
+    "tuple-nesting": lambda t: Nesting((t, 2)),
+    "set": lambda t: Members({t}, owner="me"),
+    "frozenset": lambda t: Sealed({t}, owner="me"),
+    "list": lambda t: Uncopied([t]),
 }
 trees = [pytest.param(make, pick, id=name) for name, (make, pick) in TREES.items()]
 
@@ -280,6 +342,19 @@ def test_a_container_in_which_nothing_changes_is_returned_itself(
     before = pick(value)
     assert cast_tree(value, to_low) is value
     assert pick(value) is before
+
+
+def test_a_copied_list_keeps_its_attributes() -> None:
+    result = cast_tree(Boxes(ones(), torch.arange(2), size=7), to_low)
+    assert result.size == 7 and len(result) == 2 and result[1].dtype is torch.int64
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in UNMAKEABLE.items()])
+def test_a_container_that_cannot_be_made_again_passes_through(make: Callable[[Tensor], Any]) -> None:
+    value = make(ones())
+    before = list(value)
+    assert cast_tree(value, to_low) is value
+    assert all(new is old for new, old in zip(value, before, strict=True))
 
 
 def test_all_that_is_not_a_cast_tensor_stays_in_a_mapping() -> None:

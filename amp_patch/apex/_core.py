@@ -85,13 +85,20 @@ class SessionView:
         replace: bool,
         accept_low: bool,
     ) -> "SessionView":
-        """Open a session, or bring models and optimizers under the open one if its policy is the same.
+        """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
+        same.
 
-        `replace` closes the open one first; `accept_low` takes models that hold 16-bit parameters already.
+        `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
         """
         return cls(
             current.initialize(
-                policy, models, optimizers, num_losses=num_losses, replace=replace, accept_low=accept_low
+                policy,
+                models,
+                optimizers,
+                num_losses=num_losses,
+                replace=replace,
+                replace_other=True,
+                accept_low=accept_low,
             )
         )
 
@@ -104,6 +111,11 @@ class SessionView:
     def is_in_force(self) -> bool:
         """Whether this session is the one in force."""
         return current.state.session is self._session
+
+    @property
+    def device_type(self) -> str:
+        """The type of the devices that the models are on."""
+        return self._session.device_type
 
     @property
     def has_models(self) -> bool:

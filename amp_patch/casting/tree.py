@@ -15,25 +15,21 @@ from ..dtypes import TensorCast
 def cast_tree(value: Any, cast: TensorCast) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
-    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class (a mapping or dataclass is copied, then
-    filled). A value in which nothing changes is returned itself, so a model that fills a container of its caller still
-    does. A generator becomes a generator of cast values. Modules, arrays, strings and every other object pass through
+    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class: lists, mappings and dataclasses are
+    copied and filled, others go through their constructor, and pass through untouched where that takes something else.
+    A value in which nothing changes is returned itself, so a model that fills a container of its caller still does. A
+    generator becomes a generator of cast values. Modules, arrays, strings and every other object pass through
     untouched.
     """
     if isinstance(value, Tensor):
         return cast(value)
     if value is None or isinstance(value, (str, bytes, bool, int, float, torch.nn.Module, torch.Size)):
         return value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list, set, frozenset)):
         items = [cast_tree(item, cast) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, (list, set, frozenset)):
-        items = [cast_tree(item, cast) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(items)
+        return _rebuild(value, items)
     if isinstance(value, Mapping):
         return _cast_mapping(value, cast)
     if isinstance(value, types.GeneratorType):
@@ -41,6 +37,24 @@ def cast_tree(value: Any, cast: TensorCast) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _cast_dataclass(value, cast)
     return value
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """Return a container like `value` that holds `items`, or `value` where its class does not let one be made."""
+    kind = type(value)
+    if kind in (tuple, list, set, frozenset):
+        return kind(items)
+    try:
+        if isinstance(value, list):
+            result: Any = copy.copy(value)
+            list.clear(result)
+            list.extend(result, items)
+        else:
+            result = kind._make(items) if hasattr(kind, "_make") else kind(items)
+        is_like = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
+    except Exception:  # a constructor of the user's may raise anything
+        return value
+    return result if is_like else value
 
 
 def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, Any]:

@@ -12,6 +12,7 @@ import amp_patch as amp
 
 from ..dtypes import dtype_name
 from ..errors import did_you_mean
+from ..hardware import explain_products, has_low_products
 from ..tables import format_table
 from .demo_picture import save_plot
 from .demo_training import MissingExtraError as MissingExtraError
@@ -64,6 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         amp.reset()
     print(format_table(COLUMNS, map(_cells, results), left=2))
+    for low in dict.fromkeys(result.low_dtype for result in results):
+        if low is not None and not has_low_products(device.type, low):
+            print(f"\n{explain_products(device.type, low)}; for speed here, use O0")
     if arguments.plot:
         save_plot(results, arguments.plot)
         print(f"\nloss curves: {arguments.plot}")

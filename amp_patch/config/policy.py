@@ -1,6 +1,5 @@
 """The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -10,7 +9,8 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
 from ..errors import PolicyError, did_you_mean
-from ..hardware import has_low_products
+from ..hardware import explain_imitation, explain_products, has_low_products
+from .loss_scale import INIT_SCALE, DynamicScale, parse_loss_scale
 
 Parser = Callable[[Any], Any]
 
@@ -21,19 +21,6 @@ def _parse_boolean(value: object) -> bool:
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     raise PolicyError(f"{value!r} is neither true nor false")
-
-
-def parse_loss_scale(value: object) -> float | str:
-    """Return "dynamic" or a finite positive float."""
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise PolicyError(f"loss_scale={value!r} is neither a finite positive number nor 'dynamic'")
-    return number
 
 
 COMPUTE = ("auto", "native", "float32")
@@ -92,7 +79,7 @@ class Policy:
     patch_torch_functions_type: torch.dtype | None = _property(_parse_dtype_of("patch_torch_functions_type"), None)
     keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
     master_weights: bool | None = _property(_parse_boolean, None)
-    loss_scale: float | str = _property(parse_loss_scale, 1.0)
+    loss_scale: float | DynamicScale = _property(parse_loss_scale, 1.0)
     compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
@@ -106,12 +93,24 @@ class Policy:
             return self.patch_torch_functions_type
         return self.cast_model_type if self.cast_model_type in LOW_DTYPES else None
 
+    @property
+    def is_scale_dynamic(self) -> bool:
+        """Whether the loss scale follows the gradients, and an overflow skips a step."""
+        return isinstance(self.loss_scale, DynamicScale)
+
     def computes_in_float32(self, device_type: str) -> bool:
         """Tell whether products of 16-bit values are computed in float32 on such devices."""
         low = self.low_dtype
         if low is None or self.compute != "auto":
             return low is not None and self.compute == "float32"
         return not has_low_products(device_type, low)
+
+    def explain_compute(self, device_type: str) -> list[str]:
+        """Return a sentence if products are not computed by instructions made for them on such devices."""
+        low = self.low_dtype
+        if low is not None and self.computes_in_float32(device_type):
+            return [explain_products(device_type, low)]
+        return [] if low is None or has_low_products(device_type, low) else [explain_imitation(device_type, low)]
 
     def describe(self) -> list[str]:
         """Return one line for each property, `name : value` with the name padded to 22 columns."""
@@ -171,3 +170,11 @@ def _contradict_bounds(policy: Policy) -> Iterator[str]:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
     if not policy.max_loss_scale > 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
+    scale = policy.loss_scale
+    if isinstance(scale, DynamicScale) and scale.init != INIT_SCALE:  # which gives way to a bound
+        lowest = policy.min_loss_scale or 0.0
+        if not lowest <= scale.init <= policy.max_loss_scale:
+            yield (
+                f"loss_scale: init={scale.init:.12g} must lie between min_loss_scale={lowest:g} and"
+                f" max_loss_scale={policy.max_loss_scale:.12g}"
+            )

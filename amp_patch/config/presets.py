@@ -1,15 +1,16 @@
 """From a level, as a presets file states it, and the caller's overrides to one `Policy`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..dtypes import dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
+from .loss_scale import DynamicScale as DynamicScale
+from .loss_scale import parse_loss_scale as parse_loss_scale
 from .policy import Policy, find_contradictions
-from .policy import parse_loss_scale as parse_loss_scale
 from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
@@ -28,8 +29,7 @@ def make_policy(
     Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
     contradictions at once.
     """
-    path = Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets())
-    table = Presets(path)
+    table = _table(presets)
     if not isinstance(opt_level, str) or opt_level not in table.names():
         raise _unknown_level(opt_level, table.names())
     properties = table.properties(opt_level)
@@ -46,6 +46,25 @@ def make_policy(
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
     return policy
+
+
+def make_policy_without_model(
+    opt_level: str, overrides: Mapping[str, Any], *, presets: str | os.PathLike[str] | None = None
+) -> Policy:
+    """Return the policy of a level for code without a model; raises PolicyError where it would cast models only."""
+    policy = make_policy(opt_level, overrides, presets=presets)
+    if policy.low_dtype is None or policy.patch_torch_functions:
+        return policy
+    table = _table(presets)
+    patching = [level for level in table.names() if table.properties(level).get("patch_torch_functions")]
+    raise PolicyError(
+        f"opt_level {opt_level!r} casts models and patches no functions, so code without a model would run in float32."
+        f" Levels that patch functions: {', '.join(patching)}. To cast a model, pass it to initialize."
+    )
+
+
+def _table(presets: str | os.PathLike[str] | None) -> "Presets":
+    return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
@@ -125,12 +144,29 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
             line, column = parent.key_at.get(name, (node.line, node.column))
             problem = _GONE.get(name, f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}")
             raise PolicyError(problem, path, line, column)
-        value = [item.value for item in node.value] if isinstance(node.value, list) else node.value
         try:
-            result[name] = None if _is_null(node) else parsers[name](value)
+            result[name] = None if _is_null(node) else parsers[name](_plain(node))
         except AmpError as error:
-            raise PolicyError(f"{name}: {error}", path, node.line, node.column) from None
+            line, column = _place_of_fault(node, parsers[name])
+            raise PolicyError(f"{name}: {error}", path, line, column) from None
     return result
+
+
+def _plain(node: Node) -> Any:
+    """Return the value of a node as text, lists and dictionaries."""
+    if isinstance(node.value, dict):
+        return {key: _plain(item) for key, item in node.value.items()}
+    return [_plain(item) for item in node.value] if isinstance(node.value, list) else node.value
+
+
+def _place_of_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
+    """Return line and column of what cannot be read in a node: in a mapping, the first key that is wrong by itself."""
+    for key, item in node.value.items() if isinstance(node.value, dict) else ():
+        try:
+            parse({key: _plain(item)})
+        except AmpError:
+            return node.key_at[key]
+    return node.line, node.column
 
 
 def _is_null(node: Node) -> bool:

@@ -37,6 +37,11 @@ def literal(script: Script, node: ast.AST) -> Any:
     if isinstance(node, (ast.List, ast.Tuple)):
         items = [literal(script, item) for item in node.elts]
         return UNKNOWN if UNKNOWN in items else items
+    if isinstance(node, ast.Dict):
+        keys = [UNKNOWN if key is None else literal(script, key) for key in node.keys]
+        values = [literal(script, value) for value in node.values]
+        is_known = all(isinstance(key, str) for key in keys) and UNKNOWN not in values
+        return dict(zip(keys, values, strict=True)) if is_known else UNKNOWN
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = literal(script, node.operand)
         return -value if isinstance(value, (int, float)) else UNKNOWN
@@ -117,12 +122,12 @@ class Expected:
     @property
     def may_skip(self) -> bool:
         """Whether steps may be skipped after an overflow."""
-        return "loss_scale" in self.unknown or any(policy.loss_scale == "dynamic" for policy in self.policies)
+        return "loss_scale" in self.unknown or any(policy.is_scale_dynamic for policy in self.policies)
 
     @property
     def must_skip(self) -> bool:
         """Whether every possible level skips steps after an overflow."""
-        return "loss_scale" not in self.unknown and all(policy.loss_scale == "dynamic" for policy in self.policies)
+        return "loss_scale" not in self.unknown and all(policy.is_scale_dynamic for policy in self.policies)
 
     @property
     def may_have_masters(self) -> bool:

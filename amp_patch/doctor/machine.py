@@ -15,7 +15,7 @@ import torch
 
 import amp_patch
 
-from ..hardware import cpu_flags
+from ..hardware import cpu_flags, has_low_products
 from .findings import Finding
 from .levels import presets_in_force
 
@@ -144,6 +144,28 @@ def judge_cpu(flags: Sequence[str], speeds: dict[str, float]) -> tuple[LowDtype,
             LowDtype(name, verdict, f"{speed:.2g} times the speed of float32 in a {_SIZE}x{_SIZE} product; {has}")
         )
     return tuple(verdicts)
+
+
+def recommend(machine: Machine) -> str:
+    """Return a sentence on which levels are for speed here, by the first device, an accelerator if there is one."""
+    device = next(iter(machine.devices), None)
+    if device is None or device.name.startswith("cpu"):
+        if has_low_products("cpu", torch.bfloat16):
+            return (
+                "for speed on this CPU use O4 or O5 (bfloat16); float16 levels are for trying out what a GPU will run"
+            )
+        return (
+            "for speed on this CPU use O0: it has no fast products of 16-bit values. The other levels are for trying"
+            " out what a GPU will run; leave out compute='native' there"
+        )
+    verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
+    if verdicts["bfloat16"] == "fast":
+        return f"for speed on {device.name} use O4 or O5 (bfloat16, no loss scaling); O1 and O2 (float16) are as fast"
+    if verdicts["float16"] == "fast":
+        return f"for speed on {device.name} use O1 or O2 (float16): bfloat16 is slow there"
+    if "unknown" in verdicts.values():
+        return f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest"
+    return f"for speed on {device.name} use O0: 16 bits save memory there, and no time"
 
 
 # ---- apex ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from ..dtypes import dtype_name
 from ..hardware import has_low_products
 from ..tables import align
 from .findings import SEVERITIES, Finding
-from .machine import Machine
+from .machine import Machine, recommend
 
 _APEX = {
     "none": "not installed",
@@ -43,6 +43,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
     lines.append(("", f"on the CPU, products of {' and '.join(in_float32)} values are computed in float32 by default"))
     where = f", {machine.apex.location}" if machine.apex.location else ""
     lines.append(("apex", f"{_APEX[machine.apex.kind]}{where}"))
+    lines.append(("advice", recommend(machine)))
     return lines
 
 
@@ -61,6 +62,5 @@ def as_json(machine: Machine, findings: Sequence[Finding], file_count: int) -> s
     """Return the report as a JSON object: `machine`, `findings` and `summary`."""
     listed = [{name: getattr(finding, name) for name in Finding.__slots__} for finding in findings]
     summary = {severity: len([one for one in findings if one.severity == severity]) for severity in SEVERITIES}
-    return json.dumps(
-        {"machine": machine.as_dict(), "findings": listed, "summary": {**summary, "files": file_count}}, indent=2
-    )
+    shown = {**machine.as_dict(), "advice": recommend(machine)}
+    return json.dumps({"machine": shown, "findings": listed, "summary": {**summary, "files": file_count}}, indent=2)

@@ -1,6 +1,7 @@
 """One policy in force: what `initialize` changed, and the one session of the process."""
 
 from . import current as current
+from .arguments import as_enabled as as_enabled
 from .arguments import as_models as as_models
 from .arguments import as_optimizers as as_optimizers
 from .session import Session as Session

@@ -15,6 +15,22 @@ from ..training import ids_beside_opaque
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
+def as_enabled(enabled: Any) -> bool:
+    """Return whether amp is on, by `initialize`'s third argument: text is taken if it says true or false.
+
+    Raises ArgumentTypeError for other text, most often a level.
+    """
+    if not isinstance(enabled, str):
+        return bool(enabled)
+    word = enabled.strip().lower()
+    if word not in ("true", "false"):
+        raise ArgumentTypeError(
+            f"enabled={enabled!r}, the third argument of initialize, is neither True nor False: write"
+            f" opt_level={enabled!r} if it is a level"
+        )
+    return word == "true"
+
+
 # ---- models ----
 
 
@@ -56,14 +72,32 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
     if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
         left_alone = ids_beside_opaque(model)
+        if policy.cast_model_type is None:  # weights stay as they are, so only those that are trained need be float32
+            left_alone |= _ids_of_frozen(model)
         tensors = (*model.named_parameters(), *model.named_buffers())
         low = [key for key, value in tensors if value.dtype in LOW_DTYPES and id(value) not in left_alone]
         if low:
+            fix = (
+                "initialize casts the model"
+                if policy.cast_model_type is not None
+                else "only frozen weights (requires_grad=False) may be in 16 bits"
+            )
             problems.append(
                 f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
-                " weights. Leave out .half() and .bfloat16(); initialize casts the model"
+                f" weights. Leave out .half() and .bfloat16(); {fix}"
             )
     return problems
+
+
+def _ids_of_frozen(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are not trained, and of the buffers of modules that train none."""
+    found: set[int] = set()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        found.update(id(parameter) for parameter in own if not parameter.requires_grad)
+        if not any(parameter.requires_grad for parameter in own):
+            found.update(id(buffer) for buffer in module.buffers(recurse=False))
+    return found
 
 
 def _some(names: Sequence[str]) -> str:
@@ -88,16 +122,26 @@ def describe(models: Sequence[nn.Module]) -> str:
 # ---- optimizers ----
 
 
+def _get_wrapped(optimizer: Any) -> Any:
+    """Return what a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`) steps, or None for no wrapper.
+
+    Accelerate's calls itself an Optimizer; those with groups of their own, as Lookahead and SAM, are no wrappers.
+    """
+    if isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
+        return optimizer.optimizer
+    return None if isinstance(optimizer, Optimizer) else getattr(optimizer, "optim", None)
+
+
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer, following `.optim` through wrappers such as LARC.
+    """Return the torch optimizer, following wrappers.
 
     Raises ArgumentTypeError if there is none.
     """
     inner = optimizer
-    while not isinstance(inner, Optimizer):
-        if not hasattr(inner, "optim"):
-            raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
-        inner = inner.optim
+    while (wrapped := _get_wrapped(inner)) is not None:
+        inner = wrapped
+    if not isinstance(inner, Optimizer):
+        raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
     return inner
 
 
@@ -108,7 +152,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     """
     if optimizers is None:
         return []
-    if isinstance(optimizers, Optimizer) or hasattr(optimizers, "optim"):
+    if isinstance(optimizers, Optimizer) or _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]
     try:
         items = list(optimizers)

@@ -38,20 +38,23 @@ def initialize(
     *,
     num_losses: int,
     replace: bool,
+    replace_other: bool = False,
     accept_low: bool = False,
 ) -> Session:
     """Open a session for these objects, or bring them under the open one if its policy is the same. See
     `amp_patch.initialize`.
 
-    With `accept_low`, models may hold 16-bit parameters already at any level.
+    With `replace_other`, a session of another policy is closed, as `replace` closes any. With `accept_low`, models may
+    hold 16-bit parameters already at any level.
     """
     with state.lock:
         device_type = device_type_of(models)
         _close_if_over()
         session = state.session
-        if session is not None and not replace:
-            if session.policy != policy or session.device_type != device_type:
-                raise _conflict(session, policy)
+        fits = session is not None and (session.policy, session.device_type) == (policy, device_type)
+        if session is not None and not fits and not (replace or replace_other):
+            raise _conflict(session, policy)
+        if session is not None and fits and not replace:
             _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
@@ -83,6 +86,8 @@ def _conflict(session: Session, policy: Policy) -> SessionError:
         f"opt_level {session.policy.opt_level} is in force for {describe(session.models()) or 'a session block'}, which"
         f" is still in use, and {policy.opt_level} (or the same level with other options) was asked for. Pass all"
         " models to one initialize call, or delete the old ones, or call amp.reset() first, or pass replace=True."
+        " Models that you have deleted may be held by Out[] or _ of IPython, and after an error by the traceback in"
+        " sys.last_exc or sys.last_value."
     )
 
 
@@ -122,7 +127,7 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
     if problems:
         raise ModelError("; ".join(problems))
     problems = find_optimizer_problems(
-        optimizers, is_dynamic=policy.loss_scale == "dynamic", use_masters=bool(policy.master_weights)
+        optimizers, is_dynamic=policy.is_scale_dynamic, use_masters=bool(policy.master_weights)
     )
     if problems:
         raise OptimizerError("; ".join(problems))

@@ -131,12 +131,11 @@ class Session:
         """Have at least `num_losses` scalers."""
         policy = self.policy
         while len(self.scalers) < num_losses:
-            scaler = loss_scaler.LossScaler(
-                policy.loss_scale if policy.loss_scale != "dynamic" else "dynamic",  # type: ignore[arg-type]
-                min_loss_scale=policy.min_loss_scale,
-                max_loss_scale=policy.max_loss_scale,
+            self.scalers.append(
+                loss_scaler.LossScaler(
+                    policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
+                )
             )
-            self.scalers.append(scaler)
 
     def refresh(self) -> None:
         """Have every link refreshed before its next use, and copy masters to their parameters."""

@@ -21,8 +21,8 @@ class Attributes:
         self._undo = undo
 
     def attach(self, target: Any, name: str, value: Any) -> None:
-        """Set an attribute. A later value takes the place of an earlier one."""
-        setattr(target, name, value)
+        """Set an attribute; one that the class computes hides it. A later value takes the place of an earlier one."""
+        vars(target)[name] = value
         self._undo.callback(_delete, weakref.ref(target), name)
 
     def replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:

@@ -10,47 +10,48 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..config import presets
 from ..torch_private import update_scale_
 from .backward_pass import BackwardPass, PassState, combine_found_inf
 from .unscaling import rescale_ as rescale_
 from .unscaling import unscale_ as unscale_
 
-GROWTH_FACTOR = 2.0
-BACKOFF_FACTOR = 0.5
-GROWTH_INTERVAL = 2000
-"""Good steps before the scale doubles, and the factors: the values Apex and torch.amp.GradScaler both use."""
-
-INIT_SCALE = 2.0**16
-
 
 class LossScaler:
     """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
-    Dynamic: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient, double after
-    2000 good steps in a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per optimizer step,
-    however many backward passes led to it.
+    Dynamic, by default: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient,
+    double after 2000 good steps in a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per
+    optimizer step, however many backward passes led to it.
+
+    The scales are those of torch.amp.GradScaler, whose kernel computes them, between the bounds. With a `hysteresis`
+    above 1 they are those of `DynamicGradScaler` in Megatron-LM (megatron/core/optimizer/grad_scaler.py): each overflow
+    takes one from a count, at 0 the scale backs off, also at every overflow that follows, and only when the scale
+    grows the count is full again.
     """
 
     def __init__(
         self,
-        loss_scale: float | Literal["dynamic"],
+        loss_scale: float | presets.DynamicScale | Literal["dynamic"],
         *,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
-        growth_interval: int = GROWTH_INTERVAL,
     ) -> None:
-        self.is_dynamic = loss_scale == "dynamic"
+        given = presets.parse_loss_scale(loss_scale)
+        self.is_dynamic = isinstance(given, presets.DynamicScale)
+        rule = given if isinstance(given, presets.DynamicScale) else presets.DynamicScale()
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self.growth_interval = growth_interval
-        start = (
-            max(min(max_loss_scale, INIT_SCALE), min_loss_scale or 0.0)
-            if loss_scale == "dynamic"
-            else float(loss_scale)
-        )
+        self.growth_factor = rule.growth_factor
+        self.backoff_factor = rule.backoff_factor
+        self.growth_interval = rule.growth_interval
+        self.hysteresis = rule.hysteresis
+        start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32)
+        self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
+        self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
         self._unjudged: list[BackwardPass] = []
 
     @property
@@ -62,16 +63,19 @@ class LossScaler:
         return self._scale
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """Move the scale to `device` and return it."""
+        """Move the scale to `device` and return it, for use."""
+        self.awaits_loss = False
         if self._scale.device != device:
             self._scale = self._scale.to(device)
             self._good_steps = self._good_steps.to(device)
+            self._overflows_left = self._overflows_left.to(device)
         return self._scale
 
     def begin_pass(self, device: torch.device, *, is_delayed: bool = False) -> BackwardPass:
         """Return the record of a backward pass of a loss on `device` that begins now; an update judges it once it is
         closed.
         """
+        self.awaits_loss = False
         backward_pass = BackwardPass(self, device, is_delayed=is_delayed)
         self._unjudged.append(backward_pass)
         return backward_pass
@@ -82,7 +86,7 @@ class LossScaler:
         Waits for nothing.
         """
         due = self._due()
-        self._scale, self._good_steps = self._next_state()
+        self._scale, self._good_steps, self._overflows_left = self._next_state()
         for one in due:
             one.state = PassState.JUDGED
         self._forget_judged()
@@ -98,21 +102,33 @@ class LossScaler:
     def _forget_judged(self) -> None:
         self._unjudged = [one for one in self._unjudged if one.state is not PassState.JUDGED]
 
-    def _next_state(self) -> tuple[Tensor, Tensor]:
+    def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
         """The state after an update: what `update` installs, and what readers are told while one is due."""
-        due = self._due()
+        due, left = self._due(), self._overflows_left
         if not due:
-            return self._scale, self._good_steps
+            return self._scale, self._good_steps, left
         for one in due:  # of a delayed pass nobody has looked at the gradients yet
             one.complete()
         scale, good_steps = self._scale.clone(), self._good_steps.clone()
         if not self.is_dynamic:
-            return scale, good_steps + 1
+            return scale, good_steps + 1, left
         found_inf = combine_found_inf(due).to(scale.device)
-        update_scale_(scale, good_steps, found_inf, GROWTH_FACTOR, BACKOFF_FACTOR, self.growth_interval)
+        update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
+        if self.hysteresis > 1:
+            is_overflow, grows = found_inf > 0, good_steps == 0
+            left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
+            scale = torch.where(is_overflow & (left > 0), self._scale, scale)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
         # good
-        return scale.clamp_(self.min_loss_scale or torch.finfo(torch.float32).tiny, self.max_loss_scale), good_steps
+        lowest = self.min_loss_scale or torch.finfo(torch.float32).tiny
+        return scale.clamp_(lowest, self.max_loss_scale), good_steps, left
+
+    @property
+    def hopeless_after(self) -> int:
+        """How many overflows in a row take the scale down by 2**100, at least 100: one that starts at 2**16 has passed
+        2**-84 by then, and gradients are non-finite whatever the scale.
+        """
+        return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
@@ -130,26 +146,35 @@ class LossScaler:
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes. Waits for the device."""
-        scale, good_steps = self._next_state()
-        return {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
+        """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes; with a `hysteresis` above 1 also
+        `hysteresis_tracker`, the overflows that are left before the scale backs off. Waits for the device.
+        """
+        scale, good_steps, left = self._next_state()
+        state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
+        if self.hysteresis > 1:
+            state["hysteresis_tracker"] = int(left.item())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a scale and the number of good steps since it last changed. Raises KeyError, TypeError or
+        """Take over a scale, the number of good steps since it last changed, and how many overflows are left before it
+        backs off: all of `hysteresis` where the state does not say, as Apex's do not. Raises KeyError, TypeError or
         ValueError on anything else.
 
         A static scale stays what it was set to: what another run had found by then is no reason to change it.
         """
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        left = int(state.get("hysteresis_tracker", self.hysteresis))
         if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
             raise ValueError(
                 f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}"
             )
+        if left < 0:
+            raise ValueError(f"hysteresis_tracker must not be negative, as {left} is")
         self._unjudged.clear()
+        device = self._scale.device
         if self.is_dynamic:
-            self._scale = torch.tensor(scale, dtype=torch.float32, device=self._scale.device)
-        # at the interval or beyond it the equality test of the growth rule would never hold again
-        self._good_steps = torch.tensor(
-            min(unskipped, self.growth_interval - 1) if self.is_dynamic else unskipped, dtype=torch.int32
-        )
-        self._good_steps = self._good_steps.to(self._scale.device)
+            self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
+            # at the interval or beyond it the equality test of the growth rule would never hold again
+            unskipped = min(unskipped, self.growth_interval - 1)
+        self._good_steps = torch.tensor(unskipped, dtype=torch.int32, device=device)
+        self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32, device=device)

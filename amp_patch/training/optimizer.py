@@ -151,7 +151,7 @@ class OptimizerBinding:
     def _tell_skipped(self, is_skip: bool) -> None:
         optimizer = self.optimizer
         if optimizer is not None:
-            optimizer.step_was_skipped = is_skip  # type: ignore[attr-defined]
+            vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:

@@ -5,6 +5,7 @@ the masters.
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
+from ..reporting import find_stacklevel
 from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
 from .fused_skip import DeviceSkip, skip_by
@@ -109,6 +111,8 @@ class Stepper:
         kwargs: dict[str, Any],
     ) -> Any:
         if not passes:
+            if self._scalers[0].awaits_loss:
+                self._tell_of_unscaled()
             result = self._take_step(None, original, args, kwargs)
             self._window.end(())
             self._steps.add_taken()
@@ -132,6 +136,19 @@ class Stepper:
         finally:
             self._gradients.drop_masters()
         return result
+
+    def _tell_of_unscaled(self) -> None:
+        """Warn, once in a session, of gradients under a dynamic scale that no loss was multiplied by."""
+        if not all(scaler.awaits_loss for scaler in self._scalers) or self._gradients.is_empty():
+            return
+        for scaler in self._scalers:
+            scaler.awaits_loss = False
+        warnings.warn(
+            f"step() of {type(self._get_optimizer()).__name__} under a dynamic loss scale, but no loss has been scaled:"
+            " small gradients may be lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as"
+            " scaled_loss: scaled_loss.backward()`, or give initialize loss_scale=1.0.",
+            stacklevel=find_stacklevel(),
+        )
 
     def _take_step(
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import GradientOverflowError
@@ -13,8 +14,8 @@ from ..reporting import find_stacklevel, say_on_every_rank
 from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
-MAX_SKIPS_IN_A_ROW = 100
-"""A scale that starts at 2**16 has passed 2**-84 by then: the gradients are non-finite whatever the scale."""
+LOOK_EVERY = 100
+"""Of steps whose gradients no pass has judged, those at a loss scale of 1 among them, one in so many is looked at."""
 
 
 class StepResult:
@@ -44,6 +45,11 @@ class StepResult:
         """Return the flag that the optimizer skips by, 0-dim float32, 0.0 or 1.0; None if no pass can skip a step."""
         dynamic = [one for one in self._passes if one.scaler.is_dynamic]
         return combine_found_inf(dynamic) if dynamic else None
+
+
+def _is_capturing() -> bool:
+    """Tell whether a CUDA graph is being recorded, when nothing may wait for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Steps:
@@ -88,12 +94,12 @@ class Steps:
     def add(self, result: StepResult) -> None:
         """Take in the result of a step, and tell of all that is known by now.
 
-        Raises GradientOverflowError after 100 skips in a row.
+        Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
         self._pending.append(result)
         while self._pending and self._pending[0].is_known():
             self._resolve_first()
-        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+        if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
@@ -101,11 +107,22 @@ class Steps:
             )
 
     def add_taken(self) -> None:
-        """Take in a step that no pass could skip."""
+        """Take in a step that no pass could skip. Waits for the device, once in a hundred steps."""
         if self._pending:
             self.add(StepResult(()))
             return
         self._count(is_skip=False)
+        if self._taken % LOOK_EVERY == 0 and not self._has_warned and not _is_capturing():
+            self._look_at_gradients()
+
+    def _look_at_gradients(self) -> None:
+        culprits = self._find_culprits()
+        if culprits:
+            self._warn(
+                f"non-finite gradients ({', '.join(culprits[:5])}) at a loss scale of 1, under which nobody looks at"
+                f" each of them: this is one step in {LOOK_EVERY}. The steps are taken. Look for NaN in the data or the"
+                ' weights, or an op that needs float32; in float16 try loss_scale="dynamic".'
+            )
 
     def resolve(self) -> None:
         """Tell of every step so far. Waits for the device if one is not known."""
@@ -136,8 +153,9 @@ class Steps:
 
     def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
         say_on_every_rank(
-            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s",
+            "Gradient overflow.  Skipping step, loss scaler %d %s %s",
             list(self._scalers).index(scaler),
+            "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:

@@ -560,3 +560,55 @@ def test_foreign_entries_are_refused_before_anything_is_loaded():
     with pytest.raises(RuntimeError, match="epoch"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "epoch": 3})
     assert _amp_state.loss_scalers[0].loss_scale() == 65536.0
+
+
+# ---- one initialize after another ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O2", "O3"), ("O3", "O0"), ("O0", "O1")], ids=str
+)
+def test_a_later_level_takes_over_from_models_that_are_still_alive(first, second):
+    batches = make_batches(4)
+    expected, optimizer = start(second)
+    train(expected, optimizer, batches)
+    amp_patch.reset()
+
+    older, older_optimizer = start(first)
+    train(older, older_optimizer, batches[:2])
+    newer, optimizer = start(second)
+    assert amp_patch.stats().opt_level == second == _amp_state.opt_properties.opt_level
+    train(newer, optimizer, batches)
+    assert_equal(weights(newer), weights(expected))
+    assert {parameter.dtype for parameter in older.parameters()} == {torch.float32}
+    older(batches[0][0])  # runs as a plain model, whatever the level patches
+    with pytest.raises(amp_patch.OptimizerError, match="was not passed to initialize"):
+        amp_patch.scale_loss(torch.ones(()), older_optimizer)
+
+
+def test_a_later_level_does_not_take_over_inside_a_scale_loss_block():
+    model, optimizer = start("O2")
+    with (
+        pytest.raises(amp_patch.SessionError, match="a scale_loss block is open"),
+        amp.scale_loss(torch.ones((), requires_grad=True), optimizer),
+    ):
+        start("O1")
+    assert amp_patch.stats().opt_level == "O2"
+
+
+def test_that_products_are_computed_in_float32_is_printed(capsys):
+    amp.initialize(make_model(), opt_level="O2")  # float16 has no fast products on any CPU
+    assert "values are rounded to float16, products are computed in float32" in capsys.readouterr().out
+
+
+def test_knobs_of_a_level_laid_over_a_script_are_kept(tmp_path, monkeypatch):
+    path = tmp_path / "levels.yaml"
+    path.write_text("O2: {extends: O2, loss_scale: {init: 2048, growth_interval: 7}}\n")
+    monkeypatch.setenv("AMP_PATCH_PRESETS", str(path))
+    model, optimizer = start("O2")
+    scaler = _amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._scale_seq_len, scaler.dynamic) == (2048.0, 7, True)
+    amp_patch.reset()
+    monkeypatch.delenv("AMP_PATCH_PRESETS")
+    start("O2")
+    assert _amp_state.opt_properties.loss_scale == "dynamic" and _amp_state.loss_scalers[0]._scale_seq_len == 2000

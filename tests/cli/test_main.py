@@ -47,6 +47,17 @@ def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixt
     assert int(rows["O4"][patched]) > 0
 
 
+@pytest.mark.parametrize("has_products", [True, False])
+def test_demo_says_which_products_are_computed_in_float32(
+    has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "has_low_products", lambda device_type, low: has_products)
+    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "products are computed in float32" in line]
+    assert len(told) == (0 if has_products else 1)
+    assert all("rounded to bfloat16" in line and line.endswith("for speed here, use O0") for line in told)
+
+
 def test_demo_leaves_no_session_open() -> None:
     linear = torch.nn.functional.linear
     main(["demo", "--opt-level", "O4", "--steps", "1", "--device", "cpu"])

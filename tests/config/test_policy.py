@@ -9,14 +9,15 @@ from torch import nn
 import amp_patch as amp
 from amp_patch.config import Policy, make_policy
 from amp_patch.config import policy as policy_module
+from amp_patch.config.presets import DynamicScale
 from amp_patch.config.shipped import shipped_presets
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 TABLE = {  # cast_model_type, patch_torch_functions, type, keep_batchnorm_fp32, master_weights, loss_scale
     "O0": (F32, False, None, None, False, 1.0),
-    "O1": (None, True, F16, None, None, "dynamic"),
-    "O2": (F16, False, None, True, True, "dynamic"),
+    "O1": (None, True, F16, None, None, DynamicScale()),
+    "O2": (F16, False, None, True, True, DynamicScale()),
     "O3": (F16, False, None, False, False, 1.0),
     "O4": (None, True, BF16, None, None, 1.0),
     "O5": (BF16, False, None, True, True, 1.0),

@@ -155,6 +155,11 @@ POSITIVE = {
         "error",
         HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT',
     ),
+    "AMP202-knobs": (
+        "error",
+        HEAD
+        + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": 64, "backoff_factor": 2})  # FAULT',
+    ),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
     "AMP201-apex-default": (
         "error",
@@ -444,6 +449,8 @@ NEGATIVE = {
         HEAD + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7,'
         " cast_model_type=torch.half)"
     ),
+    "AMP202-knobs-fit": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"growth_interval": 50})',
+    "AMP202-knobs-unknown": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": args.init})',
     "AMP202-unknown-value": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=args.keep)',
     "AMP202-none": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=None)',
     "AMP203-after": HEAD + setup("O4") + "model = nn.parallel.DistributedDataParallel(model)",

@@ -3,6 +3,8 @@ importing it.
 """
 
 import importlib
+import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import amp_patch
 from amp_patch.cli.main import main
 from amp_patch.doctor import levels, machine
 from amp_patch.doctor.machine import ApexInstall, Machine
-from amp_patch.doctor.report import as_text
+from amp_patch.doctor.report import as_json, as_text
 
 SOUND = Machine(
     "3.12.1", "0.1.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
@@ -215,6 +217,29 @@ def test_every_kind_of_apex_has_its_words(kind: str) -> None:
     said = as_text(replace(SOUND, apex=ApexInstall(kind, "/somewhere", None)), [], 0)
     assert "/somewhere" in said
     assert said.endswith("0 errors, 0 warnings, 0 notes in 0 files")
+
+
+GPU = machine.Device("cuda:0 Some GPU", ())
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_products", "advice"),
+    [
+        ((replace(GPU, low_dtypes=machine.judge_gpu((9, 0))),), False, "on cuda:0 Some GPU use O4 or O5"),
+        ((replace(GPU, low_dtypes=machine.judge_gpu((7, 5))),), True, "on cuda:0 Some GPU use O1 or O2"),
+        ((replace(GPU, low_dtypes=machine.judge_gpu((6, 1))),), True, "on cuda:0 Some GPU use O0"),
+        ((replace(GPU, low_dtypes=machine.judge_gpu(None)),), True, "time a few steps at O0, O1 and O4"),
+        ((machine.Device("cpu AVX2", ()),), False, "on this CPU use O0: .*leave out compute='native'"),
+        ((machine.Device("cpu AVX512", ()),), True, "on this CPU use O4 or O5"),
+    ],
+    ids=["hopper", "turing", "pascal", "other", "cpu-without", "cpu-with"],
+)
+def test_the_machine_ends_with_advice(devices, has_products, advice, monkeypatch):
+    monkeypatch.setattr(machine, "has_low_products", lambda device_type, dtype: has_products)
+    found = replace(SOUND, devices=devices)
+    last = as_text(found, [], 0).partition("\n\n")[0].splitlines()[-1]
+    assert last.startswith("  advice ") and re.search(advice, last)
+    assert re.search(advice, json.loads(as_json(found, [], 0))["machine"]["advice"])
 
 
 def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -364,3 +364,31 @@ def test_the_low_dtype_and_scale_on_the_cpu(level, options, low, scale):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     assert (amp.stats().low_dtype, amp.stats().loss_scales) == (low, (scale,))
+
+
+@pytest.mark.parametrize("word", ["O2", "O5", "o1", "yes", "", "dynamic"])
+def test_text_in_the_place_of_enabled_is_refused_unless_it_is_a_boolean_word(word):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(amp.ArgumentTypeError, match=rf"enabled='{word}'.* write opt_level='{word}'"):
+        amp.initialize(model, optimizer, word)
+    assert amp.stats().opt_level is None and model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("word", "is_on"), [("True", True), ("true", True), ("False", False), (" FALSE", False)])
+def test_boolean_words_in_the_place_of_enabled_are_read(word, is_on):
+    model = nn.Linear(3, 3)
+    amp.initialize(model, enabled=word, opt_level="O4", verbosity=0)
+    assert amp.stats().opt_level == ("O4" if is_on else None)
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_that_native_products_are_imitated_is_said_once_with_what_to_do(level, has_products, capsys, monkeypatch):
+    monkeypatch.setattr(policy, "has_low_products", lambda device_type, low: has_products)
+    model = nn.Linear(3, 3)
+    amp.initialize(model, opt_level=level, compute="native")
+    low = "bfloat16" if level == "O5" else "float16"
+    told = [line for line in capsys.readouterr().out.splitlines() if "compute='native' has torch imitate them" in line]
+    assert len(told) == (0 if has_products else 1)
+    assert all(f"no fast {low} products" in line and "leave compute out" in line for line in told)

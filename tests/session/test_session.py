@@ -400,3 +400,29 @@ def test_registering_what_does_not_exist_is_an_error():
         amp.register_half_function(torch, "matmull")
     with pytest.raises(amp.ArgumentTypeError, match="not callable"):
         amp.register_half_function(torch, "float16")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_session_block_at_a_level_that_patches_nothing_is_refused(level, tmp_path):
+    path = tmp_path / "levels.yaml"
+    path.write_text("Mine: {extends: O4, loss_scale: 2}\n")
+    with (
+        pytest.raises(amp.PolicyError, match=rf"opt_level '{level}' casts models .*patch functions: O1, O4, Mine\. "),
+        amp.session(opt_level=level, device="cpu", presets=path),
+    ):
+        pass
+    assert amp.stats().opt_level is None
+
+
+def test_a_session_block_at_a_float32_level_is_plain_torch():
+    with amp.session(opt_level="O0", device="cpu"):
+        assert (torch.ones(3, 3) @ torch.ones(3, 3)).dtype is torch.float32
+
+
+def test_a_conflict_names_what_may_hold_deleted_models():
+    model = nn.Linear(5, 5)
+    amp.initialize(model, opt_level="O4", verbosity=0)
+    with pytest.raises(
+        amp.SessionError, match=r"may be held by Out\[\] or _ of IPython.*sys\.last_exc or sys\.last_value"
+    ):
+        amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)

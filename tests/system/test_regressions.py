@@ -444,3 +444,195 @@ def test_the_state_knows_of_an_overflow_in_a_delayed_pass():
     model, optimizer = make("O0", loss_scale="dynamic")
     backward(model, optimizer, float("inf"), delay_unscale=True)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
+
+
+# ---- a dynamic scale, and no scale_loss ------------------------------------------------------------------------------
+
+
+def plain_backward(model):
+    loss_of(model).backward()
+
+
+def count_unscaled(caught):
+    return sum("no loss has been scaled" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_steps_under_a_dynamic_scale_that_nobody_uses_are_told_of_once(level, recwarn):
+    model, other = nn.Linear(4, 4), nn.Linear(4, 3)
+    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
+    amp.initialize([model, other], optimizers, opt_level=level, num_losses=2, verbosity=0)
+    for _ in range(3):
+        plain_backward(model)
+        other(X).float().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert count_unscaled(recwarn) == 1
+    assert "step() of Adam under a dynamic loss scale" in str(recwarn[-1].message)
+    assert recwarn[-1].filename == __file__
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_warm_up_step_without_gradients_is_not_told_of(level, recwarn):
+    model, optimizer = make(level)
+    optimizer.step()  # before schedulers, some scripts
+    backward(model, optimizer)
+    optimizer.step()
+    plain_backward(model)
+    optimizer.step()  # a loss that is left unscaled on purpose: the script knows scale_loss
+    assert count_unscaled(recwarn) == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "options"), [("O1", {"loss_scale": 8.0}), ("O4", {}), ("O5", {}), ("O0", {})], ids=str
+)
+def test_a_static_scale_that_nobody_uses_is_no_fault(level, options, recwarn):
+    model, optimizer = make(level, **options)
+    plain_backward(model)
+    optimizer.step()
+    assert count_unscaled(recwarn) == 0
+
+
+def test_gradients_scaled_by_hand_are_scaled(recwarn):
+    model, optimizer = make("O1", loss_scale={"init": 64})
+    gradients = amp.unscale(torch.autograd.grad(amp.scale(loss_of(model)), list(model.parameters())))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    assert count_unscaled(recwarn) == 0
+
+
+# ---- a run of NaN at a scale of 1 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_nan_gradients_at_a_scale_of_one_are_told_of_once_by_name(level, recwarn):
+    model, optimizer = make(level)
+    for step in range(230):
+        model.zero_grad()
+        optimizer.zero_grad()
+        backward(model, optimizer, float("nan") if step > 20 else 1.0)
+        optimizer.step()
+    told = [str(one.message) for one in recwarn if "non-finite gradients (weight, bias)" in str(one.message)]
+    assert len(told) == 1 and "at a loss scale of 1" in told[0]
+
+
+def test_good_gradients_at_a_scale_of_one_are_not(recwarn):
+    model, optimizer = make("O5")
+    for _ in range(205):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not [one for one in recwarn if "non-finite" in str(one.message)]
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+class Delegating(torch.optim.Optimizer):
+    """An optimizer as Accelerate wraps it: everything is the wrapped one's, and nothing can be set."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+    step_was_skipped = property(lambda self: False)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("is_wrapped_before", [True, False])
+def test_an_optimizer_that_delegates_to_another_trains_as_that(level, is_wrapped_before):
+    options = {"loss_scale": {"init": 128}} if level in ("O1", "O2") else {}
+    factors = (1.0, float("inf"), 2.0) if options else (1.0, 0.5, 2.0)
+    expected, optimizer = make(level, **options)
+    for factor in factors:
+        backward(expected, optimizer, factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Delegating(inner)
+    given = wrapped if is_wrapped_before else inner
+    assert amp.initialize(model, given, opt_level=level, verbosity=0, **options)[1] is given
+    skips = []
+    for factor in factors:
+        backward(model, wrapped, factor)
+        wrapped.step()
+        wrapped.zero_grad()
+        skips.append(inner.step_was_skipped)
+    assert skips == [False, bool(options), False]
+    amp.reset()
+    assert torch.equal(model.weight, expected.weight) and "step_was_skipped" not in vars(inner)
+
+
+def test_an_optimizer_whose_skips_are_a_property_is_bound_all_the_same():
+    class Counting(torch.optim.SGD):
+        step_was_skipped = property(lambda self: None)
+
+    model, optimizer = make("O2", make_optimizer=lambda p: Counting(p, lr=0.5), loss_scale={"init": 64})
+    for factor in (1.0, float("nan")):
+        backward(model, optimizer, factor)
+        optimizer.step()
+    assert (amp.stats().steps, amp.stats().steps_skipped) == (1, 1)
+    amp.reset()
+    amp.initialize(model, Delegating(optimizer), enabled=False)
+
+
+def test_a_scheduler_is_no_wrapper():
+    model = nn.Linear(4, 4)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(amp.ArgumentTypeError, match="not ConstantLR"):
+        amp.initialize(model, scheduler, opt_level="O1", verbosity=0)
+
+
+# ---- a frozen 16-bit base --------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen 16-bit layer with float32 weights beside it, as LoRA adds them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)).to(dtype).requires_grad_(False)
+        self.base.register_buffer("offset", torch.ones(6, dtype=dtype))
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) + self.base.offset
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_frozen_base_in_16_bits_is_left_alone_and_what_is_beside_it_learns(level, dtype):
+    torch.manual_seed(5)
+    model = Adapted(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.reset()
+    after = model.state_dict()
+    assert all(after[name].dtype is before[name].dtype for name in before)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"down.weight", "up.weight"}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_trained_parameters_in_16_bits_are_refused_as_before(level):
+    model = Adapted(torch.bfloat16)
+    model.up.bfloat16()
+    with pytest.raises(amp.ModelError, match=r"in 16 bits already \((up.weight\)|base.0.weight)"):
+        amp.initialize(model, opt_level=level, verbosity=0)

@@ -12,17 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amp_patch.config.presets import DynamicScale
 from amp_patch.training.backward_pass import BackwardPass, PassState
-from amp_patch.training.loss_scaler import (
-    BACKOFF_FACTOR,
-    GROWTH_FACTOR,
-    GROWTH_INTERVAL,
-    INIT_SCALE,
-    LossScaler,
-)
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.unscaling import rescale_, unscale_
 
 CPU = torch.device("cpu")
+INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000  # Apex's, and GradScaler's
 REAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -91,7 +87,7 @@ def test_a_dynamic_scale_follows_the_model(
     overflows: list[bool], interval: int, minimum: float | None, maximum: float
 ) -> None:
     model = Model(minimum, maximum, interval)
-    scaler = LossScaler("dynamic", min_loss_scale=minimum, max_loss_scale=maximum, growth_interval=interval)
+    scaler = LossScaler(DynamicScale(growth_interval=interval), min_loss_scale=minimum, max_loss_scale=maximum)
     for overflow in overflows:
         assert scaler.state_dict() == {"loss_scale": model.scale, "unskipped": model.unskipped}
         run_step(scaler, overflow)
@@ -101,12 +97,109 @@ def test_a_dynamic_scale_follows_the_model(
     assert scaler.scale_on(CPU).item() == model.scale
 
 
+@dataclass
+class Megatron:
+    """The law of `DynamicGradScaler` in Megatron-LM (megatron/core/optimizer/grad_scaler.py), in float32 as there."""
+
+    rule: DynamicScale
+    unskipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale, self.tracker = scale_of(self.rule.init), self.rule.hysteresis
+
+    def step(self, overflow: bool) -> None:
+        if overflow:
+            self.unskipped = 0
+            self.tracker -= 1
+            if self.tracker <= 0:
+                self.scale = self.scale * scale_of(self.rule.backoff_factor)
+            return
+        self.unskipped += 1
+        if self.unskipped == self.rule.growth_interval:
+            self.unskipped, self.tracker = 0, self.rule.hysteresis
+            self.scale = self.scale * scale_of(self.rule.growth_factor)
+
+    def state(self) -> dict[str, float]:
+        state = {"loss_scale": self.scale.item(), "unskipped": self.unskipped}
+        return {**state, "hysteresis_tracker": max(self.tracker, 0)} if self.rule.hysteresis > 1 else state
+
+
+RULES = st.builds(
+    DynamicScale,
+    init=st.sampled_from([1.0, 768.0, 2.0**17]),
+    growth_factor=st.sampled_from([1.25, 2.0, 3.0]),  # exact in float32, in which Megatron-LM keeps them
+    backoff_factor=st.sampled_from([0.25, 0.5, 0.875]),
+    growth_interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 4),
+)
+
+
+@given(rule=RULES, overflows=st.lists(st.booleans(), max_size=40), saved_at=st.integers(0, 40))
+def test_hysteresis_is_that_of_megatron_and_goes_on_after_a_resume(
+    rule: DynamicScale, overflows: list[bool], saved_at: int
+) -> None:
+    model = Megatron(rule)
+    scaler = LossScaler(rule, max_loss_scale=math.inf)
+    for index, overflow in enumerate(overflows):
+        if index == saved_at:
+            state, scaler = scaler.state_dict(), LossScaler(rule, max_loss_scale=math.inf)
+            scaler.load_state_dict(state)
+        run_step(scaler, overflow)
+        model.step(overflow)
+        assert scaler.state_dict() == model.state()
+
+
+def test_the_state_says_how_many_overflows_are_left_and_only_with_a_hysteresis() -> None:
+    scaler = LossScaler(DynamicScale(init=4096.0, growth_interval=2, hysteresis=3))
+    told = []
+    for overflow in (True, False, True, True, True, False, False, True):
+        run_step(scaler, overflow)
+        told.append((scaler.loss_scale(), scaler.state_dict()["hysteresis_tracker"]))
+    fallen = [(4096.0, 2), (4096.0, 2), (4096.0, 1), (2048.0, 0), (1024.0, 0), (1024.0, 0), (2048.0, 3), (2048.0, 2)]
+    assert told == fallen
+    assert set(LossScaler(DynamicScale(init=3.0, backoff_factor=0.1)).state_dict()) == {"loss_scale", "unskipped"}
+
+
+def test_states_without_a_count_load_with_a_full_one_and_counts_load_without_hysteresis() -> None:
+    patient = LossScaler(DynamicScale(hysteresis=5))
+    run_step(patient, True)
+    patient.load_state_dict({"loss_scale": 512.0, "unskipped": 7})  # what Apex writes, and we did
+    assert patient.state_dict() == {"loss_scale": 512.0, "unskipped": 7, "hysteresis_tracker": 5}
+    patient.load_state_dict({"loss_scale": 512.0, "unskipped": 7, "hysteresis_tracker": 80})
+    assert patient.state_dict()["hysteresis_tracker"] == 5
+    plain = LossScaler("dynamic")
+    plain.load_state_dict({"loss_scale": 64.0, "unskipped": 1, "hysteresis_tracker": 4})
+    run_step(plain, True)
+    assert plain.state_dict() == {"loss_scale": 32.0, "unskipped": 0}
+    for wrong in (-1, "many", None):
+        with pytest.raises((TypeError, ValueError)):
+            patient.load_state_dict({"loss_scale": 8.0, "unskipped": 0, "hysteresis_tracker": wrong})
+
+
+@pytest.mark.parametrize(
+    ("rule", "skips"),
+    [
+        (DynamicScale(), 100),
+        (DynamicScale(hysteresis=21), 120),
+        (DynamicScale(backoff_factor=0.1), 100),
+        (DynamicScale(backoff_factor=0.75), 241),
+    ],
+    ids=str,
+)
+def test_a_scale_is_given_up_when_it_has_fallen_far(rule: DynamicScale, skips: int) -> None:
+    scaler = LossScaler(rule)
+    assert scaler.hopeless_after == skips
+    for _ in range(skips):
+        run_step(scaler, True)
+    assert scaler.loss_scale() <= 2.0**-83
+
+
 @given(passes=st.lists(st.lists(st.booleans(), max_size=4), max_size=20), interval=st.integers(1, 3))
 def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
     passes: list[list[bool]], interval: int
 ) -> None:
     model = Model(interval=interval)
-    scaler = LossScaler("dynamic", growth_interval=interval)
+    scaler = LossScaler(DynamicScale(growth_interval=interval))
     for overflows in passes:
         run_step(scaler, *overflows)
         if overflows:
@@ -116,7 +209,7 @@ def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
 
 @pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True), (False, False)], ids=str)
 def test_readers_are_told_the_decision_that_is_due_and_do_not_take_it(overflows: tuple[bool, ...]) -> None:
-    scaler = LossScaler("dynamic", growth_interval=1)
+    scaler = LossScaler(DynamicScale(growth_interval=1))
     for overflow in overflows:
         check = begin_and_close(scaler)
         unscale_([torch.tensor([math.nan if overflow else 1.0])], scaler.scale_on(CPU), check.found_inf)
@@ -130,7 +223,7 @@ def test_readers_are_told_the_decision_that_is_due_and_do_not_take_it(overflows:
 
 
 def test_reading_any_number_of_times_counts_no_steps() -> None:
-    scaler = LossScaler("dynamic", growth_interval=3)
+    scaler = LossScaler(DynamicScale(growth_interval=3))
     begin_and_close(scaler)
     for _ in range(5):
         assert scaler.loss_scale() == INIT_SCALE
@@ -180,7 +273,8 @@ def test_a_dynamic_scale_starts_within_its_bounds() -> None:
 
 @given(overflows=st.lists(st.booleans(), max_size=20), scale=st.sampled_from([1.0, 0.5, 128.0, 1000.0]))
 def test_a_static_scale_never_changes_and_counts_every_step(overflows: list[bool], scale: float) -> None:
-    scaler = LossScaler(scale, growth_interval=2)
+    scaler = LossScaler(scale)
+    scaler.growth_interval = 2
     for overflow in overflows:
         run_step(scaler, overflow)
     assert scaler.state_dict() == {"loss_scale": scale, "unskipped": len(overflows)}
@@ -264,7 +358,7 @@ def test_an_update_leaves_passes_that_wait_to_be_reduced() -> None:
 
 
 def test_a_pass_goes_from_open_over_closed_to_judged() -> None:
-    scaler = LossScaler("dynamic", growth_interval=1)
+    scaler = LossScaler(DynamicScale(growth_interval=1))
     check = scaler.begin_pass(CPU)
     assert check.state is PassState.OPEN
     scaler.update()
@@ -314,12 +408,12 @@ def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
     unskipped=st.integers(0, 4),
 )
 def test_a_loaded_scaler_goes_on_as_the_saved_one(overflows: list[bool], scale: float, unskipped: int) -> None:
-    saved = LossScaler("dynamic", growth_interval=5)
+    saved = LossScaler(DynamicScale(growth_interval=5))
     saved.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
     state = saved.state_dict()
     assert state == {"loss_scale": scale, "unskipped": unskipped}
     assert [type(value) for value in state.values()] == [float, int]
-    loaded = LossScaler("dynamic", growth_interval=5)
+    loaded = LossScaler(DynamicScale(growth_interval=5))
     loaded.load_state_dict(state)
     for overflow in overflows:
         run_step(saved, overflow)

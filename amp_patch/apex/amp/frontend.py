@@ -3,8 +3,8 @@
 Where scripts can see it, this is what Apex did: float16 on every device, the op list `apex` with its ban of
 `binary_cross_entropy`, levels O0 to O3, lines on stdout. Right where Apex was not: models on the CPU and doubles are
 taken; with `enabled=False` every function works (`state_dict()` is empty); `initialize` may be called again, for more
-models under the same options or once the earlier models are gone; nothing is changed when it fails; checkpoints resume
-exactly, because the model's state dict holds the masters.
+models under the same options, or under others, which take over and leave the earlier models float32; nothing is changed
+when it fails; checkpoints resume exactly, because the model's state dict holds the masters.
 """
 
 import collections
@@ -86,7 +86,7 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
     A contradiction to the level is an error, or a warning under `hard_override`.
     """
     if name == "loss_scale":
-        return parse_loss_scale(value)
+        return _as_apex_has_it(parse_loss_scale(value))
     if name == "keep_batchnorm_fp32" and value in ("True", "False"):
         value = value == "True"
     if name == "keep_batchnorm_fp32" and value not in (None, True, False):
@@ -102,6 +102,11 @@ def _checked(name: str, value: Any, patches: bool) -> Any:
     elif not patches and name == "patch_torch_functions" and value:
         warn_or_err("patch_torch_functions=True: this opt_level casts the whole model; use O1 to cast at functions.")
     return value
+
+
+def _as_apex_has_it(value: Any) -> Any:
+    """Return "dynamic" for a dynamic loss scale that moves as Apex's did, and any other value itself."""
+    return "dynamic" if value == parse_loss_scale("dynamic") else value
 
 
 def _preset(level: str) -> Policy:
@@ -153,7 +158,7 @@ def _apply_level(properties: Properties, level: str) -> None:
     preset = _preset(level)
     properties.level_patches = preset.patch_torch_functions
     properties._update_options_dict(
-        {"enabled": True, **{name: getattr(preset, name) for name in OPTIONS if name != "enabled"}}
+        {"enabled": True, **{name: _as_apex_has_it(getattr(preset, name)) for name in OPTIONS if name != "enabled"}}
     )
 
 
@@ -185,7 +190,7 @@ def initialize(
 
     Raises:
         PolicyError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed. All are
-        RuntimeErrors. SessionError: models under other options are still alive.
+        RuntimeErrors. SessionError: a `scale_loss` block is open.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -268,7 +273,7 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
         patch_torch_functions_type=(policy.patch_torch_functions_type or torch.float16) if is_patching else None,
         keep_batchnorm_fp32=None if properties.level_patches else properties.keep_batchnorm_fp32,
         master_weights=None if properties.level_patches else properties.master_weights,
-        loss_scale=properties.loss_scale,
+        loss_scale=parse_loss_scale(properties.loss_scale),
         lists=("apex", *in_force.settings.lists) if is_patching else (),
     )
 
@@ -288,6 +293,8 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
     )
     for optimizer in optimizers:
         attach_apex_names(optimizer)
+    for line in policy.explain_compute(session.device_type):
+        say("%s", line)
     return session
 
 

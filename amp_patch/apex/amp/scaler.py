@@ -33,9 +33,8 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        self._core = CoreScaler(
-            loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, growth_interval=scale_window
-        )
+        self._core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        self._core.growth_interval = scale_window
         if self.dynamic:
             self._core.set_loss_scale(min(max_loss_scale, init_scale))
         self._pass: ManualPass | None = None
@@ -72,7 +71,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.load_state_dict({"loss_scale": self._core.loss_scale(), "unskipped": value})
+        self._core.load_state_dict({**self._core.state_dict(), "unskipped": value})
 
     @property
     def _scale_seq_len(self) -> int:
@@ -206,8 +205,8 @@ class LossScaler:
             "dynamic" if state["dynamic"] else scale,
             min_loss_scale=state.get("_min_loss_scale"),
             max_loss_scale=state.get("_max_loss_scale", 2.0**24),
-            growth_interval=state.get("_scale_seq_len", 2000),
         )
+        self._core.growth_interval = state.get("_scale_seq_len", 2000)
         self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
         self._pass = None
 

@@ -270,13 +270,14 @@ def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: 
     init_scale = args.pop("init_scale", None)
     if args.pop("scale_factor", 2) != 2:
         raise OptimizerError("FP16_Optimizer: scale_factor is always 2; leave it out of dynamic_loss_args")
-    if "scale_window" in args:
-        args["growth_interval"] = args.pop("scale_window")
+    scale_window = args.pop("scale_window", None)
     try:
         scaler = LossScaler("dynamic", **args)
     except TypeError:
         allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
         raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {dynamic_loss_args} may hold {allowed}") from None
+    if scale_window is not None:
+        scaler.growth_interval = scale_window
     if init_scale is not None:
         scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
     return scaler

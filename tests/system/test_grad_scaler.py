@@ -1,0 +1,128 @@
+"""A dynamic loss scale with its knobs is torch.amp.GradScaler with the same: scales and skips bitwise, and weights."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import amp_patch as amp
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
+    # without momentum: torch leaves its buffer uninitialised when it skips the first step
+    "fused-sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.0625),
+    "fused-adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.0625, fused=True),
+}
+KNOBS = st.fixed_dictionaries(
+    {
+        "init": st.floats(2.0**-10, 2.0**30, width=32),
+        "growth_factor": st.floats(1.0, 8.0, exclude_min=True),
+        "backoff_factor": st.floats(0.0625, 1.0, exclude_max=True),
+        "growth_interval": st.integers(1, 5),
+    }
+)
+
+
+def make_model():
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
+    return model
+
+
+def loss_of(model, is_good):
+    return (model(torch.full((4, 3), 0.375)) * (1.0 if is_good else math.inf)).sum()
+
+
+def train_by_grad_scaler(knobs, steps, make_optimizer):
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    knobs = {"init_scale": knobs["init"], **{name: value for name, value in knobs.items() if name != "init"}}
+    scaler = torch.amp.GradScaler("cpu", **knobs)
+    scales = []
+    for is_good in steps:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, is_good)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:the loss scale has fallen to")  # some start below 1
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=30)
+@given(knobs=KNOBS, steps=st.lists(st.booleans(), max_size=14))
+def test_scales_skips_and_weights_are_those_of_grad_scaler(name, knobs, steps):
+    make_optimizer = OPTIMIZERS[name]
+    expected, weights = train_by_grad_scaler(knobs, steps, make_optimizer)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    try:
+        amp.initialize(model, optimizer, opt_level="O0", loss_scale=knobs, max_loss_scale=math.inf, verbosity=0)
+        scales, skips = [], []
+        for is_good in steps:
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, is_good), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+            skips.append(optimizer.step_was_skipped)
+    finally:
+        amp.reset()
+    assert scales == expected
+    assert all(skipped for skipped, is_good in zip(skips, steps, strict=True) if not is_good)
+    # under GradScaler fused optimizers divide by the scale themselves, and round otherwise than its `unscale_`
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if name.startswith("fused") else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], weights, **tolerance)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_run_with_hysteresis_resumes_where_it_was(level):
+    def prepare():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        knobs = {"init": 256, "growth_interval": 3, "hysteresis": 2}
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=knobs, verbosity=0)
+        return model, optimizer
+
+    def run(model, optimizer, steps):
+        scales = []
+        for is_good in steps:
+            with amp.scale_loss(loss_of(model, is_good), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(amp.stats().loss_scales[0])
+        return scales
+
+    model, optimizer = prepare()
+    assert run(model, optimizer, [True, False]) == [256.0, 256.0]  # the first overflow is let pass
+    saved = amp.state_dict()
+    assert saved == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0, "hysteresis_tracker": 1}}
+    rest = [False, True, True, True, False, False]
+    expected = run(model, optimizer, rest)
+    assert expected == [128.0, 128.0, 128.0, 256.0, 256.0, 128.0]
+    amp.reset()
+    model, optimizer = prepare()
+    amp.load_state_dict(saved)
+    assert run(model, optimizer, rest) == expected
+
+
+def test_what_is_said_of_an_overflow_does_not_promise_a_smaller_scale(capsys):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": 32, "hysteresis": 2})
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model, False), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Gradient overflow")]
+    assert said == [
+        "Gradient overflow.  Skipping step, loss scaler 0 goes on with loss scale 32.0",
+        "Gradient overflow.  Skipping step, loss scaler 0 goes on with loss scale 16.0",
+    ]
