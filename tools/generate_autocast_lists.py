@@ -51,6 +51,9 @@ bits. Where this list cannot say what autocast does:
                         float32
   gru, gru_cell, lstm_cell
                         low throughout; autocast multiplies in low and keeps the state in the dtype of the input
+  mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
+  products with a compressed sparse operand (CSR, CSC, BSR, BSC)
+                        in the dtype of that operand; autocast fails, since CPUs have no 16-bit kernels for them
   pad                   unlisted; autocast runs the modes reflect and replicate in float32
   bilinear, inner, cov, corrcoef, matrix_power, linalg.pinv
                         unlisted, or float32 for pinv; autocast casts a part of each, with a result whose dtype depends

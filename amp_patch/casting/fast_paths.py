@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
+from ..dtypes import TensorCast
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
+from .tensor_cast import is_kept
 from .weight_cache import ValidEntry
 
 Op = Callable[..., Any]
@@ -85,6 +86,8 @@ class FastPaths:
             try:
                 if value.dtype is not low:
                     value = plain_cast(value)
+                    if value is args[0] and is_kept(value):
+                        return walk(*args)
                 if (dtype := weight.dtype) is not low:
                     entry = get_entry(id(weight)) if dtype is float32 else None
                     is_valid = (
@@ -93,9 +96,9 @@ class FastPaths:
                         and entry[2] == weight.data_ptr()
                         and entry[3] is weight.requires_grad
                     )
-                    if not is_valid and weight.__class__ not in PLAIN_CLASSES and is_opaque(weight):
-                        return walk(*args)
                     weight = entry[0] if is_valid else to_low_uncached(weight)  # type: ignore[index]
+                    if weight is args[1] and is_kept(weight):
+                        return walk(*args)
                 if bias is not None and (dtype := bias.dtype) is not low:
                     entry = get_entry(id(bias)) if dtype is float32 else None
                     is_valid = (
@@ -125,11 +128,11 @@ class FastPaths:
             try:
                 if left.dtype is not low:
                     left = plain_cast(left) if left.__class__ is Tensor else to_low(left)
-                    if left is args[0] and is_opaque(left):
+                    if left is args[0] and is_kept(left):
                         return walk(*args)
                 if right.dtype is not low:
                     right = to_low(right)
-                    if right is args[1] and is_opaque(right):
+                    if right is args[1] and is_kept(right):
                         return walk(*args)
             except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
                 return original(*args)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..config import op_lists
-from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast, is_opaque
+from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast
 from ..errors import BannedOpError
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
 from .products import Products
-from .tensor_cast import cast_nested, make_plain_cast
+from .tensor_cast import cast_nested, is_kept, make_plain_cast
 from .weight_cache import WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -49,7 +49,7 @@ class OpCasts:
         self.in_float32 = in_float32
         if in_float32 is not None:
             cache = None  # what it keeps is for products
-        plain = make_plain_cast(low, device_type)
+        plain = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
         self.to_low = plain if cache is None else cache.make_cast(plain)
         self.to_float = make_plain_cast(torch.float32, device_type)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
@@ -106,7 +106,7 @@ class OpCasts:
                         if isinstance(value, Tensor):
                             if value.dtype is not dtype:
                                 kwargs[name] = cast(value)
-                                if kwargs[name] is value and is_opaque(value):
+                                if kwargs[name] is value and is_kept(value):
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, cast)
@@ -117,7 +117,7 @@ class OpCasts:
                             if cast_args is None:
                                 cast_args = list(args)
                             cast_args[index] = cast(value)
-                            if cast_args[index] is value and is_opaque(value):
+                            if cast_args[index] is value and is_kept(value):
                                 return beside(value, original, args, given)
                     elif (kind := value.__class__) is dtype_class:
                         return original(*args, **given)
@@ -139,6 +139,10 @@ class OpCasts:
         if mode is Mode.OFF or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
+        if mode is Mode.LOW and self.in_float32 is None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and is_kept(value):
+                    return self._beside(value, original, args, kwargs)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},
@@ -154,11 +158,11 @@ class OpCasts:
 
         return wrapper
 
-    def _beside(self, opaque: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _beside(self, kept: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
         are cast.
         """
-        cast = make_plain_cast(opaque.dtype, self.device_type)
+        cast = make_plain_cast(kept.dtype, self.device_type)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},

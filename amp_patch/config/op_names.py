@@ -56,6 +56,9 @@ _ALIASES = (
     "remainder __mod__ __rmod__ __imod__",
     "pow __pow__ __rpow__ __ipow__",
     "matmul __matmul__ __rmatmul__",
+    "mm spmm dsmm",
+    "hspmm hsmm",
+    "sspaddmm saddmm",
     # comparison
     "eq __eq__",
     "ne not_equal __ne__",
@@ -178,6 +181,11 @@ def _check_that_it_may_come(path: list[str]) -> None:
     if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
         return
     raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
+
+
+def get_names(op: str) -> tuple[str, ...]:
+    """Return all names of an op, of which `op` is one."""
+    return _GROUPS.get(op, (op,))
 
 
 def inplace_twin(key: Key) -> Key | None:
