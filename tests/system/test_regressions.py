@@ -444,3 +444,23 @@ def test_the_state_knows_of_an_overflow_in_a_delayed_pass():
     model, optimizer = make("O0", loss_scale="dynamic")
     backward(model, optimizer, float("inf"), delay_unscale=True)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_complex_weight_that_is_conjugated_gets_the_gradient_of_the_float32_run(level):
+    torch.manual_seed(4)
+    model = nn.Linear(3, 1)
+    model.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([model.phase], lr=0.5)
+    signal = torch.linspace(1, 2, 5) + 1j
+
+    def loss():
+        return (signal * model.phase.conj()).real.sum()
+
+    (gradient,) = torch.autograd.grad(loss(), model.phase)
+    expected = (model.phase - 0.5 * gradient).detach()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(loss(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.phase.detach(), expected)
