@@ -115,8 +115,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
 
     There are none for a missing op; the owner is None for a package that is not imported yet.
 
-    Raises OpListError, without a position, where no rule can apply to the name, or torch lacks the op and it may not be
-    missing.
+    Raises OpListError, without a position, where no rule can apply to the name, or torch or an imported package lacks
+    the op and it may not be missing.
     """
     owner_name, _, name = op.rpartition(".")
     if name.startswith("__") and name not in _OPERATORS:
@@ -137,7 +137,12 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     elif op.split(".")[0] == "torch":
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(_OWNERS)}")
     else:
-        return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
+        try:
+            return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
+        except OpListError:
+            if may_be_missing:
+                return {}
+            raise
     if faults and not found:
         raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
     if not found and not may_be_missing:
@@ -165,6 +170,11 @@ def find_deferred(op: str, complete: str) -> object | None:
     return owner
 
 
+def _count_imported(path: list[str]) -> int:
+    """Return how many parts of a path lead to the last module on it that is imported."""
+    return next((n for n in range(len(path), 0, -1) if sys.modules.get(".".join(path[:n])) is not None), 0)
+
+
 def _is_being_imported(module_name: str) -> bool:
     spec = getattr(sys.modules.get(module_name), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
@@ -172,7 +182,7 @@ def _is_being_imported(module_name: str) -> bool:
 
 def _check_that_it_may_come(path: list[str]) -> None:
     """Raise OpListError if the first module on the path that is not imported does not exist."""
-    imported = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in sys.modules), 0)
+    imported = _count_imported(path)
     if imported in (0, len(path)):
         return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
@@ -286,7 +296,7 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
     top = owner_path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
         raise OpListError(f"{op!r} is not an op; a rule applies to functions of torch, or of packages built on it")
-    length = next((n for n in range(len(owner_path), 0, -1) if ".".join(owner_path[:n]) in sys.modules), 0)
+    length = _count_imported(owner_path)
     if not length:
         return None
     owner: object = sys.modules[".".join(owner_path[:length])]

@@ -74,6 +74,8 @@ _THROUGH = {
 # Made of an op that autocast casts if an operand is sparse, and left alone if all are dense and so of one dtype. In the
 # widest dtype neither fails.
 _IF_SPARSE = ("mv",)
+# torchvision registers its own kernels for autocast, which cast to float32.
+_OF_TORCHVISION = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
@@ -91,6 +93,7 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
     rules |= {name: Rule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
+    rules |= {f"torchvision.ops.{name}": Rule.BLACKLIST for name in _OF_TORCHVISION}
     return {rule.value: ops for rule in RULES if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))}
 
 

@@ -62,7 +62,7 @@ def test_shipped_names_are_the_list_files_without_the_presets() -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
     lists = load_oplists(name)
-    used = {(spelling.entry.path, spelling.entry.line) for spelling in lists.spellings}
+    used = {(spelling.entry.path, spelling.entry.line) for spelling in (*lists.spellings, *lists.deferred)}
     reported = {(entry.path, entry.line) for entry in lists.missing}
     root = load_mapping(lists_dir() / f"{name}.yaml", OpListError)
     path = str(lists_dir() / f"{name}.yaml")
@@ -77,7 +77,7 @@ def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
                 "dtype-match",
                 "parity",
             )
-    assert not lists.deferred
+    assert {spelling.owner_name for spelling in lists.deferred} <= {"torchvision.ops"}
 
 
 @pytest.mark.parametrize("name", shipped_names())
