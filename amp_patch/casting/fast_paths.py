@@ -84,10 +84,8 @@ class FastPaths:
             count = len(args)
             value, weight, bias = args if count == 3 else args[:3] if count > 3 else (*args, None)
             try:
-                if value.dtype is not low:
-                    value = plain_cast(value)
-                    if value is args[0] and is_kept(value):
-                        return walk(*args)
+                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_kept(value):
+                    return walk(*args)
                 if (dtype := weight.dtype) is not low:
                     entry = get_entry(id(weight)) if dtype is float32 else None
                     is_valid = (

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES, TensorCast
 from ..errors import BannedOpError
+from .bodies import run_in_region, run_uncast
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
 from .products import Products
@@ -33,6 +34,7 @@ class OpCasts:
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
         in_float32: computes products in float32, or None to leave them to the kernels of the low dtype.
+        casts_inside: run the bodies of listed functions that are not of torch by their rule, too.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class OpCasts:
         device_type: str,
         cache: WeightCache | None,
         in_float32: Products | None = None,
+        *,
+        casts_inside: bool = True,
     ) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
         self.in_float32 = in_float32
+        self.casts_inside = casts_inside
         if in_float32 is not None:
             cache = None  # what it keeps is for products
         plain = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
@@ -54,26 +59,24 @@ class OpCasts:
         self.to_float = make_plain_cast(torch.float32, device_type)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
         self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
-        self._makers: dict[str, Callable[[Op], Op]] = {
-            "whitelist": self.whitelist,
-            "blacklist": self.blacklist,
-            "promote": self.promote,
-            "sequence_promote": self.sequence_promote,
-            "match_self": self.match_self,
-            "inplace_error": self.inplace_error,
-            "banned": self.banned,
-        }
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`."""
+        is_torchs = _is_torchs(original)
+        if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
+            mode, cast = (Mode.LOW, self.to_low) if kind == "whitelist" else (Mode.FLOAT32, self.to_float)
+            return run_in_region(original, mode, cast, self.switch)
         # a user's function of that name may take anything
-        name = getattr(original, "__name__", "") if _is_torchs(original) else ""
+        name = getattr(original, "__name__", "") if is_torchs else ""
         if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
             low = self.in_float32.run_low(original)
             if kind == "whitelist" and op_lists.is_product(name):
                 return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside)
             original = low
-        general = self._makers[kind](self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original)
+        if kind == "blacklist" and name in _COMPOSED:
+            original = run_uncast(original, self.switch)
+        make: Callable[[Op], Op] = getattr(self, kind)  # each rule has the method of its name
+        general = make(original)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
@@ -140,23 +143,12 @@ class OpCasts:
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
         if mode is Mode.LOW and self.in_float32 is None:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and is_kept(value):
-                    return self._beside(value, original, args, kwargs)
+            for kept in (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and is_kept(value)):
+                return self._beside(kept, original, args, kwargs)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},
         )
-
-    def uncast(self, original: Op) -> Op:
-        """Run with the casts off, as do all the functions that it calls."""
-        switch = self.switch
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with switch.region(Mode.OFF):
-                return original(*args, **kwargs)
-
-        return wrapper
 
     def _beside(self, kept: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others

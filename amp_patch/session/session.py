@@ -68,7 +68,8 @@ class Session:
         if in_float32 and low is not None:
             products = Products(low, device_type, self._cache)
         if policy.patch_torch_functions and low is not None:
-            self.casts = OpCasts(self.switch, low, device_type, self._cache, products)
+            inside = policy.casts_inside
+            self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
         rules = () if self.oplists is None else self.oplists.modules
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.scalers)
         scales = bool(policy.master_weights) or policy.loss_scale != 1.0
