@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import types
+import warnings
 import weakref
 
 import pytest
@@ -400,3 +401,24 @@ def test_registering_what_does_not_exist_is_an_error():
         amp.register_half_function(torch, "matmull")
     with pytest.raises(amp.ArgumentTypeError, match="not callable"):
         amp.register_half_function(torch, "float16")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("blacklist: [hardtanh]", True),
+        ("extends: null\nblacklist: [hardtanh]", False),
+        ("extends: bfloat16\nblacklist: [hardtanh]", False),
+        ("whitelist: [linear]", False),
+        ("modules: [{match: '**', run: low}]", False),
+    ],
+)
+def test_lists_by_which_no_op_is_low_are_warned_of(text, is_said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with amp.session("O4", device="cpu", lists=path):
+            pass
+    said = [str(warning.message) for warning in caught if "no op runs in bfloat16" in str(warning.message)]
+    assert len(said) == is_said and all("extends: bfloat16" in message for message in said)
