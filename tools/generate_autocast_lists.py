@@ -53,6 +53,8 @@ bits. Where this list cannot say what autocast does:
   gru, gru_cell, lstm_cell
                         low throughout; autocast multiplies in low and keeps the state in the dtype of the input
   mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
+  forward-mode derivatives (jvp, jacfwd, hessian) through linear, layer_norm, linear
+                        fail for mixed dtypes; autocast runs them, and so does the list bfloat16
   torchvision.ops       results stay float32; autocast rounds them to the dtype of the input
   products with a compressed sparse operand (CSR, CSC, BSR, BSC)
                         in the dtype of that operand; autocast fails, since CPUs have no 16-bit kernels for them
