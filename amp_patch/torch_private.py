@@ -71,6 +71,10 @@ def get_storage_address(tensor: Tensor) -> int:
     return cast(int, tensor.untyped_storage()._cdata)
 
 
+view_negated: Callable[[Tensor], Tensor] = torch._neg_view
+"""The same memory read with the other sign; of a lazy negative, the memory as it is. Without it: scale a copy."""
+
+
 def get_sparse_values(gradient: Tensor) -> Tensor:
     """Return the stored values of a COO tensor, coalesced or not, in its own memory. Without it: `coalesce` first."""
     return gradient._values()

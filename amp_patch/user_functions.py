@@ -11,12 +11,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorate a function to run in the low dtype, like a whitelisted op, whenever a session patches functions."""
+    """Decorate a function to run in the low dtype, what it calls included, whenever a session patches functions."""
     return _decorate(function, "whitelist")  # type: ignore[no-any-return]
 
 
 def float_function(function: Function) -> Function:
-    """Decorate a function to run in float32, like a blacklisted op, whenever a session patches functions."""
+    """Decorate a function to run in float32, what it calls included, whenever a session patches functions."""
     return _decorate(function, "blacklist")  # type: ignore[no-any-return]
 
 

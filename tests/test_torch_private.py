@@ -196,6 +196,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "get_tensor_uses": (lambda: torch_private.get_tensor_uses(torch.zeros(1)), 1),
     "get_storage_uses": (lambda: uses_of_a_storage_and_a_view(), (2, 3)),
     "get_sparse_values": (lambda: torch_private.get_sparse_values(SPARSE).tolist(), [1.0, 2.0]),
+    "view_negated": (lambda: torch_private.view_negated(torch.tensor([1j]).conj().imag).is_neg(), False),
     "get_local_tensor": (lambda: torch_private.get_local_tensor(torch.zeros(1)), None),
     "get_own_parameters": (
         lambda: list(torch_private.get_own_parameters(nn.Linear(1, 1, bias=False))),

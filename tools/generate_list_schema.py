@@ -81,8 +81,8 @@ def _keys() -> dict[str, Any]:
         "description": {"type": "string", "description": "One line that says what the list is for."},
         "extends": {
             "description": "A shipped list, or a path relative to this file, or several of those. They are read first,"
-            " so this file wins.",
-            "oneOf": [path, {"type": "array", "items": path}],
+            " so this file wins. null: the file stands alone, also where other lists come before it.",
+            "oneOf": [path, {"type": "array", "items": path}, {"type": "null"}],
         },
         "inplace_blacklist": {
             "enum": list(INPLACE_CHOICES),

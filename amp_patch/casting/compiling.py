@@ -142,6 +142,15 @@ def leave_in_graph() -> None:
             counter.regions -= 1
 
 
+def _write_regions() -> str:
+    write_into_graphs(enter_in_graph, leave_in_graph)
+    return ""
+
+
+write_regions_into_graphs = assume_constant(_write_regions)
+"""Have Dynamo write regions into its graphs; also while it traces. Imports Dynamo, which takes long without it."""
+
+
 def find_region_in_graph() -> str | None:
     """Return the mode of the region that is open in the graph that is being compiled, by name."""
     context = TracingContext.try_get()

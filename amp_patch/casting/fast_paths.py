@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
+from ..dtypes import TensorCast
 from ..torch_private import count_dispatch_modes
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
+from .tensor_cast import is_kept
 from .weight_cache import ValidEntry
 
 Op = Callable[..., Any]
@@ -85,14 +86,14 @@ class FastPaths:
             count = len(args)
             value, w, b = args if count == 3 else args[:3] if count > 3 else (*args, None)
             try:
-                if value.dtype is not low:
-                    value = plain_cast(value)
+                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_kept(value):
+                    return walk(*args)
                 if (dtype := w.dtype) is not low:
                     entry = get_entry(id(w)) if dtype is float32 else None
                     is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
-                    if not is_valid and w.__class__ not in PLAIN_CLASSES and is_opaque(w):
-                        return walk(*args)
                     w = entry[0] if is_valid else to_low_uncached(w)  # type: ignore[index]
+                    if w is args[1] and is_kept(w):
+                        return walk(*args)
                 if b is not None and (dtype := b.dtype) is not low:
                     entry = get_entry(id(b)) if dtype is float32 else None
                     is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
@@ -119,11 +120,11 @@ class FastPaths:
             try:
                 if left.dtype is not low:
                     left = plain_cast(left) if left.__class__ is Tensor else to_low(left)
-                    if left is args[0] and is_opaque(left):
+                    if left is args[0] and is_kept(left):
                         return walk(*args)
                 if right.dtype is not low:
                     right = to_low(right)
-                    if right is args[1] and is_opaque(right):
+                    if right is args[1] and is_kept(right):
                         return walk(*args)
             except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
                 return original(*args)

@@ -8,18 +8,31 @@ from torch import Tensor
 
 from ..dtypes import CASTABLE, PLAIN_CLASSES, TensorCast, is_opaque
 
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
-def make_plain_cast(dtype: torch.dtype, device_type: str) -> TensorCast:
+
+def is_kept(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is not to be cast to a low dtype although it has a castable one: an op on it runs in the
+    dtype that it shows. It is opaque; or sparse and compressed, on a CPU, which has no 16-bit products of those.
+    """
+    return is_opaque(tensor) or (tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32)
+
+
+def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
-    other as it is.
+    other as it is. Where kernels of a low dtype are to have the result (`is_for_kernels`), what is kept is returned so
+    too.
     """
     # as in make_test, which would be a frame more for each cast
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
+    asks_layout, strided = is_for_kernels and on_cpu, torch.strided
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE:
             return tensor
         if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
+            return tensor
+        if asks_layout and tensor.layout is not strided and is_kept(tensor):
             return tensor
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 

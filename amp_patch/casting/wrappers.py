@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..config import op_lists
-from ..dtypes import LOW_DTYPES, TensorCast, is_opaque
+from ..dtypes import LOW_DTYPES, TensorCast
 from ..errors import BannedOpError
+from .bodies import run_in_region, run_uncast
 from .compiling import is_dynamo_compiling as is_tracing
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
 from .overrides import NEVER_OVERRIDDEN, PublicOp
 from .products import Products
 from .promotion import Promotions, target_of
-from .tensor_cast import cast_nested, make_plain_cast
+from .tensor_cast import cast_nested, is_kept, make_plain_cast
 from .weight_cache import WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -36,6 +37,7 @@ class OpCasts(Promotions):
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
         in_float32: computes products in float32, or None to leave them to the kernels of the low dtype.
+        casts_inside: run the bodies of listed functions that are not of torch by their rule, too.
     """
 
     def __init__(
@@ -45,47 +47,48 @@ class OpCasts(Promotions):
         device_type: str,
         cache: WeightCache | None,
         in_float32: Products | None = None,
+        *,
+        casts_inside: bool = True,
     ) -> None:
         super().__init__(switch, device_type)
         self.low = low
         self.in_float32 = in_float32
+        self.casts_inside = casts_inside
         if in_float32 is not None:
             cache = None  # what it keeps is for products
-        plain = make_plain_cast(low, device_type)
+        plain = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
         self.to_low = plain if cache is None else cache.make_cast(plain)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
         self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
         self._wrapped: dict[tuple[str, int], tuple[Op, Op]] = {}  # by rule and id of the original, which is kept alive
-        self._makers: dict[str, Callable[[Op, PublicOp], Op]] = {
-            "whitelist": self.whitelist,
-            "blacklist": self.blacklist,
-            "promote": self.promote,
-            "sequence_promote": self.sequence_promote,
-            "match_self": self.match_self,
-            "inplace_error": self.inplace_error,
-            "banned": self.banned,
-        }
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`: the same one wherever `original` is found."""
         known = self._wrapped.get((kind, id(original)))
-        if known is not None:
-            return known[1]
-        name = getattr(original, "__name__", "")
-        public = PublicOp(name, is_of_torch=_is_torchs(original))
-        public.function = self._wrap(kind, original, name if _is_torchs(original) else "", public)
-        self._wrapped[kind, id(original)] = original, public.function
-        return public.function
+        if known is None:
+            known = self._wrapped[kind, id(original)] = original, self._wrap(kind, original)
+        return known[1]
 
-    def _wrap(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
-        """Choose the wrapper. `name` is empty for a function of the user's, which may take anything."""
+    def _wrap(self, kind: str, original: Op) -> Op:
+        is_torchs = _is_torchs(original)
+        if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
+            mode, cast = (Mode.LOW, self.to_low) if kind == "whitelist" else (Mode.FLOAT32, self.to_float)
+            return run_in_region(original, mode, cast, self.switch)
+        # a user's function of that name may take anything
+        name = getattr(original, "__name__", "") if is_torchs else ""
+        public = PublicOp(name, is_of_torch=is_torchs)
+        public.function = function = self._choose(kind, original, name, public)
+        return function
+
+    def _choose(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
         if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
             low = self.in_float32.run_low(original, public)
             if kind == "whitelist" and op_lists.is_product(name):
                 return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside, public)
             original = low
-        inner = self.uncast(original) if kind == "blacklist" and name in _COMPOSED else original
-        general = self._makers[kind](inner, public)
+        inner = run_uncast(original, self.switch) if kind == "blacklist" and name in _COMPOSED else original
+        make: Callable[[Op, PublicOp], Op] = getattr(self, kind)  # each rule has the method of its name
+        general = make(inner, public)
         if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
             return make_fast_path(original, general)
         if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
@@ -122,7 +125,7 @@ class OpCasts(Promotions):
                         if isinstance(value, Tensor):
                             if value.dtype is not dtype:
                                 kwargs[name] = cast(value)
-                                if kwargs[name] is value and is_opaque(value):
+                                if kwargs[name] is value and is_kept(value):
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, cast)
@@ -133,7 +136,7 @@ class OpCasts(Promotions):
                             if cast_args is args:
                                 cast_args = list(args)
                             cast_args[index] = cast(value)
-                            if cast_args[index] is value and is_opaque(value):
+                            if cast_args[index] is value and is_kept(value):
                                 return beside(value, original, args, given)
                     elif (kind := value.__class__) is dtype_class:
                         return original(*args, **given)
@@ -152,26 +155,19 @@ class OpCasts(Promotions):
         if mode is Mode.OFF or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
+        if mode is Mode.LOW and self.in_float32 is None:
+            for kept in (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and is_kept(value)):
+                return self._beside(kept, original, args, kwargs)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},
         )
 
-    def uncast(self, original: Op) -> Op:
-        """Run with the casts off, as do all the functions that it calls."""
-        switch = self.switch
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with switch.region(Mode.OFF):
-                return original(*args, **kwargs)
-
-        return wrapper
-
-    def _beside(self, opaque: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _beside(self, kept: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
         are cast.
         """
-        cast = make_plain_cast(opaque.dtype, self.device_type)
+        cast = make_plain_cast(kept.dtype, self.device_type)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},

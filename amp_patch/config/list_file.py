@@ -90,6 +90,11 @@ def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> 
     return text
 
 
+def is_null(node: Node | None) -> bool:
+    """Tell whether a value is the word `null`."""
+    return node is not None and node.value == "null" and not node.quoted
+
+
 def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
     """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
     if node is None or (node.value == "" and not node.quoted):

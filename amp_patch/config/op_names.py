@@ -7,7 +7,6 @@ imported already.
 """
 
 import difflib
-import importlib.util
 import inspect
 import re
 import sys
@@ -18,6 +17,7 @@ import torch
 
 from .. import torch_private
 from ..errors import OpListError, did_you_mean
+from .packages import check_that_it_may_come, count_imported, is_being_imported
 
 Key = tuple[str, str]  # owner name, attribute name
 
@@ -56,6 +56,9 @@ _ALIASES = (
     "remainder __mod__ __rmod__ __imod__",
     "pow __pow__ __rpow__ __ipow__",
     "matmul __matmul__ __rmatmul__",
+    "mm spmm dsmm",
+    "hspmm hsmm",
+    "sspaddmm saddmm",
     # comparison
     "eq __eq__",
     "ne not_equal __ne__",
@@ -107,15 +110,27 @@ _REFUSED = frozenset(
 )
 
 
+# How code that imports torch as most does names the namespaces.
+_SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
+
+
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     """Return the spellings of a name with their owners.
 
     There are none for a missing op; the owner is None for a package that is not imported yet.
 
-    Raises OpListError, without a position, where no rule can apply to the name, or torch lacks the op and it may not be
-    missing.
+    Raises OpListError, without a position, where no rule can apply to the name, or torch or an imported package lacks
+    the op and it may not be missing.
     """
+    first, dot, rest = op.partition(".")
+    if dot and first in _SHORT:
+        op = f"{_SHORT[first]}.{rest}"
     owner_name, _, name = op.rpartition(".")
+    if owner_name in ("", "torch.nn") and isinstance(getattr(torch.nn, name, None), type) and not may_be_missing:
+        raise OpListError(
+            f"{op!r} is a class of modules, and a rule applies to functions. For these modules write"
+            f" `modules: [{{type: torch.nn.{name}, run: float32}}]` (or low).{_suggestion('', name)}"
+        )
     if name.startswith("__") and name not in _OPERATORS:
         raise OpListError(
             f"{name!r} is not an operator that a rule can apply to; allowed are {', '.join(sorted(_OPERATORS))}"
@@ -134,7 +149,12 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     elif op.split(".")[0] == "torch":
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(_OWNERS)}")
     else:
-        return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
+        try:
+            return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
+        except OpListError:
+            if may_be_missing:
+                return {}
+            raise
     if faults and not found:
         raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
     if not found and not may_be_missing:
@@ -153,31 +173,18 @@ def find_deferred(op: str, complete: str) -> object | None:
     try:
         owner = _find_elsewhere(op, path, name)
         if owner is None:
-            _check_that_it_may_come(path)
+            check_that_it_may_come(path)
     except OpListError:
         on_the_way = {".".join(path[:length]) for length in range(1, len(path) + 1)}
-        if any(_is_being_imported(module_name) for module_name in on_the_way - {complete}):
+        if any(is_being_imported(module_name) for module_name in on_the_way - {complete}):
             return None
         raise
     return owner
 
 
-def _is_being_imported(module_name: str) -> bool:
-    spec = getattr(sys.modules.get(module_name), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))
-
-
-def _check_that_it_may_come(path: list[str]) -> None:
-    """Raise OpListError if the first module on the path that is not imported does not exist."""
-    imported = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in sys.modules), 0)
-    if imported in (0, len(path)):
-        return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
-    parent, part = sys.modules[".".join(path[:imported])], path[imported]
-    if hasattr(type(parent), "__getattr__") or "__getattr__" in vars(parent) or part in vars(parent):
-        return
-    if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
-        return
-    raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
+def get_names(op: str) -> tuple[str, ...]:
+    """Return all names of an op, of which `op` is one."""
+    return _GROUPS.get(op, (op,))
 
 
 def inplace_twin(key: Key) -> Key | None:
@@ -281,7 +288,7 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
     top = owner_path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
         raise OpListError(f"{op!r} is not an op; a rule applies to functions of torch, or of packages built on it")
-    length = next((n for n in range(len(owner_path), 0, -1) if ".".join(owner_path[:n]) in sys.modules), 0)
+    length = count_imported(owner_path)
     if not length:
         return None
     owner: object = sys.modules[".".join(owner_path[:length])]

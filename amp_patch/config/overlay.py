@@ -8,9 +8,20 @@ from pathlib import Path
 
 from ..errors import OpListError, did_you_mean
 from .diagnostics import Diagnostics
-from .list_file import INPLACE_CHOICES, KEYS, OpEntry, check_keys, get_items, read_choice, read_entries, read_text
+from .list_file import (
+    INPLACE_CHOICES,
+    KEYS,
+    OpEntry,
+    check_keys,
+    get_items,
+    is_null,
+    read_choice,
+    read_entries,
+    read_text,
+)
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import Key, find_spellings, inplace_twin
+from .packages import find_doubt
 from .rules import TWINNED, Rule, kind_of
 from .shipped import lists_dir, shipped_names
 from .yaml_nodes import Node, load_mapping
@@ -54,6 +65,7 @@ class OpLists:
         neutral: spellings that a neutral entry took off.
         other_torch: entries that `since` or `until` keep out on the running torch.
         inplace_blacklist: that setting.
+        is_whole: whether a file says `extends: null`.
     """
 
     names: tuple[str, ...]
@@ -65,6 +77,7 @@ class OpLists:
     neutral: tuple[Spelling, ...] = ()
     other_torch: tuple[OpEntry, ...] = ()
     inplace_blacklist: str = "match"
+    is_whole: bool = False
 
 
 class Overlay:
@@ -77,10 +90,17 @@ class Overlay:
         self._diagnostics = diagnostics
         self._spellings: dict[Key, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
+        self._done: set[str] = set()
+        self._clear(is_whole=False)
+
+    def _clear(self, *, is_whole: bool) -> None:
+        self._done.clear()
+        self._spellings.clear()
+        self._missing.clear()
         self._modules: list[ModuleRule] = []
         self._other_torch: list[OpEntry] = []
         self._inplace = "match"
-        self._done: set[str] = set()
+        self._is_whole = is_whole
 
     def add(self, path: Path, chain: tuple[str, ...] = ()) -> None:
         """Read a file and those it extends, each file once; `chain` are the files that are being read."""
@@ -88,7 +108,10 @@ class Overlay:
         if identity in self._done:
             return
         keys = check_keys(load_mapping(path, OpListError), KEYS, path, self._diagnostics)
-        for node in get_items(keys.get("extends"), path, "extends"):
+        if is_null(extends := keys.get("extends")):
+            self._clear(is_whole=True)
+            extends = None
+        for node in get_items(extends, path, "extends"):
             with self._diagnostics:
                 self.add(_find_base(node, path, (*chain, identity)), (*chain, identity))
         self._done.add(identity)
@@ -117,6 +140,8 @@ class Overlay:
                     other = named[key].entry if key in named else absent.get(key)
                     if other is not None:
                         raise _twice(entry, other, ".".join(filter(None, key)))
+                if not (is_shipped or entry.is_optional) and (problem := find_doubt(found)):
+                    self._warn(entry, f"{entry.op!r} has no effect: {problem}")
                 if entry.rule is Rule.NEUTRAL and found:
                     self._warn_of_neutral(entry, found, named)
                 named |= {key: self._lay(key, owner, entry) for key, owner in found.items()}
@@ -154,6 +179,7 @@ class Overlay:
             neutral=tuple(spelling for spelling in resolved if spelling.kind is Rule.NEUTRAL),
             other_torch=tuple(self._other_torch),
             inplace_blacklist=self._inplace,
+            is_whole=self._is_whole,
         )
 
     # ---- warnings of entries without effect ----

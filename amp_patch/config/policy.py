@@ -85,6 +85,7 @@ class Policy:
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
     min_loss_scale: float | None = _property(float, None, in_presets=False, is_described=False)
     max_loss_scale: float = _property(float, 2.0**24, in_presets=False, is_described=False)
+    casts_inside: bool = _property(None, True, in_presets=False, is_override=False, is_described=False)
 
     @property
     def low_dtype(self) -> torch.dtype | None:

@@ -4,12 +4,13 @@ roundings, whatever rule the op follows.
 
 from collections.abc import Iterator
 
-from .op_names import find_spellings, inplace_twin
+from .op_names import find_spellings, get_names, inplace_twin
 
 PRODUCTS = (
     *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
     *("torch.convolution", "bilinear", "matmul", "mm", "mv", "bmm", "dot", "vdot", "vecdot", "inner", "tensordot"),
     *("addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "einsum"),
+    *("torch.sparse.mm", "torch.sparse.addmm"),
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
@@ -28,16 +29,16 @@ WITHOUT_KERNEL = (
 `interpolate(antialias=True)` and `round(decimals=...)`, are left out: their op has one.
 """
 
-_PRODUCT_NAMES = frozenset(name.rpartition(".")[2] for name in (*PRODUCTS, "__matmul__", "__rmatmul__"))
+_PRODUCT_NAMES = frozenset(name for op in PRODUCTS for name in get_names(op.rpartition(".")[2]))
 _OTHER_NAMES = frozenset(name.rpartition(".")[2] for name in WITHOUT_KERNEL)
 
 
 def is_product(name: str) -> bool:
     """Tell whether torch's function of that name is one of `PRODUCTS`, an operator or in-place twin of one included.
 
-    Functions of torch.linalg call themselves `linalg_matmul` and the like.
+    Functions of torch.linalg call themselves `linalg_matmul` and the like, those of torch.sparse `_sparse_mm`.
     """
-    return _is_one_of(_PRODUCT_NAMES, name.removeprefix("linalg_"))
+    return _is_one_of(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
 
 
 def is_without_kernel(name: str) -> bool:

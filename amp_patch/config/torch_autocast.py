@@ -54,6 +54,8 @@ _THROUGH = {
     "max_unpool1d": ("max_unpool2d",),
     "multi_dot": ("mm",),
     "square": ("pow",),
+    "torch.sparse.addmm": ("addmm",),
+    "torch.sparse.mm": ("mm",),
     "tensordot": ("mm",),
     # recurrent layers otherwise multiply there; the rest runs in the dtype of the state, which is low if the input is
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), ("_cudnn_rnn", "linear")),
@@ -69,6 +71,11 @@ _THROUGH = {
     "_native_multi_head_attention": ("linear",),
     "_transformer_encoder_layer_fwd": ("layer_norm", "linear"),
 }
+# Made of an op that autocast casts if an operand is sparse, and left alone if all are dense and so of one dtype. In the
+# widest dtype neither fails.
+_IF_SPARSE = ("mv",)
+# torchvision registers its own kernels for autocast, which cast to float32.
+_OF_TORCHVISION = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
@@ -85,6 +92,8 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         function = next((function for function in below if function in functions), None)
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
+    rules |= {name: Rule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
+    rules |= {f"torchvision.ops.{name}": Rule.BLACKLIST for name in _OF_TORCHVISION}
     return {rule.value: ops for rule in RULES if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))}
 
 

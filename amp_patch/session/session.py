@@ -6,6 +6,7 @@ Opening a session binds models and optimizers and installs patches on one ExitSt
 
 import contextlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 
 from ..casting import OpCasts, Products, Registration, Switch, WeightCache
 from ..config import OpLists, Policy, load_oplists
+from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..patching import Patcher
+from ..reporting import find_stacklevel
 from ..training import BackwardPasses, GradientSet, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
@@ -68,7 +71,8 @@ class Session:
         if in_float32 and low is not None:
             products = Products(low, device_type, self._cache)
         if policy.patch_torch_functions and low is not None:
-            self.casts = OpCasts(self.switch, low, device_type, self._cache, products)
+            inside = policy.casts_inside
+            self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
         rules = () if self.oplists is None else self.oplists.modules
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.scalers)
         scales = bool(policy.master_weights) or policy.loss_scale != 1.0
@@ -200,4 +204,18 @@ def _load_lists(policy: Policy) -> OpLists | None:
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
             " have an effect, and there are none in these; use O1 or O4"
         )
+    if policy.patch_torch_functions and not oplists.is_whole and not _has_low(oplists):
+        names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
+        warnings.warn(
+            f"lists={names}: no op runs in {low} by these, so next to nothing is cast. To change a few rules of the"
+            f" default list, write `extends: {low}` in the file, or pass lists=[{low!r}, ...]; `extends: null` says"
+            " that nothing else is wanted",
+            stacklevel=find_stacklevel(),
+        )
     return oplists
+
+
+def _has_low(oplists: OpLists) -> bool:
+    return bool(oplists.modules) or any(
+        spelling.entry.rule == "whitelist" for spelling in (*oplists.spellings, *oplists.deferred)
+    )

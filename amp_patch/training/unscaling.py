@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..multi_tensor import group
-from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values
+from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values, view_negated
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
@@ -42,6 +42,12 @@ def _group_values(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros."""
+    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros.
+
+    Where a gradient is a lazy conjugate or negative of that memory, they are the memory's own: a scale is real, and
+    signs change neither what it does nor whether a value is finite.
+    """
     values = get_sparse_values(gradient) if gradient.layout == torch.sparse_coo else gradient
-    return torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values.conj() if values.is_conj() else values)
+    return view_negated(values) if values.is_neg() else values

@@ -526,3 +526,16 @@ def test_the_package_may_be_imported_while_patches_are_in(fork_server):
         str(len(amp.lists.functional_overrides.FP32_FUNCS)),
         str(len(amp.lists.tensor_overrides.CASTS)),
     ], done.stderr
+
+
+def test_a_float_function_casts_its_arguments_alone_as_apex_did():
+    from amp_patch.apex import amp as apex_amp
+
+    model = torch.nn.Linear(3, 3)
+    apex_amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    decorated = apex_amp.float_function(lambda x: (x.dtype, (x @ x).dtype))
+    assert decorated(torch.ones(2, 2).half()) == (torch.float32, torch.float16)
+    apex_amp.amp.api.reset()
+    handle = apex_amp.init(loss_scale=1.0)
+    assert decorated(torch.ones(2, 2).half()) == (torch.float32, torch.float16)
+    handle._deactivate()

@@ -401,6 +401,67 @@ def test_autocast_and_its_list_give_the_same_results_on_layers(name: str, device
     assert differing == {one for one in excepted if one[0] == device_type}
 
 
+# ---- autocast itself, on sparse matrices -----------------------------------------------------------------------------
+
+SPARSE_CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "spmm": lambda adjacency, dense, bias: torch.spmm(adjacency, dense),
+    "dsmm": lambda adjacency, dense, bias: torch.dsmm(adjacency, dense),
+    "@": lambda adjacency, dense, bias: adjacency @ dense,
+    "addmm": lambda adjacency, dense, bias: torch.addmm(bias, adjacency, dense),
+    "torch.sparse.mm": lambda adjacency, dense, bias: torch.sparse.mm(adjacency, dense),
+    "torch.sparse.addmm": lambda adjacency, dense, bias: torch.sparse.addmm(bias, adjacency, dense),
+}
+
+
+def make_sparse_operands() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    adjacency = torch.rand(7, 7, generator=generator)
+    adjacency[adjacency < 0.6] = 0.0
+    return adjacency, torch.randn(7, 3, generator=generator), torch.randn(7, 3, generator=generator)
+
+
+def run_sparse(name: str, adjacency: Tensor, dense: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+    dense = dense.detach().requires_grad_()
+    # a product of dense matrices first: its result is low where the sparse one takes it up
+    result = SPARSE_CALLS[name](adjacency, torch.mm(dense, torch.eye(3)), bias)
+    result.float().square().sum().backward()
+    return result.detach(), dense.grad
+
+
+@pytest.mark.parametrize("name", SPARSE_CALLS)
+def test_sparse_products_run_as_under_autocast(name: str) -> None:
+    adjacency, dense, bias = make_sparse_operands()
+    operands = (adjacency.to_sparse(), dense, bias)
+    with torch.autocast("cpu"):
+        expected = run_sparse(name, *operands)
+    open_session("autocast-cpu", torch.bfloat16)
+    results = run_sparse(name, *operands)
+    amp_patch.reset()
+    assert expected[0].dtype is torch.bfloat16 and is_same(results, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("compute", ["native", "float32"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("lists", ["bfloat16", "autocast-cpu"])
+@pytest.mark.parametrize("name", [*SPARSE_CALLS, "mv", "linear"])
+def test_sparse_products_that_plain_torch_knows_do_not_fail(
+    name: str, lists: str, layout: torch.layout, compute: str
+) -> None:
+    adjacency, dense, bias = make_sparse_operands()
+    given = adjacency.to_sparse(layout=layout)
+
+    def run() -> Tensor:
+        if name == "mv":
+            return torch.mv(given, torch.mm(dense, torch.eye(3))[:, 0])
+        return F.linear(dense.t(), given) if name == "linear" else run_sparse(name, given, dense, bias)[0]
+
+    expected = run()
+    with amp_patch.session("O4", device="cpu", lists=lists, compute=compute):
+        result = run()
+    torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)  # some roundings to 8 bits
+
+
 # ---- Apex ------------------------------------------------------------------------------------------------------------
 
 OWNERS = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor, "torch._VF": torch._VF}

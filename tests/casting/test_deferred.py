@@ -272,7 +272,7 @@ def test_reload_itself_is_given_back(lists):
     assert importlib.reload is not reload
     amp.reset()
     assert importlib.reload is reload
-    _session = open_session("bfloat16")
+    _session = open_session("apex")  # which names nothing outside torch
     assert importlib.reload is reload
 
 
@@ -499,3 +499,97 @@ def test_a_watch_that_nobody_holds_hears_nothing():
     gc.collect()
     import_ops()
     assert heard == []
+
+
+# ---- torchvision, which the shipped lists name -----------------------------------------------------------------------
+
+VISION_OPS = """
+    from .boxes import batched_nms, nms
+    from .roi_align import roi_align
+    from .ps_roi_align import ps_roi_align
+    from .deform_conv import DeformConv2d, deform_conv2d
+    from .rois import ps_roi_pool, roi_pool
+    from .poolers import Pooler
+"""
+BOXES = """
+    import torch
+
+    def nms(boxes, scores, threshold):
+        assert boxes.dtype is scores.dtype is torch.float32, f"dets {boxes.dtype}, scores {scores.dtype}"
+        return scores.argsort(descending=True)
+
+    def batched_nms(boxes, scores, groups, threshold):
+        return nms(boxes + groups.to(boxes)[:, None] * (boxes.max() + 1), scores, threshold)
+"""
+POOL = """
+    import torch
+
+    def {name}(input, boxes, size=1):
+        assert input.dtype is boxes.dtype is torch.float32, f"input {{input.dtype}}, rois {{boxes.dtype}}"
+        return input.mean() * boxes
+"""
+DEFORM = """
+    import torch
+    from torch import nn
+
+    def deform_conv2d(input, offset, weight):
+        assert input.dtype is offset.dtype is weight.dtype is torch.float32
+        return input @ weight + offset
+
+    class DeformConv2d(nn.Linear):
+        def forward(self, input, offset):
+            return deform_conv2d(input, offset, self.weight)
+"""
+POOLERS = """
+    from .roi_align import roi_align
+
+    class Pooler:
+        def __call__(self, features, boxes):
+            return roi_align(features, boxes)
+"""
+
+
+@pytest.fixture
+def vision(write):
+    """A package laid out as torchvision is, whose ops refuse what those refuse; returns what imports it."""
+    if "torchvision" in sys.modules:
+        pytest.skip("torchvision is imported")
+    write(
+        torchvision="",
+        torchvision__ops=VISION_OPS,
+        torchvision__ops__boxes=BOXES,
+        torchvision__ops__roi_align=POOL.format(name="roi_align"),
+        torchvision__ops__ps_roi_align=POOL.format(name="ps_roi_align"),
+        torchvision__ops__rois=POOL.format(name="roi_pool") + POOL.format(name="ps_roi_pool"),
+        torchvision__ops__deform_conv=DEFORM,
+        torchvision__ops__poolers=POOLERS,
+    )
+    return lambda: importlib.import_module("torchvision.ops")
+
+
+@pytest.mark.parametrize("imported_first", [True, False], ids=["imported first", "imported later"])
+@pytest.mark.parametrize("lists", ["float16", "bfloat16", "paper", "autocast-cpu", "autocast-cuda"])
+def test_ops_of_torchvision_run_in_float32_by_the_shipped_lists(lists, imported_first, vision):
+    if imported_first:
+        vision()
+    with warnings.catch_warnings(), amp.session("O4", device="cpu", lists=lists):
+        warnings.simplefilter("error")
+        ops = vision()
+        boxes, features = torch.rand(3, 4) * 9, torch.rand(1, 4).to(LOW)
+        scores = torch.nn.functional.linear(torch.eye(3), torch.rand(1, 3))[:, 0]
+        assert scores.dtype is LOW
+        assert torch.equal(ops.nms(boxes, scores, 0.5), scores.argsort(descending=True))
+        assert len(ops.batched_nms(boxes, scores, torch.tensor([0, 1, 0]), 0.5)) == 3
+        for pool in (ops.roi_align, ops.roi_pool, ops.ps_roi_align, ops.ps_roi_pool, ops.Pooler()):
+            assert pool(features, boxes).dtype is torch.float32
+        assert ops.DeformConv2d(4, 4, bias=False)(features, torch.zeros(1, 4)).dtype is torch.float32
+    with pytest.raises(AssertionError, match="dets torch.float32, scores torch.bfloat16"):
+        ops.nms(boxes, scores, 0.5)
+
+
+@pytest.mark.parametrize("stub", [None, types.ModuleType("torchvision")], ids=["not to be imported", "a stub"])
+def test_without_ops_of_torchvision_nobody_hears_of_them(stub, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torchvision", stub)
+    with warnings.catch_warnings(), amp.session("O4", device="cpu"):
+        warnings.simplefilter("error")
+        assert not caplog.records

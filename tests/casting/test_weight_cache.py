@@ -18,16 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
-from amp_patch.casting import weight_cache
+from amp_patch.casting import products, weight_cache, wrappers
 from amp_patch.casting.mode import Switch
 from amp_patch.casting.products import Products
+from amp_patch.casting.tensor_cast import make_plain_cast
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
 from amp_patch.config.products import is_product
+from amp_patch.multi_tensor import copy_
 from amp_patch.session import current
 
 LOW = torch.bfloat16
@@ -188,56 +189,71 @@ def test_a_step_of_an_optimizer_that_amp_has_not_seen_is_seen(net: Net) -> None:
 # ---- how many casts --------------------------------------------------------------------------------------------------
 
 
-class CastCounter(TorchDispatchMode):
-    """Counts casts of the weights to the low dtype, one by one and many in a kernel."""
+class CastCounter:
+    """Counts casts of the weights to the low dtype, one by one and many in a kernel. No dispatch mode, which would be
+    shown fresh casts.
+    """
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses = {parameter.data_ptr() for parameter in net.parameters()}
         self.single = self.together = self.kernels = 0
+        for module in (wrappers, products):
+            monkeypatch.setattr(module, "make_plain_cast", self.make_plain_cast)
+        monkeypatch.setattr(weight_cache, "copy_", self.copy_)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_cast = function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW
-        if is_cast and args[0].data_ptr() in self.addresses:
-            self.single += 1
-        elif function is torch.ops.aten._foreach_copy_.default and args[0][0].dtype is LOW:
-            self.together += len(args[0])
-            self.kernels += 1
-        return function(*args, **kwargs)
+    def make_plain_cast(self, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Callable[[Tensor], Tensor]:
+        cast = make_plain_cast(dtype, *args, **kwargs)
+
+        def counted(tensor: Tensor) -> Tensor:
+            self.single += dtype is LOW and tensor.data_ptr() in self.addresses
+            return cast(tensor)
+
+        return counted
+
+    def copy_(self, groups: Any) -> None:
+        self.kernels += len(groups)
+        self.together += sum(len(targets) for targets, _ in groups)
+        copy_(groups)
 
 
 @pytest.mark.parametrize("passes", [1, 3], ids=["one-forward", "three-forwards"])
 @pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
-def test_each_weight_is_cast_once_per_optimizer_step(how: dict[str, bool], passes: int, is_kept: bool) -> None:
+def test_each_weight_is_cast_once_per_optimizer_step(
+    how: dict[str, bool], passes: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = Net()
+    counter = CastCounter(net, monkeypatch)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, **how)
     start_amp(net, optimizer)
     counts = []
-    with CastCounter(net) as counter:
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = sum(loss_of(net(batch(index))) for index in range(passes))
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            counts.append((counter.single, counter.together, counter.kernels))
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = sum(loss_of(net(batch(index))) for index in range(passes))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        counts.append((counter.single, counter.together, counter.kernels))
     assert counts == (
         [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)]
     )
 
 
-def test_accumulating_without_scale_loss_exits_casts_once(net: Net) -> None:
-    with CastCounter(net) as counter:
-        for index in range(3):
-            loss_of(net(batch(index))).backward()
+def test_accumulating_without_scale_loss_exits_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    counter = CastCounter(net, monkeypatch)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    start_amp(net, optimizer)
+    for index in range(3):
+        loss_of(net(batch(index))).backward()
     assert (counter.single, counter.together) == (4, 0)
 
 
-def test_the_counter_sees_fresh_casts(net: Net) -> None:
-    with CastCounter(net) as counter, amp.disable_casts():
-        for _ in range(3):
-            by_hand(net, batch())
+def test_the_counter_sees_fresh_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    counter = CastCounter(net, monkeypatch)
+    start_amp(net, None)  # weights of no optimizer are cast at each use
+    for _ in range(3):
+        net(batch())
     assert counter.single == 12
 
 

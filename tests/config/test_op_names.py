@@ -74,6 +74,7 @@ def test_any_name_of_an_alias_group_means_the_whole_group(group: str) -> None:
 X, Y = (torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1 for seed in (1, 2))
 OPERANDS = {"clamp": (X, 0.3, 0.5), "acosh": (X + 1,), "mvlgamma": (X + 2, 2), "orgqr": (X, X[0])}
 OPERANDS |= {"outer": (X[0], Y[0]), "cat": ([X, Y],), "vstack": ([X, Y],)}
+OPERANDS |= {"hspmm": (X.to_sparse(), Y), "sspaddmm": (X.to_sparse(), Y.to_sparse(), X)}
 BINARY = {
     "add",
     "sub",
@@ -83,6 +84,7 @@ BINARY = {
     "remainder",
     "pow",
     "matmul",
+    "mm",
     "eq",
     "ne",
     "gt",

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import types
+import warnings
 import weakref
 
 import pytest
@@ -426,3 +427,24 @@ def test_a_conflict_names_what_may_hold_deleted_models():
         amp.SessionError, match=r"may be held by Out\[\] or _ of IPython.*sys\.last_exc or sys\.last_value"
     ):
         amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("blacklist: [hardtanh]", True),
+        ("extends: null\nblacklist: [hardtanh]", False),
+        ("extends: bfloat16\nblacklist: [hardtanh]", False),
+        ("whitelist: [linear]", False),
+        ("modules: [{match: '**', run: low}]", False),
+    ],
+)
+def test_lists_by_which_no_op_is_low_are_warned_of(text, is_said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with amp.session("O4", device="cpu", lists=path):
+            pass
+    said = [str(warning.message) for warning in caught if "no op runs in bfloat16" in str(warning.message)]
+    assert len(said) == is_said and all("extends: bfloat16" in message for message in said)

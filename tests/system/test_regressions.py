@@ -636,3 +636,23 @@ def test_trained_parameters_in_16_bits_are_refused_as_before(level):
     model.up.bfloat16()
     with pytest.raises(amp.ModelError, match=r"in 16 bits already \((up.weight\)|base.0.weight)"):
         amp.initialize(model, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_complex_weight_that_is_conjugated_gets_the_gradient_of_the_float32_run(level):
+    torch.manual_seed(4)
+    model = nn.Linear(3, 1)
+    model.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([model.phase], lr=0.5)
+    signal = torch.linspace(1, 2, 5) + 1j
+
+    def loss():
+        return (signal * model.phase.conj()).real.sum()
+
+    (gradient,) = torch.autograd.grad(loss(), model.phase)
+    expected = (model.phase - 0.5 * gradient).detach()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(loss(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.phase.detach(), expected)

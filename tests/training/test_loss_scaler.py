@@ -560,6 +560,25 @@ def test_a_bad_real_or_imaginary_part_is_found(dtype: torch.dtype, bad: complex)
     assert check.is_overflow()
 
 
+@pytest.mark.parametrize("dtype", COMPLEX_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    "view",
+    [torch.conj, lambda memory: memory.conj().imag],
+    ids=["conjugate", "negative"],
+)
+def test_lazy_views_are_divided_and_multiplied_in_their_memory(view: Any, dtype: torch.dtype) -> None:
+    gradient = view(torch.tensor([3 - 4j, -5 + 6j, 7 + 0j], dtype=dtype))
+    memory, before = gradient.data_ptr(), gradient.clone()
+    check = new_check()
+    unscale_([gradient], scale_of(8.0), check.found_inf)
+    assert torch.equal(gradient, before / 8) and gradient.data_ptr() == memory and not check.is_overflow()
+    rescale_([gradient], scale_of(4.0))
+    assert torch.equal(gradient, before / 2)
+    gradient[1] = math.nan
+    unscale_([gradient], scale_of(8.0), check.found_inf)
+    assert check.is_overflow()
+
+
 @pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
 def test_a_bad_value_of_a_sparse_gradient_is_found(bad: float) -> None:
     check = new_check()

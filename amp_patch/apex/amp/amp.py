@@ -4,6 +4,7 @@
 `initialize`; Apex forgot them after the first.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def init(
     if session is not None and not session.has_models:
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
-    policy = make_policy("O1", overrides)
+    policy = replace(make_policy("O1", overrides), casts_inside=False)
     register_edits()
     allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

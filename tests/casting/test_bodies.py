@@ -1,0 +1,140 @@
+"""Functions of a user's own that are decorated, registered or listed run in one dtype throughout, as under
+`torch.amp.custom_fwd(cast_inputs=...)`.
+"""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_patch as amp
+
+LOW, FLOAT = torch.bfloat16, torch.float32
+Q, K = torch.randn(5, 6), torch.randn(6, 5)
+
+
+def scores(query, key):
+    """A listed product, a listed float32 op, and an op on no list."""
+    product = query @ key
+    return product, torch.softmax(product, -1), product.relu()
+
+
+def dtypes(results):
+    return [result.dtype for result in results]
+
+
+DECORATORS = {"half": (amp.half_function, LOW), "float": (amp.float_function, FLOAT)}
+each_decorator = pytest.mark.parametrize(("decorate", "dtype"), DECORATORS.values(), ids=list(DECORATORS))
+
+
+@each_decorator
+@pytest.mark.parametrize("given", [LOW, FLOAT], ids=str)
+@pytest.mark.parametrize("compute", ["native", "float32"])
+def test_the_body_of_a_decorated_function_runs_in_its_dtype(decorate, dtype, given, compute):
+    with amp.session("O4", device="cpu", compute=compute):
+        assert dtypes(decorate(scores)(Q.to(given), K)) == [dtype] * 3
+        assert dtypes(scores(Q.to(given), K)) == [LOW, FLOAT, LOW]  # and what comes after it by the lists
+    assert dtypes(decorate(scores)(Q.to(LOW), K.to(LOW))) == [LOW] * 3
+
+
+def test_a_float_function_gives_what_custom_fwd_gives():
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, query, key):
+            return scores(query, key)[1]
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise NotImplementedError
+
+    with torch.autocast("cpu"):
+        expected = Attend.apply(Q.to(LOW), K)
+    with amp.session("O4", device="cpu"):
+        result = amp.float_function(scores)(Q.to(LOW), K)[1]
+    assert result.dtype is expected.dtype is FLOAT and torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("how", ["registered", "listed"])
+def test_a_function_of_another_module_runs_its_body_in_float32(how, tmp_path, monkeypatch):
+    library = types.ModuleType("body_library")
+    library.scores = scores
+    monkeypatch.setitem(sys.modules, "body_library", library)
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: bfloat16\nblacklist: [body_library.scores]\n")
+    if how == "registered":
+        amp.register_float_function(library, "scores")
+    with amp.session("O4", device="cpu", lists=path if how == "listed" else "bfloat16"):
+        assert dtypes(library.scores(Q, K.to(LOW))) == [FLOAT] * 3
+
+
+def test_the_innermost_function_decides():
+    inner_float, inner_low = amp.float_function(scores), amp.half_function(scores)
+    low = amp.half_function(lambda query, key: [inner_float(query, key)[0], query @ key])
+    wide = amp.float_function(lambda query, key: [inner_low(query, key)[0], query @ key])
+    with amp.session("O4", device="cpu"):
+        assert dtypes(low(Q, K)) == [FLOAT, LOW]
+        assert dtypes(wide(Q, K)) == [LOW, FLOAT]
+        with amp.disable_casts():
+            assert dtypes(low(Q, K)) == [FLOAT, FLOAT]
+
+
+@each_decorator
+def test_the_region_ends_with_an_error(decorate, dtype):
+    @decorate
+    def fail(query):
+        assert (query @ K).dtype is dtype
+        raise ZeroDivisionError
+
+    with amp.session("O4", device="cpu"):
+        with pytest.raises(ZeroDivisionError):
+            fail(Q)
+        assert dtypes(scores(Q, K)) == [LOW, FLOAT, LOW]
+
+
+def test_a_call_that_names_a_dtype_or_a_result_runs_as_it_was_written():
+    @amp.float_function
+    def total(x, dtype=None, out=None):
+        return (x @ K).dtype
+
+    with amp.session("O4", device="cpu"):
+        assert total(Q) is FLOAT
+        assert total(Q, dtype=torch.float64) is total(Q, torch.float64) is total(Q, out=Q) is LOW
+
+
+@each_decorator
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_runs_the_body_alike(decorate, dtype, backend):
+    decorated = decorate(lambda query, key: torch.softmax(query @ key, -1) @ query)
+
+    def run(query, key):
+        return decorated(query, key), query @ key
+
+    with amp.session("O4", device="cpu"):
+        expected = run(Q, K)
+        results = torch.compile(run, backend=backend, fullgraph=backend == "aot_eager")(Q, K)
+    if backend == "aot_eager":
+        assert dtypes(results) == dtypes(expected) == [dtype, LOW]
+        assert all(map(torch.equal, results, expected))
+    else:
+        assert results[1].dtype is LOW
+
+
+def test_gradients_pass_through_a_region():
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    amp.float_function(F.linear)  # of torch: an op like any other
+    loss = amp.float_function(lambda x: model(x).square().mean())(Q)
+    assert loss.dtype is FLOAT
+    loss.backward()
+    (expected,) = torch.autograd.grad(amp_free(model, Q), model.weight)
+    assert torch.equal(model.weight.grad, expected)
+
+
+def amp_free(model, x):
+    with amp.disable_casts():
+        return model(x).square().mean()
