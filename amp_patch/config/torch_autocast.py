@@ -173,9 +173,12 @@ def _observe(overload: str, device_type: str) -> Rule | None:
         first = _outcome(op, device_type, (_OTHER,))
         if isinstance(first, _Seen) and first.cast_to in (_LOW, torch.float32):
             return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
-        mixed = _outcome(op, device_type, (_LOW, torch.float32))
-        if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
-            return Rule.SEQUENCE_PROMOTE if str(get_op_arguments(op)[0].type) == "List[Tensor]" else Rule.PROMOTE
+        kinds = [kind for argument in get_op_arguments(op) if "Tensor" in (kind := str(argument.type))]
+        is_sequence = kinds[:1] == ["List[Tensor]"]
+        if is_sequence or len(kinds) > 1:  # with one tensor there is nothing to promote
+            mixed = _outcome(op, device_type, (_LOW, torch.float32))
+            if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
+                return Rule.SEQUENCE_PROMOTE if is_sequence else Rule.PROMOTE
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None
