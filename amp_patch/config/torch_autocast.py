@@ -102,6 +102,8 @@ def get_overload_rules(device_type: str) -> dict[str, Rule]:
     rules = dict(_UNSEEN[device_type])
     for full_name in sorted(get_all_op_names()):
         namespace, _, name = full_name.partition("::")
+        if "name" in name.partition(".")[2].lower():
+            continue  # by the name of a dimension, which torch 2.6 has still: treated as the overload by its number
         if namespace == "aten" and name not in rules and has_kernel_for(full_name, _KEYS[device_type]):
             rule = _observe(name, device_type)
             if rule is None:

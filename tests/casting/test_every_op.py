@@ -32,7 +32,9 @@ LEFT_OUT = {
 
 
 # Those that raise an error, which says what to call instead.
-REMOVED = {"torch.cholesky", "torch.Tensor.cholesky"} if VERSION >= (2, 14) else set()
+REMOVED = {
+    f"{owner}.{name}" for owner in ("torch", "torch.Tensor") for name in ("cholesky", "qr") if VERSION >= (2, 14)
+}
 
 OVERLAYS = ("fast",)
 
