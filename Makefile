@@ -2,21 +2,23 @@
 # make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
+# make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
 
 PYTHON ?= python3
-VENV := .venv
+# another torch than the pinned one, and the environment for it
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 # tests that share what is slow to start go to one process
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
-T ?= config
 BENCH_ARGS ?=
 
-.PHONY: demo lint test unit bench install
+.PHONY: demo lint test unit test-torch bench install
 
 demo: $(STAMP)
 	$(PY) -m amp_patch demo $(DEMO_ARGS)
@@ -30,7 +32,11 @@ test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(T)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)
+
+test-torch: $(STAMP)
+	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/$(T)
 
 bench: $(STAMP)
 	$(PY) benchmarks/overhead.py
@@ -39,7 +45,8 @@ bench: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): requirements-dev.txt setup.py pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --requirement requirements-dev.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements-dev.txt > $(VENV)/requirements.txt
+	$(PY) -m pip install --quiet --requirement $(VENV)/requirements.txt
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -16,8 +16,10 @@ CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 torch.autocast's rule too.
 """
 
-PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter})
-"""Most tensors are of one of these, and none of these is opaque."""
+PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
+"""Most tensors are of one of these, and none of these is opaque. A tuple, since Dynamo of torch 2.6 cannot look for a
+class in a frozenset.
+"""
 
 _BY_NAME = {
     "float16": torch.float16,

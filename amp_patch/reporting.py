@@ -7,14 +7,14 @@ for, or get them twice.
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 logger = logging.getLogger("amp_patch")
 
 
-class _StdoutHandler(logging.StreamHandler[TextIO]):
+class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
     """Writes to whatever sys.stdout is at the moment of writing."""
 
     def __init__(self) -> None:

@@ -1,11 +1,12 @@
 """Every name of torch that is not public, and the only place that takes one from torch.
 
-Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.13.0. A missing name
-fails the import of this module, unless the comment says otherwise.
+Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0 and
+2.14.1. A missing name fails the import of this module. The comment says so where either is otherwise.
 
 The one exception is `Tensor._version`, which hot paths read in place (see `READ_IN_PLACE`).
 """
 
+import functools
 import importlib
 import operator
 import types
@@ -161,7 +162,10 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # Which hooks see the tensors that autograd saves in this thread, and what torch.autograd.graph's context manager for
 # them calls, at a third of its time. Without them: products computed in float32 keep float32 operands for backward.
-get_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# torch 2.6 has no name for the first: the answer is then that there are hooks, since there may be.
+get_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _ignore_is_tracing: ()
+)
 are_saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -263,5 +267,35 @@ def mark_constant(function: Callable[[], Any]) -> None:
 IDLE_DEVICE_TYPES = ("ipu", "maia")
 """Device types that torch keeps an autocast state for, and no longer runs on: Dynamo guards it, nobody uses it.
 
-Without any: code that was compiled inside a region is also run outside of it.
+Without any: `IDLE_KEYS` do, and without those, code that was compiled inside a region is also run outside of it.
 """
+
+IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
+"""Dispatch keys that no op has a kernel for. Dynamo guards those of the thread with each tensor, in every torch."""
+
+
+def is_autocast_state_guarded(device_type: str) -> bool:
+    """Tell whether Dynamo guards the autocast state of a device type that is not in use: torch 2.6 does not yet."""
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    guard = GlobalStateGuard()
+    torch.set_autocast_enabled(device_type, True)
+    try:
+        return not guard.check()
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+
+
+@functools.cache  # torch takes one registration for each key
+def pass_keys_through() -> torch.library.Library:
+    """Have ops run as ever where a thread has `IDLE_KEYS` set: without, they raise. Lasts until the process ends."""
+    library = torch.library.Library("_", "IMPL")
+    for key in IDLE_KEYS:
+        library.fallback(torch.library.fallthrough_kernel, key)
+    return library
+
+
+def set_keys(*are_set: bool) -> None:
+    """Set or clear each of `IDLE_KEYS` in this thread."""
+    for key, is_set in zip(IDLE_KEYS, are_set, strict=True):
+        torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)

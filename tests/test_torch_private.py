@@ -147,6 +147,7 @@ def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
 
 
 FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "TracingContext", "build_dynamo_tables", "mark_constant"}
+FOR_DYNAMO |= {"is_autocast_state_guarded", "pass_keys_through", "set_keys"}
 
 
 def test_only_compiling_touches_dynamo() -> None:
@@ -194,7 +195,7 @@ SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]
 READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "get_version": (lambda: torch_private.get_version(torch.zeros(1).add_(1)), 1),
     "get_tensor_uses": (lambda: torch_private.get_tensor_uses(torch.zeros(1)), 1),
-    "get_storage_uses": (lambda: uses_of_a_storage_and_a_view(), (2, 3)),
+    "get_storage_uses": (lambda: count_what_a_view_adds(), 1),
     "get_sparse_values": (lambda: torch_private.get_sparse_values(SPARSE).tolist(), [1.0, 2.0]),
     "view_negated": (lambda: torch_private.view_negated(torch.tensor([1j]).conj().imag).is_neg(), False),
     "get_local_tensor": (lambda: torch_private.get_local_tensor(torch.zeros(1)), None),
@@ -214,6 +215,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "mark_step_called": (lambda: find_marks(torch_private.mark_step_called), {"_opt_called"}),
     "get_tracing_state": (torch_private.get_tracing_state, None),
     "peek_interpreter_stack": (torch_private.peek_interpreter_stack, None),
+    "get_saved_tensors_hooks": (lambda: read_inside_hooks(), True),
     "get_backward_id": (
         lambda: torch_private.get_backward_id() < 0 <= run_backward(torch_private.get_backward_id)[0],
         True,
@@ -229,16 +231,50 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "build_function_tables": (torch_private.build_function_tables, None),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
+    "is_autocast_state_guarded": (lambda: torch_private.is_autocast_state_guarded("xpu") in (True, False), True),
+    "pass_keys_through": (lambda: run_ops_under_keys(), [[4.0], [2.0]] * 4),
+    "set_keys": (lambda: find_keys_that_are_set() == KEYS, True),
     "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
 }
 
 
-def uses_of_a_storage_and_a_view() -> tuple[int, int]:
-    """How many hold a storage before and after a view of it is made."""
+def count_what_a_view_adds() -> int:
+    """By how much a view raises the count of those that hold a storage. torch 2.13 counts itself, 2.6 does not."""
     tensor = torch.zeros(2)
     address = torch_private.get_storage_address(tensor)
     alone, view = torch_private.get_storage_uses(address), tensor[1:]
-    return alone, torch_private.get_storage_uses(address) + view.dim() - 1
+    return torch_private.get_storage_uses(address) - alone + view.dim() - 1
+
+
+def read_inside_hooks() -> bool:
+    """Whether hooks on saved tensors are seen."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return torch_private.get_saved_tensors_hooks(True) is not None
+
+
+KEYS = [(True, False), (False, True), (True, True), (False, False)]
+
+
+def run_ops_under_keys() -> list[list[float]]:
+    """What an op and its gradient are under each combination of the keys."""
+    torch_private.pass_keys_through()
+    found = []
+    for are_set in KEYS:
+        torch_private.set_keys(*are_set)
+        x = torch.tensor([1.0], requires_grad=True)
+        result = (x + 1).square()
+        result.sum().backward()
+        found += [result.tolist(), (x.grad / 2).tolist()]
+    return found
+
+
+def find_keys_that_are_set() -> list[tuple[bool, ...]]:
+    """Which keys the thread has after each combination was set."""
+    found = []
+    for are_set in KEYS:
+        torch_private.set_keys(*are_set)
+        found.append(tuple(map(torch._C._dispatch_tls_is_dispatch_key_included, torch_private.IDLE_KEYS)))
+    return found
 
 
 @pytest.mark.parametrize("name", READINGS)

@@ -19,7 +19,10 @@ from ..torch_private import (
     TracingContext,
     build_dynamo_tables,
     build_function_tables,
+    is_autocast_state_guarded,
     mark_constant,
+    pass_keys_through,
+    set_keys,
 )
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
@@ -68,27 +71,34 @@ def cache_key(tag: str) -> Iterator[None]:
 
 # Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow
 # how a thread's region is found nor guards patched Tensor methods. But it guards the autocast state of the thread, for
-# every kind of device. The state of one that torch lists and no longer runs on says which region is open.
+# every kind of device. The state of one that torch lists and no longer runs on says which region is open. Dynamo of
+# torch 2.6 does not guard it, but the dispatch keys of the thread: there, two that nobody uses say it.
 
 _SIGNS = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
+_KEYS = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
 
 
 def _find_idle_device() -> tuple[str, torch.dtype] | None:
     """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if
-    torch lists none any more.
+    torch lists none any more, or Dynamo does not guard it.
     """
     for name in IDLE_DEVICE_TYPES:
         with contextlib.suppress(RuntimeError):
-            return name, torch.get_autocast_dtype(name)
+            usual = torch.get_autocast_dtype(name)
+            return (name, usual) if is_autocast_state_guarded(name) else None
     return None
 
 
 _IDLE_DEVICE = _find_idle_device()
+if _IDLE_DEVICE is None:
+    pass_keys_through()
 
 
 def show_region(mode_name: str) -> None:
     """Have Dynamo guard what it compiles in this thread from now on by the mode of that name."""
-    if _IDLE_DEVICE is not None:
+    if _IDLE_DEVICE is None:
+        set_keys(*_KEYS.get(mode_name, (False, False)))
+    else:
         name, usual = _IDLE_DEVICE
         torch.set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
         torch.set_autocast_enabled(name, mode_name in _SIGNS)

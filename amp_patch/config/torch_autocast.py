@@ -111,6 +111,8 @@ def get_overload_rules(device_type: str) -> dict[str, Rule]:
     rules = dict(_UNSEEN[device_type])
     for full_name in sorted(get_all_op_names()):
         namespace, _, name = full_name.partition("::")
+        if "name" in name.partition(".")[2].lower():
+            continue  # by the name of a dimension, which torch 2.6 has still: treated as the overload by its number
         if namespace == "aten" and name not in rules and has_kernel_for(full_name, _KEYS[device_type]):
             rule = _observe(name, device_type)
             if rule is None:
@@ -182,9 +184,12 @@ def _observe(overload: str, device_type: str) -> Rule | None:
         first = _outcome(op, device_type, (_OTHER,))
         if isinstance(first, _Seen) and first.cast_to in (_LOW, torch.float32):
             return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
-        mixed = _outcome(op, device_type, (_LOW, torch.float32))
-        if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
-            return Rule.SEQUENCE_PROMOTE if str(get_op_arguments(op)[0].type) == "List[Tensor]" else Rule.PROMOTE
+        kinds = [kind for argument in get_op_arguments(op) if "Tensor" in (kind := str(argument.type))]
+        is_sequence = kinds[:1] == ["List[Tensor]"]
+        if is_sequence or len(kinds) > 1:  # with one tensor there is nothing to promote
+            mixed = _outcome(op, device_type, (_LOW, torch.float32))
+            if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
+                return Rule.SEQUENCE_PROMOTE if is_sequence else Rule.PROMOTE
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None

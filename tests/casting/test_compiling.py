@@ -20,10 +20,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
+from torch_state import VERSION
 
 import amp_patch as amp
+from amp_patch.casting import compiling
 from amp_patch.casting.mode import Mode
 from amp_patch.session import current
+from amp_patch.torch_private import pass_keys_through
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOW, FULL = torch.bfloat16, torch.float32
@@ -203,7 +206,11 @@ def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, 
     assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
 
 
-def test_one_block_runs_in_each_way_that_the_regions_around_it_say():
+@pytest.mark.parametrize("has_idle_device", [True, False], ids=["as it is", "by dispatch keys"])
+def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, monkeypatch):
+    if not has_idle_device:  # as with torch 2.6
+        monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
+        pass_keys_through()
     graphs = Graphs()
     compiled = torch.compile(lambda x: (x @ x.mm(x)).softmax(-1), backend=graphs, fullgraph=True)
     with casting(True):
@@ -466,7 +473,7 @@ def compile_with_inductor(name):
     function = {"operator": lambda x: x @ x, "method": lambda x: x.matmul(x).t()}[name]
     torch.compiler.reset()
     counters.clear()
-    with torch._inductor.config.patch(QUICKLY):
+    with torch._inductor.config.patch(QUICKLY), torch._functorch.config.patch(enable_autograd_cache=True):
         result = torch.compile(function, fullgraph=True)(X)
     return str(result.dtype), torch.equal(result, function(X)), counters["aot_autograd"]["autograd_cache_hit"]
 
@@ -515,6 +522,8 @@ def is_rounded(node, low):
 @pytest.mark.parametrize("compute", ["native", "float32"])
 @pytest.mark.parametrize(("level", "strict"), [*((level, False) for level in LEVELS), ("O4", True), ("O5", True)])
 def test_an_exported_program_holds_the_casts(level, strict, compute):
+    if strict and VERSION < (2, 7):
+        pytest.skip("strict export of torch 2.6 takes no model with forward hooks")
     model, optimizer = make(level, compute=compute)
     x, y = numbers(3, 8), numbers(7, 8)
     take_step(model, optimizer, x)  # low copies exist by now, and none may become a constant of the program
@@ -547,7 +556,7 @@ def test_an_exported_program_holds_the_casts(level, strict, compute):
 def test_an_exported_program_follows_the_module_rules(level, tmp_path):
     model, _ = make(level, lists=write_rules(tmp_path / "rules.yaml", RULES), compute="native")
     x = numbers(3, 8)
-    program = torch.export.export(model, (x,))
+    program = torch.export.export(model, (x,), strict=False)
     found = {}
     for node in program.graph.nodes:
         found.setdefault(str(node.target).partition(".")[2].partition(".")[0], []).extend(result_dtypes(node))

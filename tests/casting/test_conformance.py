@@ -21,6 +21,7 @@ from op_samples import find_sample
 from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.testing._internal.common_methods_invocations import op_db
+from torch_state import VERSION
 
 import amp_patch
 from amp_patch.config.op_lists import Spelling
@@ -192,6 +193,16 @@ OTHER_DTYPE = {
         **dict.fromkeys(["nn.functional.pad", "einsum", "tensordot"], ARGUMENT),
     },
 }
+# the lists are of torch 2.13
+if VERSION < (2, 7):
+    OTHER_DTYPE["cpu"]["inner"] = OTHER_DTYPE["cpu"].pop("tensordot")
+    OTHER_DTYPE["cuda"]["nn.functional.rms_norm"] = "autocast leaves it alone"
+    OTHER_BITS["cpu"]["nn.functional.fractional_max_pool3d"] = "its samples are drawn in the dtype of the input"
+    del OTHER_BITS["cuda"]["nn.functional.linear_cross_entropy"]
+if VERSION >= (2, 14):
+    OTHER_DTYPE["cuda"]["linalg.matrix_sqrth"] = "autocast knows it"
+    OTHER_BITS["cuda"]["linalg.polar"] = PARTS
+    OTHER_DTYPE["cpu"] |= dict.fromkeys(["linalg.matrix_sqrth", "linalg.polar"], PARTS)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from amp_patch.casting import compiling
 from amp_patch.casting.mode import Mode, Switch
+from amp_patch.torch_private import IDLE_KEYS
 
 
 @pytest.fixture
@@ -249,8 +250,10 @@ def test_regions_may_be_left_in_any_order(switch: Switch) -> None:
 # ---- what torch.compile sees -----------------------------------------------------------------------------------------
 
 
-def get_sign() -> tuple[bool, torch.dtype]:
-    """The autocast state that Dynamo guards by: of a device that nobody uses."""
+def get_sign() -> tuple[object, ...]:
+    """What Dynamo guards by: the autocast state of a device that nobody uses, or dispatch keys."""
+    if compiling._IDLE_DEVICE is None:
+        return tuple(map(torch._C._dispatch_tls_is_dispatch_key_included, IDLE_KEYS))
     return torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
 
 
@@ -276,7 +279,7 @@ def test_another_thread_does_not_see_the_mode(switch: Switch) -> None:
     assert seen == [before]
 
 
-def test_a_torch_without_such_a_device_goes_without(switch: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_such_a_device_uses_dispatch_keys(switch: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> torch.dtype:
         raise RuntimeError(f"unknown device type {name}")
 
@@ -286,4 +289,5 @@ def test_a_torch_without_such_a_device_goes_without(switch: Switch, monkeypatch:
     assert found is None
     monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
     with switch.region(Mode.OFF):
-        assert not switch.is_on_here() and not get_sign()[0]
+        assert not switch.is_on_here() and not torch.is_autocast_enabled("ipu") and get_sign() == (True, False)
+    assert get_sign() == (False, False)

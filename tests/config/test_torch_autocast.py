@@ -8,12 +8,14 @@ import re
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from fork_server import ForkServer
 from torch import nn
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+from torch_state import VERSION
 
 import amp_patch
 from amp_patch.config import torch_autocast
@@ -37,6 +39,8 @@ BESIDE_THE_MACROS = {
     "cudnn_convolution": "whitelist",
     "cudnn_convolution_transpose": "whitelist",
 }
+if VERSION >= (2, 14):
+    BESIDE_THE_MACROS["linalg_matrix_sqrth"] = "blacklist"
 devices = pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 
 
@@ -53,7 +57,8 @@ def rules_in_header() -> dict[str, str]:
             found |= {
                 ".".join(filter(None, groups)): rule for groups in re.findall(r"_\((\w+)(?:, *(\w+))?\)", body[1])
             }
-    return found
+    # those by the name of a dimension are left out
+    return {overload: rule for overload, rule in found.items() if "name" not in overload.partition(".")[2].lower()}
 
 
 @pytest.mark.skipif(not HEADER.is_file(), reason="this build of torch ships no ATen/autocast_mode.h")
@@ -95,6 +100,20 @@ def test_every_kernel_is_understood(device_type: str, caplog: pytest.LogCaptureF
     assert {overload for overload in rules if overload.startswith("softmax")} == (
         {"softmax.int"} if device_type == "cuda" else set()
     )
+
+
+def test_an_op_of_one_tensor_promotes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast softmax is told to compute in float32, and casts by itself: torch 2.14 so casts bfloat16 alone."""
+    outcome = torch_autocast._outcome
+
+    def cast_bfloat16_only(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: bool = True) -> Any:
+        if is_on and dtypes[0] is torch.bfloat16:
+            return torch_autocast._Seen("aten::_to_copy", (torch.bfloat16,), torch.float32)
+        return outcome(op, device_type, dtypes, is_on)
+
+    monkeypatch.setattr(torch_autocast, "_outcome", cast_bfloat16_only)
+    assert torch_autocast._observe("log_softmax.int", "cuda") == "blacklist"
+    assert torch_autocast._observe("addcdiv", "cuda") == "promote"
 
 
 @devices

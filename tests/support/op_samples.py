@@ -235,7 +235,7 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     ),
     **_each(
         "_lu_with_info eigh eigvalsh eig eigvals cond matrix_rank inverse inv inv_ex pinverse pinv det slogdet"
-        " matrix_exp",
+        " matrix_exp matrix_sqrth",
         call(POSITIVE),
     ),
     **_each("svd_lowrank pca_lowrank", call(POSITIVE, 2)),
@@ -253,6 +253,7 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("tensorsolve", call(POSITIVE.reshape(4, 2, 2), VECTOR)),
     # float32 kernels alone
     **_each("polar complex", call(VECTOR, VECTOR2)),
+    "torch.linalg.polar": call(POSITIVE),
     **_each("histogram", call(SIGNAL, 4)),
     **_each("histogramdd", call(rand(4, 2), [2, 2])),
     **_each("sampled_addmm", call(SPARSE_ROWS, MATRIX2, MATRIX3)),

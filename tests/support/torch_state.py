@@ -14,6 +14,9 @@ import amp_patch
 # the first compilation replaces a few more names of torch's, for good
 torch.compile(lambda x: x, backend="eager")(torch.ones(1))
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Of torch, such as (2, 13)."""
+
 NAMESPACES = (
     torch,
     torch.nn.functional,

@@ -482,10 +482,11 @@ def values(dtype: torch.dtype, *shape: int) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 2.0, 2.0**7, 2.0**-5], ids=str)
 @pytest.mark.parametrize("dtype", [*REAL_DTYPES, *COMPLEX_DTYPES], ids=dtype_id)
 def test_unscaling_by_a_power_of_two_is_division_to_the_bit(dtype: torch.dtype, scale: float) -> None:
-    gradient = values(dtype, 5, 3)
-    expected, check = gradient / scale, new_check()
+    gradient, check = values(dtype, 5, 3), new_check()
+    parts = torch.view_as_real(gradient) if dtype.is_complex else gradient
+    expected = parts / scale  # complex division rounds more than once in torch 2.6
     unscale_([gradient], scale_of(scale), check.found_inf)
-    assert torch.equal(gradient, expected)
+    assert torch.equal(parts, expected)
     assert not check.is_overflow()
 
 
