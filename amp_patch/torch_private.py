@@ -19,6 +19,7 @@ from torch._guards import TracingContext as TracingContext
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 # ---- many tensors in one kernel --------------------------------------------------------------------------------------
 
@@ -125,10 +126,21 @@ GLOBAL_PRE_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_pre_hooks
 GLOBAL_POST_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_post_hooks
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether hooks are registered on the steps of this optimizer."""
+def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that are registered on the steps of this optimizer alone."""
     instance: Any = optimizer
-    return bool(instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks)
+    return [*instance._optimizer_step_pre_hooks.values(), *instance._optimizer_step_post_hooks.values()]
+
+
+def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
+    """Have a hook that was just registered run before those that were there. Without it: it runs after them, and they
+    see weights of the step before, or rename what it looks for.
+    """
+    getattr(owner, hooks).move_to_end(handle.id, last=False)
+
+
+STEP_POST_HOOKS, STATE_DICT_HOOKS = "_optimizer_step_post_hooks", "_state_dict_hooks"
+"""Where optimizers and modules keep hooks, in the order in which they run."""
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:

@@ -206,7 +206,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "get_own_buffers": (lambda: "running_mean" in torch_private.get_own_buffers(nn.BatchNorm1d(1)), True),
     "get_own_children": (lambda: list(torch_private.get_own_children(nn.Sequential(nn.ReLU()))), ["0"]),
     "get_first_weight": (lambda: torch_private.get_first_weight(nn.GRU(2, 3)).shape, (9, 2)),  # type: ignore[union-attr]
-    "has_step_hooks": (lambda: torch_private.has_step_hooks(sgd()), False),
+    "get_step_hooks": (lambda: torch_private.get_step_hooks(sgd()), []),
     "reads_found_inf": (
         lambda: torch_private.reads_found_inf(torch.optim.Adam([torch.zeros(1)], lr=1.0, fused=True)),
         True,
@@ -286,8 +286,8 @@ def test_what_is_asked_of_torch_is_answered(name: str) -> None:
 def test_a_function_on_all_steps_is_seen() -> None:
     optimizer = sgd()
     for register, is_seen in (
-        (optimizer.register_step_pre_hook, lambda: torch_private.has_step_hooks(optimizer)),
-        (optimizer.register_step_post_hook, lambda: torch_private.has_step_hooks(optimizer)),
+        (optimizer.register_step_pre_hook, lambda: bool(torch_private.get_step_hooks(optimizer))),
+        (optimizer.register_step_post_hook, lambda: bool(torch_private.get_step_hooks(optimizer))),
         (register_optimizer_step_pre_hook, lambda: bool(torch_private.GLOBAL_PRE_HOOKS)),
         (register_optimizer_step_post_hook, lambda: bool(torch_private.GLOBAL_POST_HOOKS)),
     ):
@@ -295,6 +295,19 @@ def test_a_function_on_all_steps_is_seen() -> None:
         assert is_seen()
         hook.remove()
         assert not is_seen()
+
+
+def test_a_hook_that_is_put_first_runs_first() -> None:
+    optimizer, model, ran = sgd(), torch.nn.Linear(2, 2), []
+    for owner, hooks, register in (
+        (optimizer, torch_private.STEP_POST_HOOKS, optimizer.register_step_post_hook),
+        (model, torch_private.STATE_DICT_HOOKS, model.register_state_dict_post_hook),
+    ):
+        register(lambda *_: ran.append("second"))
+        torch_private.put_first(register(lambda *_: ran.append("first")), hooks, owner)
+    optimizer.step()
+    model.state_dict()
+    assert ran == ["first", "second"] * 2
 
 
 def test_the_marks_are_those_that_torch_looks_for() -> None:
@@ -306,7 +319,7 @@ def test_the_marks_are_those_that_torch_looks_for() -> None:
 
 def test_each_function_is_tried_and_each_name_is_there() -> None:
     values = {name: value for name, value in vars(torch_private).items() if not name.startswith("_")}
-    tried = {*READINGS, "get_storage_address"}
+    tried = {*READINGS, "get_storage_address", "put_first"}
     functions = {
         name
         for name, value in values.items()

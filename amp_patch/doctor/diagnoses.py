@@ -59,7 +59,6 @@ CHECKS: tuple[Check, ...] = (
     Check("AMP303", "a backward pass without scale_loss", backward_checks.unscaled_losses),
     Check("AMP304", "optimizer.step() inside scale_loss", step_checks.steps_in_block),
     Check("AMP305", "clipping inside scale_loss", step_checks.clips_in_block),
-    Check("AMP306", "clipping past the masters", step_checks.clips_past_masters),
     Check("AMP307", "torch.autocast or a GradScaler beside amp", native_amp_checks.native_amp),
     Check("AMP308", "autocast(enabled=False) to turn casts off", native_amp_checks.autocast_switched_off),
     Check("AMP309", "an LR scheduler that counts skipped steps", step_checks.unguarded_schedulers),

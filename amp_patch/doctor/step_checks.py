@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from .blocks import get_block_around, get_blocks
 from .context import Context
-from .findings import Fault, Severity
+from .findings import Fault
 from .levels import literal
 from .script import Script
 from .structure import argument_of, text_of
@@ -43,35 +43,6 @@ def clips_in_block(context: Context) -> Iterator[Fault]:
                 " clips nearly all of them"
             )
             yield Fault(call, "error", message, "Move it behind the block, and clip amp.master_params(optimizer).")
-
-
-def clips_past_masters(context: Context) -> Iterator[Fault]:
-    """Clipping of the model's parameters at a level where the gradients are in the masters."""
-    script, blocks, levels = context.script, get_blocks(context.script), context.expected
-    if not script.uses_amp or not levels.may_have_masters:
-        return
-    for call in script.calls_of(*_CLIPPERS):
-        target = argument_of(call, "parameters", 0)
-        if target is None or script.is_without_amp(call):
-            continue
-        if get_block_around(script, blocks, call) is not None and levels.may_scale:
-            continue  # `clips_in_block` reports it
-        if _takes_parameters(script, target, call):
-            when = "" if levels.must_have_masters else " at O2 and O5"
-            message = f"clipping the model's parameters clips nothing{when}: the gradients are in the float32 masters"
-            severity: Severity = "error" if levels.must_have_masters else "warning"
-            yield Fault(call, severity, message, "Clip amp.master_params(optimizer).")
-
-
-def _takes_parameters(script: Script, target: ast.expr, call: ast.Call) -> bool:
-    """Whether an expression, or the variable it names, takes `.parameters()` of something."""
-    value = script.assigned_before(text_of(target), call) if isinstance(target, ast.Name) else target
-    if value is None:
-        return False
-    taken = [node for node in ast.walk(value) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return any(
-        node.func.attr in ("parameters", "named_parameters") for node in taken if isinstance(node.func, ast.Attribute)
-    )
 
 
 def unguarded_schedulers(context: Context) -> Iterator[Fault]:

@@ -200,6 +200,20 @@ class Bindings:
         if binding is not None:
             binding.steps.resolve()
 
+    def fold_gradients(self) -> None:
+        """Add 16-bit gradients to those of their masters, but for held ones; warn inside a block, where they are yet to
+        be unscaled.
+        """
+        for gradients in (binding.gradients for binding in self.optimizers()):
+            if gradients.is_in_block and gradients.has_masters:
+                warnings.warn(
+                    "gradients are clipped inside a scale_loss block, where those of 16-bit parameters are not in the"
+                    " masters yet: clip after the block",
+                    stacklevel=find_stacklevel(),
+                )
+            elif not gradients.is_held:
+                gradients.unscale()
+
     def on_zero_grad(self, module: nn.Module) -> None:
         """`module.zero_grad()` ends the accumulation window of every optimizer whose parameters it covers."""
         zeroed = {id(parameter) for parameter in module.parameters()}

@@ -67,7 +67,9 @@ class Installer:
             undo.enter_context(gradient_patches.resolved_before_reading(self._bindings.resolve_steps))
         self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
         if self._scales:
-            undo.callback(register_optimizer_step_post_hook(StepHook(self._bindings.masters.mark_updated)).remove)
+            undo.callback(
+                register_optimizer_step_post_hook(StepHook.for_masters(self._bindings.masters.mark_updated)).remove
+            )
         if late is not None:
             late.open()
         self.redirect(self._bindings.models(), with_modules=True)
@@ -131,6 +133,7 @@ class Installer:
             local=self.local,
             scales=self._scales,
             on_zero_grad=self._bindings.on_zero_grad,
+            fold_gradients=self._bindings.fold_gradients,
             has_deferred_ops=late is not None,
             on_reload=(lambda name: None) if late is None else late.look_again,
         )

@@ -6,7 +6,7 @@ and `Optimizer.step_was_skipped`, a property that is absent without a session.
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Parts:
     on_zero_grad: Callable[[torch.nn.Module], None]
     has_deferred_ops: bool = False
     on_reload: Callable[[str], None] = lambda name: None
-    has_warned: list[str] = field(default_factory=list)
+    fold_gradients: Callable[[], None] = lambda: None
 
     @property
     def lists_recurrent(self) -> bool:
@@ -84,7 +84,7 @@ def _scales(parts: Parts) -> bool:
 
 
 def _clip(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
-    return around_gradients.warn_of_masters(original, parts.masters, parts.has_warned)
+    return around_gradients.clip_masters(original, parts.masters, parts.fold_gradients)
 
 
 TABLE = (
@@ -130,7 +130,8 @@ TABLE = (
     *(
         TorchPatch(owner, name, _scales, _clip)
         for owner in (torch.nn.utils, clip_grad)
-        for name in ("clip_grad_norm_", "clip_grad_value_")
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+        if hasattr(owner, name)
     ),
     TorchPatch(
         DistributedDataParallel,

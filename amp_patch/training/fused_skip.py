@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ..torch_private import (
     GLOBAL_POST_HOOKS,
     GLOBAL_PRE_HOOKS,
-    has_step_hooks,
+    get_step_hooks,
     is_wrapped_by_scheduler,
     reads_found_inf,
 )
@@ -27,8 +27,33 @@ class StepHook:
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
         self._mark_updated = mark_updated
 
+    @staticmethod
+    def for_masters(mark_updated: Callable[[Iterable[Tensor]], None]) -> "StepHook":
+        """The same, but not for optimizers that push their masters by themselves, and mark them."""
+        return _MasterStepHook(mark_updated)
+
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _MasterStepHook(StepHook):
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(isinstance(hook, PushHook) for hook in get_step_hooks(optimizer)):
+            super().__call__(optimizer, args, kwargs)
+
+
+class PushHook(StepHook):
+    """A hook on the steps of one optimizer, before all others: what they look at is this step's.
+
+    Args:
+        push: copies its masters to their parameters.
+    """
+
+    def __init__(self, push: Callable[[], None]) -> None:
+        super().__init__(lambda _: push())
+
+    def __deepcopy__(self, memo: Any) -> "PushHook":
+        return PushHook(lambda: None)  # a copied optimizer is under no session
 
 
 class DeviceSkip:
@@ -51,7 +76,7 @@ class DeviceSkip:
 
     def is_possible(self, optimizer: Any) -> bool:
         """Tell whether the next step can skip by itself."""
-        if not self._is_fused or has_step_hooks(optimizer):
+        if not self._is_fused or not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
             return False
         if GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in GLOBAL_POST_HOOKS.values()):
             return False

@@ -61,6 +61,7 @@ class Masters:
         self._index_of_master: dict[int, int] = {}
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
         self._groups: list[Group] | None = None  # of all, for pushing
+        self.has_warned_of_copy = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, in the place of one it had."""
@@ -161,7 +162,7 @@ class OptimizerMasters:
 
     def __init__(self, masters: Masters, *, use_masters: bool) -> None:
         self.masters = masters
-        self._use_masters = use_masters
+        self.use_masters = use_masters
         self._pairs: dict[int, Pair] = {}  # by the master's id
         self._cast: list[tuple[weakref.ref[Optimizer], Tensor]] = []  # whose state was cast to 16 bits
 
@@ -185,7 +186,7 @@ class OptimizerMasters:
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
                 continue
-            if not self._use_masters:
+            if not self.use_masters:
                 if id(parameter) in float32_data:
                     self._cast.append((weakref.ref(optimizer), parameter))
                     _cast_state(optimizer, parameter, parameter.dtype)

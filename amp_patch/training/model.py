@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..casting import Mode, Switch, WeightCache, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
-from ..torch_private import BatchNormBase
+from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, put_first
 from .masters import Masters
 from .model_hooks import (
     CastInputs,
@@ -74,7 +74,9 @@ class ModelBinding:
             self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
             self._cast_at_borders(model, policy.cast_model_type)
             for module in model.modules():
-                self._add(module.register_state_dict_post_hook(Float32StateDict(self._masters)))
+                hook = module.register_state_dict_post_hook(Float32StateDict(self._masters))
+                put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
+                self._add(hook)
                 self._add(module.register_load_state_dict_pre_hook(LoadMasters(self._masters)))
         elif policy.low_dtype is not None:
             self._open_regions(model, policy.low_dtype)

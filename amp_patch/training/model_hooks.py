@@ -4,6 +4,7 @@ A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..reporting import find_stacklevel
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
 
@@ -122,7 +124,22 @@ class InvalidateCache(_SessionHook):
 
 
 class SyncMasters(_SessionHook):
-    """Forward pre-hook: what was done to masters or to parameters since the last step shows in this forward."""
+    """Forward pre-hook: what was done to masters or to parameters since the last step shows in this forward.
+
+    A copy of the model has 16-bit weights and no masters: the first one is warned of.
+    """
+
+    def __deepcopy__(self, memo: Any) -> _SessionHook:
+        masters: Masters | None = self._target()
+        if masters is not None and not masters.has_warned_of_copy:
+            masters.has_warned_of_copy = True
+            warnings.warn(
+                "this copy of a model has 16-bit weights and no float32 masters: averages kept in it lose what is"
+                " smaller than 16 bits can hold. Average over amp.master_params(optimizer), or over copies of"
+                " model.state_dict(), which is float32.",
+                stacklevel=find_stacklevel(),
+            )
+        return super().__deepcopy__(memo)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masters: Masters | None = self._target()

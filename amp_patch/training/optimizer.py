@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
+from ..torch_private import STEP_POST_HOOKS, put_first
 from .attributes import Attributes
-from .fused_skip import DeviceSkip
+from .fused_skip import DeviceSkip, PushHook
 from .gradients import GradientSet
 from .loss_scaler import LossScaler
 from .masters import Masters, OptimizerMasters
@@ -109,6 +110,10 @@ class OptimizerBinding:
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
             self._attributes.replace(inner, "step", self._step)
+        if self._masters.use_masters:
+            hook = optimizer.register_step_post_hook(PushHook(self.stepper.push))
+            put_first(hook, STEP_POST_HOOKS, optimizer)
+            self._undo.callback(hook.remove)
         self.attach("_amp_stash", self)
         self.attach("step_was_skipped", False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
@@ -166,7 +171,7 @@ class OptimizerBinding:
         if isinstance(group, dict) and self._masters.pairs():
             given = group.get("params")
             given = [given] if isinstance(given, Tensor) else given
-            known = {id(parameter) for parameter, _ in self._masters.pairs()}
+            known = {id(parameter) for parameter in self.model_parameters()}
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
         result = original(group)

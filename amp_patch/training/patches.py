@@ -1,7 +1,6 @@
 """Replacements of what touches gradients and steps in torch."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,19 +28,20 @@ def zero_masters(
     return zero_grad
 
 
-def warn_of_masters(original: Callable[..., Any], masters: Masters, has_warned: list[str]) -> Callable[..., Any]:
-    """Clipping the 16-bit parameters clips nothing: say so once."""
+def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[[], None]) -> Callable[..., Any]:
+    """Clipping 16-bit parameters clips what the optimizer steps on: their masters, whose gradients are in float32.
+
+    `fold` adds 16-bit gradients to those of the masters, which a backward pass outside of `scale_loss` leaves where
+    they are until the step.
+    """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not has_warned and any(masters.get(parameter) is not None for parameter in parameters):
-            has_warned.append("once is enough")
-            warnings.warn(
-                "these are the model's 16-bit parameters, whose gradients are in the float32 masters: this clips"
-                " nothing. Clip amp.master_params(optimizer) instead.",
-                stacklevel=2,
-            )
-        return original(parameters, *args, **kwargs)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        stepped = [masters.get(parameter) for parameter in given]
+        if any(master is not None for master in stepped):
+            fold()
+            given = [parameter if master is None else master for parameter, master in zip(given, stepped, strict=True)]
+        return original(given, *args, **kwargs)
 
     return clip
 

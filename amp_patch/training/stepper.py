@@ -60,6 +60,7 @@ class Stepper:
         self._switch = switch
         self._scalers = scalers
         self._stepping: _Stepping | None = None
+        self._is_pushed = False  # by a hook of the step under way
         self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -153,6 +154,7 @@ class Stepper:
     def _take_step(
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        self._is_pushed = False
         region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
         try:
             if flag is None:
@@ -161,8 +163,14 @@ class Stepper:
                 result = skip_by(flag, self._get_optimizer(), original, args, kwargs)
         finally:
             self._switch.leave(region)
-        self._masters.push()
+        if not self._is_pushed:
+            self._masters.push()
         return result
+
+    def push(self) -> None:
+        """Push the masters at the end of the optimizer's own step, before its hooks run."""
+        self._masters.push()
+        self._is_pushed = True
 
     def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = kwargs.get("closure", args[0] if args else None)

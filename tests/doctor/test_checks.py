@@ -265,23 +265,6 @@ POSITIVE = {
         "    scaled_loss.backward()\n"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT",
     ),
-    "AMP306-masters": ("error", HEAD + setup("O5") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # FAULT"),
-    "AMP306-any-level": (
-        "warning",
-        HEAD + "model, optimizer = amp.initialize(model, optimizer, opt_level=level)\n"
-        "params = [p for p in model.parameters() if p.requires_grad]\n"
-        "nn.utils.clip_grad_value_(params, 1.0)  # FAULT",
-    ),
-    "AMP306-own-presets": (
-        "warning",
-        HEAD + setup("O4", ', presets="my.yaml"') + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # FAULT",
-    ),
-    "AMP306-override": (
-        "error",
-        HEAD
-        + setup("O3", ", master_weights=True")
-        + "nn.utils.clip_grad_norm_(parameters=net.parameters(), max_norm=1)  # FAULT",
-    ),
     "AMP307-autocast": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda"):  # FAULT\n    model(x)'),
     "AMP307-scaler": (
         "error",
@@ -574,26 +557,6 @@ NEGATIVE = {
         "    s.backward()\n"
         "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1)"
     ),
-    "AMP306-masters": HEAD + setup("O5") + "nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
-    "AMP306-no-masters": HEAD + setup("O1") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    "AMP306-no-masters-by-override": (
-        HEAD + setup("O5", ", master_weights=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    ),
-    "AMP306-switched-off": (
-        HEAD + setup("O4") + setup("O5", ", enabled=False") + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    ),
-    "AMP306-choices": (
-        HEAD + 'parser.add_argument("--opt-level", default="O1", choices=["O0", "O1"])\n'
-        "amp.initialize(model, optimizer,"
-        " opt_level=args.opt_level)\n" + "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    ),
-    "AMP306-else": (
-        HEAD + setup("O5") + "params = amp.master_params(optimizer) if args.amp else model.parameters()\n"
-        "nn.utils.clip_grad_norm_(scaled_params, 1.0)\n" + "if args.amp:\n"
-        "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)\n"
-        "else:\n"
-        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    ),
     "AMP307-other-arm": (
         HEAD
         + 'if args.impl == "apex":\n    '
@@ -826,13 +789,15 @@ def test_files_that_an_amp_script_imports_are_judged_by_its_level(diagnose: Diag
 
 def test_a_file_without_initialize_takes_the_levels_of_those_with_it(diagnose: Diagnose) -> None:
     engine = (
-        HEAD + "def step(model, optimizer):\n"
-        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        HEAD + "def step(model, optimizer, loss):\n"
+        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        "        scaled_loss.backward()\n"
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
         "    torch.save(amp.state_dict(), path)\n"
     )
     assert places(diagnose(train=HEAD + setup("O4"), engine=engine)) == []
-    assert places(diagnose(train=HEAD + setup("O5"), engine=engine)) == [("AMP306", 8)]
-    assert places(diagnose(engine)) == [("AMP306", 8)]
+    assert places(diagnose(train=HEAD + setup("O2"), engine=engine)) == [("AMP305", 10)]
+    assert places(diagnose(engine)) == [("AMP305", 10)]
 
 
 def test_options_declared_in_another_file_are_judged(diagnose: Diagnose) -> None:

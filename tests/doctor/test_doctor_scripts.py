@@ -135,7 +135,6 @@ IMAGE_FAULTS = [
         "        loss = F.cross_entropy(model(images.half()), target)  # AMP207\n",
     ),
     ("            scaled_loss.backward()\n", "            loss.backward()  # AMP301\n"),
-    ("(amp.master_params(optimizer), args.clip)", "(model.parameters(), args.clip)  # AMP306"),
     (', "amp": amp.state_dict()}\n', "}  # AMP501\n"),
     (
         "        optimizer.step()\n    scheduler.step()\n",

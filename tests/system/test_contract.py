@@ -1,6 +1,7 @@
 """What real training scripts do: GANs, penalties, nested losses, clipping, transforms of modules, Apex's files."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from reference import make_batches, make_model
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex.contrib.clip_grad import clip_grad_norm_
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -203,16 +205,53 @@ def test_scale_and_unscale_take_containers_and_none():
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_clipping_the_models_parameters_is_pointed_out_once_where_it_clips_nothing(name):
+CLIPS = {
+    "norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5),
+    "norm, by keyword": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters=parameters, max_norm=0.5),
+    "largest": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=math.inf),
+    "value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1e-3),
+    "apex": lambda parameters: clip_grad_norm_(parameters, 0.5),
+}
+
+
+@pytest.mark.parametrize("has_block", [False, True])
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_clipping_the_models_parameters_clips_what_the_optimizer_steps_on(level, name, has_block):
+    norms, gradients = [], []
+    for choose in (lambda model, _: model.parameters(), lambda _, optimizer: amp.master_params(optimizer)):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        images, targets = make_batches(1)[0]
+        loss = F.cross_entropy(model(images), targets)
+        if has_block:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+            if norms:  # the masters get their gradients at the step, or when somebody clips
+                torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        norms.append(CLIPS[name](choose(model, optimizer)))
+        gradients.append([master.grad.clone() for master in amp.master_params(optimizer)])
+        before = [master.detach().clone() for master in amp.master_params(optimizer)]
+        optimizer.step()
+        for master, start, gradient in zip(amp.master_params(optimizer), before, gradients[-1], strict=True):
+            assert torch.equal(master, torch.add(start, gradient, alpha=-0.1))
+        amp.reset()
+    assert norms[0] == norms[1] and (norms[0] is None or norms[0] > 0)
+    assert all(map(torch.equal, *gradients)) and any(gradient.any() for gradient in gradients[0])
+
+
+def test_clipping_inside_the_block_is_warned_of():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    model(make_batches(1)[0][0]).sum().backward()
-    with pytest.warns(UserWarning, match=r"this clips nothing\. Clip amp\.master_params\(optimizer\)") as caught:
-        for _ in range(2):
-            getattr(torch.nn.utils, name)(model.parameters(), 0.1)
-    assert len(caught) == 1 and caught[0].filename == __file__
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    images, targets = make_batches(1)[0]
+    with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.warns(UserWarning, match="clip after the block"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_clipping_by_value_reaches_the_masters():

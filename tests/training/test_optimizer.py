@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_patch as amp
+from amp_patch.training.masters import Masters
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -379,3 +381,134 @@ def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_ba
     assert optimizer.mine == 2
     amp.reset()
     assert not hasattr(optimizer, "mine")
+
+
+# ---- hooks on steps, groups made anew, copies ------------------------------------------------------------------------
+
+MAKERS = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
+def test_hooks_on_a_step_see_the_weights_of_that_step(level, make, is_early, is_global):
+    model = make_model()
+    optimizer = make(model)
+    seen = []
+
+    def look(*_):
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+
+    register = register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
+    hook = register(look) if is_early else None
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    hook = hook or register(look)
+    for batch in make_batches(3):
+        seen.clear()
+        optimizer.zero_grad()
+        backward(model, optimizer, batch)
+        optimizer.step()
+        assert all(map(torch.equal, seen[-1], model.parameters()))
+    hook.remove()
+    amp.reset()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_are_pushed_once_in_a_step(level, monkeypatch):
+    model, optimizer = initialize(level, MAKERS["fused"])
+    pushes = []
+    push = Masters.push
+    monkeypatch.setattr(Masters, "push", lambda self, pairs=None: (pushes.append(1), push(self, pairs)))
+    batches = make_batches(4)
+    train(model, optimizer, batches[:3])
+    model(batches[3][0])
+    assert len(pushes) == 3 - amp.stats().steps_skipped
+
+
+def test_a_hook_that_edits_weights_is_not_overwritten():
+    """Weight clipping in a hook, as Wasserstein critics do it."""
+    model, optimizer = initialize("O5")
+
+    @torch.no_grad()
+    def clip(*_):
+        for parameter in model.parameters():
+            parameter.clamp_(-0.125, 0.125)
+
+    optimizer.register_step_post_hook(clip)
+    train(model, optimizer, make_batches(2))
+    model(make_batches(1)[0][0])
+    for parameter, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert parameter.abs().max() <= 0.125 and torch.equal(parameter.float(), master.to(parameter.dtype).float())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_groups_can_be_made_anew_from_the_parameters(level):
+    """Progressive unfreezing: first the last layer, then all."""
+    model = make_model()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    names = [name for name, _ in model.named_parameters()]
+    batches = make_batches(3)
+    train(model, optimizer, batches[:1])
+    masters = [value.clone() for value in model.state_dict().values()]
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    last, others = names[-1], names[:-1]
+    parameters = dict(model.named_parameters())
+    optimizer.add_param_group({"params": [parameters[last]], "lr": 0.25})
+    assert torch.equal(next(amp.master_params(optimizer)), masters[list(model.state_dict()).index(last)])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [parameters[last]]})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer, batches[1:2])
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not torch.equal(before[last], after[last])
+    assert all(torch.equal(before[name], after[name]) for name in others)
+    optimizer.add_param_group({"params": [parameters[name] for name in others]})
+    train(model, optimizer, batches[2:])
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(after[name], value)}
+    assert changed >= {last, names[0]}
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_hook_that_renames_entries_leaves_them_float32(is_early):
+    model = make_model()
+
+    def rename(module, state, prefix, metadata):
+        for key in [key for key in state if key.endswith("weight")]:
+            state[key.removesuffix("weight") + "kernel"] = state.pop(key)
+
+    if is_early:
+        model.register_state_dict_post_hook(rename)
+        next(model.children()).register_state_dict_post_hook(rename)
+    optimizer = sgd(model)
+    originals = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    if not is_early:
+        model.register_state_dict_post_hook(rename)
+    state = model.state_dict()
+    assert any(key.endswith("kernel") for key in state)
+    for name, original in originals.items():
+        assert torch.equal(state[name.replace("weight", "kernel")], original)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_first_copy_of_a_model_with_masters_is_warned_of(level):
+    model, _optimizer = initialize(level)
+    with pytest.warns(UserWarning, match=r"Average over amp\.master_params") as caught:
+        first, second = copy.deepcopy(model), copy.deepcopy(model)
+        copy.deepcopy(first)
+    assert len(caught) == 1 and second is not model
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_copies_of_models_without_masters_are_not(level):
+    model, _optimizer = initialize(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(model)

@@ -9,5 +9,5 @@ from torch import Tensor
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """See torch.nn.utils.clip_grad_norm_, looked up at each call, so that amp can warn about masters."""
+    """See torch.nn.utils.clip_grad_norm_, looked up at each call, so that amp can clip masters."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
