@@ -18,6 +18,8 @@ from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, put_first
 from .masters import Masters
 from .model_hooks import (
+    STRICT_LAYERS,
+    WITHOUT_HOOKS,
     CastInputs,
     CastOutputs,
     Float32StateDict,
@@ -25,6 +27,7 @@ from .model_hooks import (
     LoadMasters,
     RegionHooks,
     SyncMasters,
+    TakeAnyInput,
 )
 from .module_runs import decide_runs, find_borders
 
@@ -73,6 +76,7 @@ class ModelBinding:
                 self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
             self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
             self._cast_at_borders(model, policy.cast_model_type)
+            self._cast_at_layers(model, policy.cast_model_type)
             for module in model.modules():
                 hook = module.register_state_dict_post_hook(Float32StateDict(self._masters))
                 put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
@@ -125,6 +129,16 @@ class ModelBinding:
                         CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
                     )
                 )
+
+    def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
+        """Have layers take float32 inputs: submodules are called from outside. With module rules they do already."""
+        if self._runs or low not in LOW_DTYPES:
+            return
+        hookless = [module for module in model.modules() if isinstance(module, WITHOUT_HOOKS)]
+        left_alone = {id(model), *(id(part) for module in hookless for part in module.modules())}
+        for module in model.modules():
+            if isinstance(module, STRICT_LAYERS) and id(module) not in left_alone:
+                self._add(module.register_forward_pre_hook(TakeAnyInput(low), with_kwargs=True))
 
     def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their

@@ -35,6 +35,34 @@ class CastInputs:
         }
 
 
+class TakeAnyInput(CastInputs):
+    """Forward pre-hook for a layer of torch's whose weights were cast, and which refuses an input of another dtype.
+
+    What comes from outside of the model, to a submodule or a method that is called directly, is float32.
+    """
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype and not kwargs:
+            return args, kwargs
+        return super().__call__(module, args, kwargs) if _owns(module, self.dtype) else (args, kwargs)
+
+
+def _owns(module: nn.Module, dtype: torch.dtype) -> bool:
+    return any(weight is not None and weight.dtype is dtype for weight in get_own_parameters(module).values())
+
+
+STRICT_LAYERS = (
+    *(nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GroupNorm, nn.RNNBase, nn.RNNCell, nn.LSTMCell, nn.GRUCell),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""Layers that raise an error where input and weights differ in dtype."""
+
+WITHOUT_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Layers that run otherwise, and slower, where they or what they hold has hooks."""
+
+
 class CastOutputs(CastInputs):
     """Forward hook: cast every castable tensor in the result to `dtype`."""
 

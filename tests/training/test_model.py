@@ -286,3 +286,63 @@ def test_resuming_from_three_checkpoints_is_bitwise(level, make_optimizer, tmp_p
     assert all(torch.equal(value, expected[0][name]) for name, value in model.state_dict().items())
     assert amp.state_dict() == expected[1]
     assert expected[1]["loss_scaler0"]["loss_scale"] == 512.0
+
+
+# ---- submodules and methods called from outside ----------------------------------------------------------------------
+
+
+class Trainer(nn.Module):
+    """As frameworks have it: the wrapper is initialized, and its parts are called."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = nn.ModuleDict({"inner": part})
+
+    def forward(self, *inputs):
+        return self.part["inner"](*inputs)
+
+
+PARTS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (torch.ones(3, 4),)),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 2), (torch.ones(3, 4), torch.ones(3, 4))),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), (torch.ones(2, 2, 5, 5),)),
+    "norm": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (torch.randn(3, 4),)),
+    "lstm": (lambda: nn.LSTM(4, 3), (torch.ones(5, 2, 4), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)))),
+    "cell": (lambda: nn.GRUCell(4, 3), (torch.ones(2, 4), torch.zeros(2, 3))),
+}
+
+
+def floating(value):
+    return [value] if isinstance(value, torch.Tensor) else [tensor for item in value for tensor in floating(item)]
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_parts_that_are_called_directly_take_float32_inputs(level, name):
+    make, inputs = PARTS[name]
+    torch.manual_seed(0)
+    model = Trainer(make())
+    amp.initialize(model, opt_level=level, loss_scale=1.0, verbosity=0)
+    whole = floating(model(*inputs))
+    alone = floating(model.part["inner"](*inputs))
+    assert all(one.dtype is torch.float32 for one in whole)
+    assert all(torch.equal(one, other.float()) for one, other in zip(whole, alone, strict=True))
+    sum(one.float().sum() for one in alone).backward()
+    copied = copy.deepcopy(model)
+    assert all(map(torch.equal, floating(copied.part["inner"](*inputs)), alone))
+    amp.reset()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_part_that_was_made_float32_again_is_not_given_16_bits():
+    model = Trainer(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    model.part["inner"].float()
+    assert model.part["inner"](torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_transformer_layers_keep_their_fast_path():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = Trainer(nn.TransformerEncoder(layer, 1))
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert not any(part._forward_pre_hooks for part in model.part["inner"].layers.modules())
