@@ -49,7 +49,7 @@ log, sum and pow run in the dtype they are given, and much is in float32 only be
 bits. Where this list cannot say what autocast does:
 
   einsum, tensordot     low in every case; without a sum over a common index, or over all of them, autocast keeps
-                        float32
+                        float32. The gradients of an operand that occurs twice are added in low, there in float32
   gru, gru_cell, lstm_cell
                         low throughout; autocast multiplies in low and keeps the state in the dtype of the input
   mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
