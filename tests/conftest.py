@@ -23,6 +23,7 @@ search._PASSED_OVER |= {
     "list_errors",
     "test_wrappers",
     "test_conformance",
+    "constructs",
     "test_list_errors",
     "test_state_machine",
     "test_weight_cache",

@@ -124,7 +124,9 @@ class Search:
                     self._search_module(name, module)
 
     def search_model(self, model: torch.nn.Module) -> None:
-        """Look through the attributes of the model's modules, and through their classes that torch does not define."""
+        """Look through the attributes of the model's modules, through the functions among them and through the classes
+        that torch does not define.
+        """
         for path, module in model.named_modules():
             prefix = ".".join(filter(None, (type(model).__name__, path)))
             for key, value in list(vars(module).items()):
@@ -132,6 +134,10 @@ class Search:
                     self.found.append(
                         Redirection(InstanceAttribute(module, key), value, self._functions[id(value)], value)
                     )
+                elif type(value) is types.FunctionType:
+                    self._package = _package_of(value)
+                    if self._package not in _PASSED_OVER:
+                        self._search_function(value)
                 elif type(value) in _HOLDERS:
                     self._others.append((prefix, key, value))
             for owner in type(module).__mro__:
@@ -264,8 +270,13 @@ class Search:
                 self.found.append(Redirection(Item(keyword_defaults, key), value, self._functions[id(value)], value))
 
     def _is_of_package(self, function: types.FunctionType) -> bool:
-        home = function.__globals__.get("__name__")
-        return type(home) is str and home.partition(".")[0] == self._package
+        return _package_of(function) == self._package
+
+
+def _package_of(function: types.FunctionType) -> str:
+    """Return the top-level package that a function was defined in; nothing where its globals do not tell."""
+    home = function.__globals__.get("__name__")
+    return home.partition(".")[0] if type(home) is str else ""
 
 
 def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:

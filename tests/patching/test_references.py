@@ -605,6 +605,41 @@ def test_functions_that_a_model_holds_are_redirected_and_given_back(make, lists)
         assert not amp.is_patched(module, name) and amp.get_original(module, name) is original
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda act: lambda x, act=act: act(x),
+        lambda act: lambda x, *, act=act: act(x),
+        lambda act: lambda x: act(x),
+        lambda act: functools.wraps(act)(lambda x: (lambda y: act(y))(x)),
+    ],
+    ids=["default", "keyword default", "closure", "decorated"],
+)
+def test_what_a_function_that_a_model_holds_refers_to_is_redirected_and_given_back(hold, lists):
+    model = nn.Sequential(Block(hold(torch.sinc)), Block(hold(F.gelu)))
+    originals = [one.act(X.to(LOW)).dtype for one in model], model[1].act(X).dtype
+    found = warnings_of(lambda: open_session(lists, model))
+    assert found == []
+    assert model[1].act(X).dtype is LOW
+    amp.reset()
+    assert ([one.act(X.to(LOW)).dtype for one in model], model[1].act(X).dtype) == originals
+    assert originals[1] is torch.float32
+
+
+def test_a_model_whose_function_refers_to_it_is_let_go(lists):
+    class Biased(Block):
+        def __init__(self):
+            super().__init__(None)
+            self.act = lambda x, act=F.gelu: act(x) + self.linear.bias
+
+    model, optimizer = open_session(lists, Biased())
+    assert model.act.__defaults__[0] is F.gelu
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
 def test_models_that_a_session_adopts_are_redirected_too(lists):
     first, second = Block(F.gelu), Block(F.gelu)
     original = first.act
