@@ -50,8 +50,12 @@ bits. Where this list cannot say what autocast does:
 
   einsum, tensordot     low in every case; without a sum over a common index, or over all of them, autocast keeps
                         float32. The gradients of an operand that occurs twice are added in low, there in float32
-  gru, gru_cell, lstm_cell
+  gru, gru_cell, lstm_cell; lstm with projections or a packed sequence
                         low throughout; autocast multiplies in low and keeps the state in the dtype of the input
+  lstm in two directions
+                        the input is cast once, there for each direction: gradients differ in the last bit
+  linear with a bias under vmap
+                        low; autocast gives float32 there
   mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
   forward-mode derivatives (jvp, jacfwd, hessian) through linear, layer_norm, linear
                         fail for mixed dtypes; autocast runs them, and so does the list bfloat16
