@@ -4,7 +4,6 @@
 Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
+from ..interrupts import UndoStack
 from .attributes import Attributes
 from .fused_skip import DeviceSkip
 from .gradients import GradientSet
@@ -53,7 +53,7 @@ class OptimizerBinding:
         self._get_names = get_names
         self.cached: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
         self._is_bound = False
-        self._undo = contextlib.ExitStack()
+        self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(scalers, self._find_culprits, self._tell_skipped)
         self.gradients = GradientSet(self._plain_parameters, self._masters.pairs)
