@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of `initialize`, `reset`, training and a module with a rule: what is left, and what comes after."""
+"""Ctrl-C at any line of `initialize`, `reset`, training and a module with a rule: what is left and what comes after."""
 
 import asyncio
 import copy
