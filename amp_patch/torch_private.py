@@ -105,6 +105,24 @@ get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = oper
 get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+_HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def remove_hook(module: nn.Module, hook: Any) -> None:
+    """Remove a hook from a module, wherever it is registered. Harmless without it.
+
+    Its handle cannot be relied on: an interrupt may come before `register_forward_hook` and the like have returned it.
+    Without the names: hooks stay on a model after an interrupted `initialize`.
+    """
+    for table in [getattr(module, name) for name in _HOOK_TABLES]:
+        for key, value in list(table.items()):
+            if value is hook or getattr(value, "hook", None) is hook:  # torch wraps some
+                for name in _HOOK_OPTIONS:
+                    getattr(module, name).pop(key, None)
+                table.pop(key, None)
+
+
 BatchNormBase = _BatchNorm
 """The base class of all batch normalization layers. Without it: a tuple of the public ones, which misses subclasses."""
 
@@ -141,6 +159,16 @@ def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
 
 STEP_POST_HOOKS, STATE_DICT_HOOKS = "_optimizer_step_post_hooks", "_state_dict_hooks"
 """Where optimizers and modules keep hooks, in the order in which they run."""
+
+
+def remove_step_hook(hook: Callable[..., Any], optimizer: Optimizer | None = None) -> None:
+    """Remove a hook after the steps of all optimizers, or of one, if it is there.
+
+    Its handle cannot be relied on: an interrupt may come before `register_optimizer_step_post_hook` has returned it.
+    """
+    hooks = GLOBAL_POST_HOOKS if optimizer is None else getattr(optimizer, STEP_POST_HOOKS)
+    for key in [key for key, value in hooks.items() if value is hook]:
+        hooks.pop(key, None)
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:

@@ -207,6 +207,8 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "get_own_children": (lambda: list(torch_private.get_own_children(nn.Sequential(nn.ReLU()))), ["0"]),
     "get_first_weight": (lambda: torch_private.get_first_weight(nn.GRU(2, 3)).shape, (9, 2)),  # type: ignore[union-attr]
     "get_step_hooks": (lambda: torch_private.get_step_hooks(sgd()), []),
+    "remove_hook": (lambda: hooks_left_by(torch_private.remove_hook), 0),
+    "remove_step_hook": (lambda: step_hooks_left_by(torch_private.remove_step_hook), 0),
     "reads_found_inf": (
         lambda: torch_private.reads_found_inf(torch.optim.Adam([torch.zeros(1)], lr=1.0, fused=True)),
         True,
@@ -275,6 +277,39 @@ def find_keys_that_are_set() -> list[tuple[bool, ...]]:
         torch_private.set_keys(*are_set)
         found.append(tuple(map(torch._C._dispatch_tls_is_dispatch_key_included, torch_private.IDLE_KEYS)))
     return found
+
+
+def hooks_left_by(remove: Callable[[nn.Module, object], None]) -> int:
+    """How many entries a module has more than before, once a hook was registered in every way and removed."""
+
+    def count() -> int:
+        return sum(len(value) for name, value in vars(module).items() if "hook" in name and value is not None)
+
+    def hook(*_: object) -> None:
+        return None
+
+    module = nn.Linear(2, 1)
+    module.register_forward_hook(lambda *_: None)
+    before = count()
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+    module.register_state_dict_post_hook(hook)
+    module.register_load_state_dict_pre_hook(hook)
+    assert count() == before + 7
+    remove(module, hook)
+    remove(module, hook)
+    return count() - before
+
+
+def step_hooks_left_by(remove: Callable[[Callable[..., None]], None]) -> int:
+    def hook(*_: object) -> None:
+        return None
+
+    register_optimizer_step_post_hook(hook)
+    assert hook in torch_private.GLOBAL_POST_HOOKS.values()
+    remove(hook)
+    remove(hook)
+    return sum(value is hook for value in torch_private.GLOBAL_POST_HOOKS.values())
 
 
 @pytest.mark.parametrize("name", READINGS)

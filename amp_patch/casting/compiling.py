@@ -7,12 +7,13 @@ code at each change, and tag the cache key.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from ..interrupts import UndoStack
 from ..torch_private import (
     DYNAMO,
     IDLE_DEVICE_TYPES,
@@ -49,22 +50,16 @@ def forget_compiled_code() -> None:
         torch.compiler.reset()
 
 
-@contextlib.contextmanager
-def cache_key(tag: str) -> Iterator[None]:
-    """Make the on-disk compile caches of a patched process differ from those of any other.
+def tag_cache_key(tag: str, undo: UndoStack) -> None:
+    """Make the on-disk compile caches of a patched process differ from those of any other, until it is undone.
 
     Without `cache_key_tag` in torch, do nothing.
     """
     config = getattr(torch.compiler, "config", None)
-    if config is None or not hasattr(config, "cache_key_tag"):
-        yield
-        return
-    before = config.cache_key_tag
-    config.cache_key_tag = f"{before}|{tag}"
-    try:
-        yield
-    finally:
-        config.cache_key_tag = before
+    if config is not None and hasattr(config, "cache_key_tag"):
+        before = config.cache_key_tag
+        undo.callback(setattr, config, "cache_key_tag", before)
+        config.cache_key_tag = f"{before}|{tag}"
 
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ two plain attributes; only while some thread has a region open does anybody look
 import contextlib
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from ..interrupts import is_running
 from . import compiling
 from .compiling import is_dynamo_compiling
 
@@ -26,8 +28,21 @@ class Mode(Enum):
     FLOAT32 = "every listed op in float32"
 
 
-Region = tuple[Mode, object, int]
-"""How casts act in it, what tells it from others of the same mode, and the thread that opened it."""
+class Region(NamedTuple):
+    """Where a mode holds.
+
+    Attributes:
+        mode: how casts act in it.
+        owner: what tells it from others of the same mode.
+        thread: the one that opened it.
+        frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
+            one that lasts until it is left.
+    """
+
+    mode: Mode
+    owner: object
+    thread: int
+    frame: types.FrameType | None
 
 
 class Switch:
@@ -61,6 +76,8 @@ class Switch:
     def turn_off(self) -> None:
         """Make every wrapper of this session call straight through, for good: also those that cannot be taken out."""
         self.on = False
+        for region in reversed(self._regions_here()):
+            self.leave(region)
 
     def is_on_here(self) -> bool:
         """Tell whether casts act in this thread now."""
@@ -82,61 +99,82 @@ class Switch:
         name = compiling.find_region_in_graph()
         if name is not None:
             return _MODES[name]
-        regions: list[Region] = getattr(self._local, "regions", [])
-        if regions:
-            return regions[-1][0]
+        self._leave_stale()
+        if regions := self._regions_here():
+            return regions[-1].mode
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
-                return self._open[-1][0] if self._open else Mode.BY_LISTS
+                return self._open[-1].mode if self._open else Mode.BY_LISTS
         return Mode.BY_LISTS
 
     @contextlib.contextmanager
     def region(self, mode: Mode) -> Iterator[None]:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
-        entry = self.enter(mode)
+        region = Region(mode, object(), threading.get_ident(), None)
         try:
-            yield
-        finally:
-            self.leave(entry)
+            try:
+                self._add(region)
+                yield
+            finally:
+                self.leave(region)
+        finally:  # twice: an interrupt may come before the first one has begun
+            self.leave(region)
 
-    def enter(self, mode: Mode) -> Region:
-        """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks."""
+    def enter(self, mode: Mode, owner: object = None, frame: types.FrameType | None = None) -> Region:
+        """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks.
+
+        It is closed for them if the call whose frame they give ends without `leave`.
+        """
+        region = Region(mode, object() if owner is None else owner, threading.get_ident(), frame)
+        self._leave_stale()
+        self._add(region)
+        return region
+
+    def leave(self, region: Region) -> None:
+        """Close a region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
+        try:
+            self._remove(region)
+        except BaseException:  # an interrupt
+            self._remove(region)
+            raise
+
+    def find_region(self, owner: object) -> Region | None:
+        """Return the innermost region of an owner that is open in this thread."""
+        for region in reversed(self._regions_here()):
+            if region.owner is owner:
+                return region
+        return None
+
+    def _regions_here(self) -> list[Region]:
+        """Return the open regions of this thread, innermost last."""
         regions: list[Region] | None = getattr(self._local, "regions", None)
         if regions is None:
             regions = self._local.regions = []
-        entry = (mode, object(), threading.get_ident())
-        regions.append(entry)
-        compiling.show_region(mode.name)
-        with self._lock:
-            self._open.append(entry)
-            self.regions = len(self._open)
-        return entry
+        return regions
 
-    def leave(self, entry: Region) -> None:
-        """Close a region, in the thread that opened it. Generators may close theirs in any order."""
-        regions = self._local.regions
-        regions.remove(entry)
-        compiling.show_region((regions[-1][0] if regions else Mode.BY_LISTS).name)
+    def _leave_stale(self) -> None:
+        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one."""
+        regions = self._regions_here()
+        while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
+            self.leave(regions[-1])
+
+    def _add(self, region: Region) -> None:
+        self._regions_here().append(region)
+        compiling.show_region(region.mode.name)
         with self._lock:
-            self._open.remove(entry)
+            self._open.append(region)
             self.regions = len(self._open)
 
-    def count_regions_here(self) -> int:
-        """Return how many regions are open in this thread: what `leave_down_to` takes."""
-        return len(getattr(self._local, "regions", ()))
-
-    def leave_down_to(self, count: int) -> None:
-        """Close the regions of this thread but for the first `count`, also those that an interrupt left half-open."""
-        regions: list[Region] = getattr(self._local, "regions", [])
-        thread = threading.get_ident()
-        if len(regions) <= count and sum(entry[2] == thread for entry in self._open) == len(regions):
-            return
-        del regions[count:]
-        compiling.show_region((regions[-1][0] if regions else Mode.BY_LISTS).name)
+    def _remove(self, region: Region) -> None:
+        regions = self._regions_here()
+        if region in regions:
+            regions.remove(region)
+        compiling.show_region((regions[-1].mode if regions else Mode.BY_LISTS).name)
         with self._lock:
-            self._open[:] = [entry for entry in self._open if entry[2] != thread or entry in regions]
+            if region in self._open:
+                self._open.remove(region)
             self.regions = len(self._open)
 
     def enter_traced(self, mode: Mode) -> None:

@@ -6,6 +6,7 @@ gradient is rounded where it leaves a product, as that of a 16-bit kernel is, an
 function transforms, double backward, checkpoints) knows these.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from ..config import op_lists
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
+from ..interrupts import is_running
 from ..patching import Patch
 from .compiling import is_dynamo_compiling as is_tracing
 from .mode import Mode, Switch
@@ -47,7 +49,7 @@ class Products:
         self.low = low
         self.device_type = device_type
         self._unlisted: dict[int, tuple[Op, Op]] = {}  # by id of the original, which is kept alive
-        self._inside = threading.local()  # is_open: a product is being computed in this thread
+        self._inside = threading.local()  # frame: of the product being computed in this thread
         self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
@@ -114,13 +116,14 @@ class Products:
         if is_tracing():
             return self._call(original, args, kwargs, cast)
         inside = self._inside
-        if getattr(inside, "is_open", False):
+        frame = getattr(inside, "frame", None)
+        if frame is not None and is_running(frame):  # else an interrupt has ended that call
             return original(*args, **kwargs)
-        inside.is_open = True
+        inside.frame = sys._getframe()
         try:
             return self._call(original, args, kwargs, cast)
         finally:
-            inside.is_open = False
+            inside.frame = None
 
     def _call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
         saved, low, widen = SavedOperands() if may_save_low() else None, self.low, self._widen

@@ -35,7 +35,7 @@ class SavedOperands:
     __slots__ = ("_lows",)
 
     def __init__(self) -> None:
-        self._lows: dict[int, Tensor] = {}  # by the address of the float32 operand, which lives as long as the block
+        self._lows: dict[int, tuple[Tensor, Tensor]] = {}  # and float32 operands, by the address of the latter
 
     def __bool__(self) -> bool:
         return bool(self._lows)
@@ -43,7 +43,7 @@ class SavedOperands:
     def add(self, wide: Tensor, low: Tensor) -> None:
         """Have `low` kept in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
         if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested and _is_dense(low):
-            self._lows[wide.data_ptr()] = low
+            self._lows[wide.data_ptr()] = low, wide
 
     def __enter__(self) -> "SavedOperands":
         push_saved_tensors_hooks(self._pack, _unpack)
@@ -55,7 +55,7 @@ class SavedOperands:
 
     def _pack(self, tensor: Tensor) -> _Packed:
         if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
-            low = self._lows.get(tensor.data_ptr())
+            low, _ = self._lows.get(tensor.data_ptr(), (None, None))
             if low is not None and tensor.numel() == low.numel():
                 return _Packed(low.detach(), get_version(low), tensor.size(), tensor.stride())
         return _Packed(tensor.detach(), get_version(tensor))
@@ -81,14 +81,23 @@ def _unpack(packed: _Packed) -> Tensor:
     return kept.to(torch.float32)
 
 
+def _are_no_hooks_set() -> bool:
+    """Tell whether nobody looks at what autograd saves, after taking away what an interrupted product has left."""
+    hooks = get_saved_tensors_hooks(True)
+    while hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
+        pop_saved_tensors_hooks()
+        hooks = get_saved_tensors_hooks(True)
+    return hooks is None
+
+
 def may_save_low() -> bool:
     """Tell whether a graph is recorded, by nobody who looks at what it saves himself: other hooks, such as those of
-    checkpoints, function transforms and tracers.
+    checkpoints, function transforms and tracers. Asked outside of products only.
     """
     return (
         not is_dynamo_compiling()
         and torch.is_grad_enabled()
-        and get_saved_tensors_hooks(True) is None
+        and _are_no_hooks_set()
         and peek_interpreter_stack() is None
         and not get_tracing_state()
         and not is_compiling()  # nor any other compiler

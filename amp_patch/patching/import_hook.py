@@ -30,11 +30,15 @@ class ImportWatch:
         self._names |= names
         _watches.add(self)
         for name in sorted(names):
-            with _lock:
-                is_hooked = name in _hooked
-                _hooked.add(name)
-            if not is_hooked:
-                wrapt.register_post_import_hook(functools.partial(_pass_on, name), name)
+            try:
+                with _lock:
+                    is_hooked = name in _hooked
+                    _hooked.add(name)
+                if not is_hooked:
+                    wrapt.register_post_import_hook(functools.partial(_pass_on, name), name)
+            except BaseException:
+                _hooked.discard(name)  # an interrupt: wrapt may know nothing of it, and is asked again
+                raise
 
     def close(self) -> None:
         """Hear nothing any more. Harmless twice."""

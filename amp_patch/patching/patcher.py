@@ -170,9 +170,11 @@ class Patcher:
             item = self._installed[-1]
             if not _remove(item):
                 stuck.append(f"{getattr(item.owner, '__name__', item.owner)}.{item.name}")
-            self._by_target[id(item.owner), item.name].remove(item)
-            self._installed.pop()
             pickling.retire(item.replacement)
+            items = self._by_target.get((id(item.owner), item.name), [])
+            if item in items:  # not if an interrupt came here before
+                items.remove(item)
+            self._installed.pop()
         if stuck:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",

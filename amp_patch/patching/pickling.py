@@ -33,6 +33,11 @@ def get_originals() -> dict[int, Callable[..., Any]]:
     return {id(replacement): replacement.__wrapped__ for replacement in _functions.values()}  # type: ignore[attr-defined]
 
 
+def get_packages() -> set[str]:
+    """Return the top-level packages that the retired replacements were in."""
+    return {name.partition(":")[0].partition("/")[0] for name in list(_functions)}
+
+
 def __getattr__(name: str) -> Any:
     place = name.rpartition(":")[0]
     if ":" not in place:

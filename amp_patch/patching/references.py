@@ -45,15 +45,11 @@ def redirect(
 
 def undo(patchers: Sequence[Patcher], models: Iterable[torch.nn.Module]) -> None:
     """Undo the patchers, last one first, and give the originals back to whatever took hold of a replacement while it
-    was in.
+    was in. Interrupted, it is to be called again.
     """
-    replacements = [(original, replacement) for patcher in patchers for original, replacement in patcher.functions()]
-    search = Search(
-        {id(replacement): original for original, replacement in replacements}, _packages_of(r for _, r in replacements)
-    )
     for patcher in reversed(patchers):
         patcher.undo()
-    _rewrite(search, models, with_modules=True)
+    _rewrite(Search(pickling.get_originals(), pickling.get_packages()), models, with_modules=True)
 
 
 def describe_stuck(stuck: Sequence[str]) -> str:

@@ -66,8 +66,10 @@ class Key:
         items = [(value if key is self._now else key, item) for key, item in dict.items(self._table)]
         self._now = value
         dict.update(self._table, items)  # before anything goes: other threads may look something up
-        dict.clear(self._table)
-        dict.update(self._table, items)
+        try:
+            dict.clear(self._table)
+        finally:  # also if an interrupt comes
+            dict.update(self._table, items)
 
 
 class ClassAttribute:

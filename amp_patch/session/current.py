@@ -77,7 +77,7 @@ def _open(session: Session, models: Sequence[nn.Module], optimizers: Sequence[Op
     try:
         session.open(models, optimizers)
     except BaseException:
-        state.session = None
+        _close()
         raise
 
 
@@ -144,11 +144,13 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
 
 
 def _close_if_over() -> None:
-    """Close the session in force if all its models are gone, or if it was inherited through a fork."""
+    """Close the session in force if all its models are gone, if it was inherited through a fork, or if an interrupt cut
+    its opening or closing short.
+    """
     session = state.session
     if session is None:
         return
-    if session.process_id == os.getpid():
+    if session.process_id == os.getpid() and session.is_whole:
         if session.models():
             gc.collect()  # a model in a reference cycle is only gone after this
         if session.models() or not session.has_models:
@@ -159,12 +161,22 @@ def _close_if_over() -> None:
 def reset() -> None:
     """Close the session in force, if there is one. See `amp_patch.reset`."""
     with state.lock:
-        if state.session is not None:
+        if state.session is not None and state.session.is_whole:
             state.session.check_that_no_block_runs()
-        session, state.session = state.session, None
         state.is_disabled = False
-        if session is not None:
-            session.close()
+        _close()
+
+
+def _close() -> None:
+    """Close the session in force. It stays known until nothing of it is left, so that whoever comes next can finish."""
+    session = state.session
+    if session is None:
+        return
+    try:
+        session.close()
+    finally:
+        if session.is_undone:
+            state.session = None
 
 
 def disable() -> None:
@@ -184,6 +196,8 @@ def disable() -> None:
 
 def require() -> Session:
     """Return the session in force; raises SessionError without one."""
+    if state.session is not None and not state.session.is_whole:
+        reset()  # an interrupt cut one short
     if state.session is None:
         raise SessionError(
             "amp.initialize has not been called yet (or amp.reset() has been since): call it before anything else"

@@ -1,6 +1,5 @@
 """`Installer`: puts the patches of one session in, and takes them out."""
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,8 +10,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling
 from ..casting import patches as op_patches
 from ..config import OpLists
+from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import find_stacklevel
+from ..torch_private import remove_step_hook
 from ..training import LocalGradients, StepHook
 from ..training import patches as gradient_patches
 from . import patches
@@ -54,7 +55,7 @@ class Installer:
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
         self._lock = threading.RLock()  # held while the patchers are at work: packages are imported in any thread
 
-    def install(self, undo: contextlib.ExitStack) -> None:
+    def install(self, undo: UndoStack) -> None:
         """Put everything in. `undo` takes it out, also where this fails half-way."""
         if not (self._patches_ops or self._scales):
             return
@@ -64,12 +65,10 @@ class Installer:
         else:
             undo.callback(self._take_out)
         if self._scales:
-            undo.enter_context(gradient_patches.resolved_before_reading(self._bindings.resolve_steps))
+            gradient_patches.resolve_before_reading(self._bindings.resolve_steps, undo)
         self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
         if self._scales:
-            undo.callback(
-                register_optimizer_step_post_hook(StepHook.for_masters(self._bindings.masters.mark_updated)).remove
-            )
+            _add_step_hook(StepHook.for_masters(self._bindings.masters.mark_updated), undo)
         if late is not None:
             late.open()
         self.redirect(self._bindings.models(), with_modules=True)
@@ -94,16 +93,16 @@ class Installer:
             planned += self._products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
         return [*planned, *patches.plan(self._parts(None), with_ops=True)]
 
-    def _install_ops(self, undo: contextlib.ExitStack) -> DeferredOps | None:
+    def _install_ops(self, undo: UndoStack) -> DeferredOps | None:
         """Put in what replaces ops, and return those whose packages are not imported yet."""
         planned = self._plan_ops()
         compiling.prime()
         undo.callback(compiling.forget_compiled_code)
-        undo.enter_context(compiling.cache_key(self._describe_code()))
+        compiling.tag_cache_key(self._describe_code(), undo)
         undo.callback(self._take_out)
         self.patcher.install(planned)
         if self._cache is not None:
-            undo.callback(register_optimizer_step_post_hook(StepHook(self._cache.mark_updated)).remove)
+            _add_step_hook(StepHook(self._cache.mark_updated), undo)
         if self._casts is None or self._oplists is None:
             return None
         overridden = [(owner, name) for owner, name, _ in self._registered]
@@ -152,3 +151,8 @@ class Installer:
             switch.turn_off()
         with self._lock:
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
+
+
+def _add_step_hook(hook: StepHook, undo: UndoStack) -> None:
+    undo.callback(remove_step_hook, hook)
+    register_optimizer_step_post_hook(hook)

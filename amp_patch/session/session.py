@@ -1,7 +1,7 @@
 """`Session`: one policy in force, and everything that was changed for it.
 
-Opening a session binds models and optimizers and installs patches on one ExitStack; whatever goes wrong on the way, and
-`close` at the end, undoes it all in reverse.
+Opening a session binds models and optimizers and installs patches on one undo stack; whatever goes wrong on the way,
+and `close` at the end, undoes it all in reverse.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from ..casting import OpCasts, Products, Registration, Switch, WeightCache
 from ..config import OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, PolicyError, SessionError
+from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import find_stacklevel
 from ..training import BackwardPasses, GradientSet, OptimizerBinding, loss_scaler
@@ -81,7 +82,8 @@ class Session:
         )
         outside = GradientSet(self._bindings.parameters_outside, lambda: ())
         self._passes = BackwardPasses(self._bindings.optimizers, outside, self._installer.local, self._end_pass)
-        self._undo = contextlib.ExitStack()
+        self._undo = UndoStack()
+        self.is_whole = False  # from the end of `open` to the beginning of `close`
         self.add_scalers(num_losses)
 
     # ---- opening and closing -----------------------------------------------------------------------------------------
@@ -89,14 +91,14 @@ class Session:
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Apply the policy.
 
-        Raises before anything is changed where it can tell, and leaves nothing half-changed where it cannot.
+        Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
         """
         float32_data: dict[int, Tensor] = {}
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._bindings.release)
-            self._bindings.bind(models, optimizers, float32_data)
-            self._installer.install(undo)
-            self._undo = undo.pop_all()
+        self._undo.callback(self.switch.turn_off)
+        self._undo.callback(self._bindings.release)
+        self._bindings.bind(models, optimizers, float32_data)
+        self._installer.install(self._undo)
+        self.is_whole = True
         float32_data.clear()
 
     def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -104,8 +106,21 @@ class Session:
         self._bindings.bind_more(models, optimizers, lambda added: self._installer.redirect(added, with_modules=False))
 
     def close(self) -> None:
-        """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice."""
-        self._undo.close()
+        """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.
+
+        Interrupted once, it finishes before it lets the interrupt on; interrupted again, it is to be called again.
+        """
+        self.is_whole = False
+        try:
+            self._undo.close()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether nothing is left to be undone."""
+        return not self._undo
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""

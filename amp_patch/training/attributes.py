@@ -1,11 +1,12 @@
 """`Attributes`: methods and values put on one object, here an optimizer, until they are taken off again."""
 
-import contextlib
 import functools
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from ..interrupts import UndoStack
 
 
 class Attributes:
@@ -16,14 +17,14 @@ class Attributes:
         undo: where taking them off is registered.
     """
 
-    def __init__(self, owner: object, undo: contextlib.ExitStack) -> None:
+    def __init__(self, owner: object, undo: UndoStack) -> None:
         self._owner = owner
         self._undo = undo
 
     def attach(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute; one that the class computes hides it. A later value takes the place of an earlier one."""
-        vars(target)[name] = value
         self._undo.callback(_delete, weakref.ref(target), name)
+        vars(target)[name] = value
 
     def replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
         """Have `target.name(...)` call `method(original, ...)`."""
@@ -35,8 +36,8 @@ class Attributes:
             return method(original, *args, **kwargs)
 
         vars(replacement)["_amp_stash"] = self._owner  # without holding what holds the target
-        setattr(target, name, types.MethodType(replacement, target))
         self._undo.callback(_restore, weakref.ref(target), self._owner, name, had_own)
+        setattr(target, name, types.MethodType(replacement, target))
 
 
 def _delete(reference: Callable[[], Any], name: str) -> None:

@@ -200,22 +200,28 @@ class OptimizerMasters:
             self.masters.add(parameter, master)
             group["params"][index] = master
             if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(parameter)
+                optimizer.state[master] = optimizer.state[parameter]
+                del optimizer.state[parameter]
 
     def restore(self, optimizer: Any) -> None:
-        """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state."""
+        """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state.
+
+        Interrupted, it is to be called again.
+        """
         for param_group in () if optimizer is None else optimizer.param_groups:
             for index, master in enumerate(param_group["params"]):
                 if id(master) in self._pairs:
                     parameter, _ = self._pairs[id(master)]
-                    param_group["params"][index] = parameter
                     if master in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state.pop(master)
+                        optimizer.state[parameter] = optimizer.state[master]
+                    param_group["params"][index] = parameter
+        for _, master in () if optimizer is None else self._pairs.values():
+            optimizer.state.pop(master, None)
         self._pairs.clear()
-        while self._cast:
-            reference, parameter = self._cast.pop()
+        for reference, parameter in self._cast:
             if (owner := reference()) is not None:
                 _cast_state(owner, parameter, torch.float32)
+        self._cast.clear()
 
     def push(self) -> None:
         """Copy these masters to their parameters."""

@@ -4,9 +4,8 @@ Everything is attached through torch's hook APIs, and every hook is a plain obje
 deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from ..casting import Mode, Switch, WeightCache, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
-from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, put_first
+from ..interrupts import UndoStack
+from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, put_first, remove_hook
 from .masters import Masters
 from .model_hooks import (
     STRICT_LAYERS,
@@ -53,7 +53,7 @@ class ModelBinding:
         self._cache = cache
         self._switch = switch
         self._runs, self.used_rules = decide_runs(model, rules)
-        self._undo = contextlib.ExitStack()
+        self._undo = UndoStack()
 
     @property
     def model(self) -> nn.Module | None:
@@ -73,24 +73,23 @@ class ModelBinding:
             self._cast_parameters(model, policy.cast_model_type, float32_data)
             self._let_opaque_modules_be(model, policy.cast_model_type)
             if policy.master_weights:
-                self._add(model.register_forward_pre_hook(SyncMasters(self._masters)))
-            self._add(model.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True))
+                self._add(model.register_forward_pre_hook, SyncMasters(self._masters))
+            self._add(model.register_forward_pre_hook, CastInputs(policy.cast_model_type), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
             for module in model.modules():
-                hook = module.register_state_dict_post_hook(Float32StateDict(self._masters))
+                hook = self._add(module.register_state_dict_post_hook, Float32StateDict(self._masters))
                 put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
-                self._add(hook)
-                self._add(module.register_load_state_dict_pre_hook(LoadMasters(self._masters)))
+                self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
         elif policy.low_dtype is not None:
             self._open_regions(model, policy.low_dtype)
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
-            self._add(model.register_forward_hook(CastOutputs(output_dtype)))
+            self._add(model.register_forward_hook, CastOutputs(output_dtype))
         if self._cache is not None:
             invalidate = InvalidateCache(self._cache)
-            self._add(model.register_forward_pre_hook(invalidate))
-            self._add(model.register_forward_hook(invalidate))
+            self._add(model.register_forward_pre_hook, invalidate)
+            self._add(model.register_forward_hook, invalidate)
 
     def undo(self) -> None:
         """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.
@@ -99,8 +98,10 @@ class ModelBinding:
         """
         self._undo.close()
 
-    def _add(self, handle: Any) -> None:
-        self._undo.callback(handle.remove)
+    def _add(self, register: Any, hook: Any, **options: bool) -> Any:
+        """Register a hook by a method of a module, and return its handle."""
+        self._undo.callback(_remove_hook, weakref.ref(register.__self__), hook)
+        return register(hook, **options)
 
     def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
         """Where functions are patched: a region around each module that runs otherwise than what holds it."""
@@ -109,8 +110,8 @@ class ModelBinding:
             compiling.write_into_graphs(compiling.enter_in_graph, compiling.leave_in_graph)
         for module, run in borders.items():
             hooks = RegionHooks(self._switch, *((Mode.LOW, low) if run == "low" else (Mode.FLOAT32, torch.float32)))
-            self._add(module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True))
-            self._add(module.register_forward_hook(hooks.leave, always_call=True))
+            self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)
+            self._add(module.register_forward_hook, hooks.leave, always_call=True)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
         """Where the model is cast: any module with weights of its own takes what the module before it gives, be that
@@ -124,11 +125,8 @@ class ModelBinding:
                 for tensor in module.parameters(recurse=False)
             )
             if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
-                self._add(
-                    module.register_forward_pre_hook(
-                        CastInputs(torch.float32 if run == "float32" else low), with_kwargs=True
-                    )
-                )
+                cast = CastInputs(torch.float32 if run == "float32" else low)
+                self._add(module.register_forward_pre_hook, cast, with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
         """Have layers take float32 inputs: submodules are called from outside. With module rules they do already."""
@@ -138,7 +136,7 @@ class ModelBinding:
         left_alone = {id(model), *(id(part) for module in hookless for part in module.modules())}
         for module in model.modules():
             if isinstance(module, STRICT_LAYERS) and id(module) not in left_alone:
-                self._add(module.register_forward_pre_hook(TakeAnyInput(low), with_kwargs=True))
+                self._add(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
 
     def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their
@@ -147,8 +145,8 @@ class ModelBinding:
         for module in model.modules():
             shown = _shown_dtype(module)
             if shown is not None and shown != dtype:
-                self._add(module.register_forward_pre_hook(CastInputs(shown), with_kwargs=True))
-                self._add(module.register_forward_hook(CastOutputs(dtype)))
+                self._add(module.register_forward_pre_hook, CastInputs(shown), with_kwargs=True)
+                self._add(module.register_forward_hook, CastOutputs(dtype))
 
     def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
         cast: list[Tensor] = []
@@ -200,20 +198,28 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     """Cast in place, and the gradient with it; the Parameter object, and so every reference to it, stays."""
-    gradient, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
     tensor.data = tensor.data.to(dtype)
-    if gradient is not None:
-        tensor.grad = gradient.to(dtype)
+    if tensor.is_leaf and tensor.grad is not None:
+        tensor.grad = tensor.grad.to(dtype)
 
 
 def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor], masters: Masters) -> None:
     for tensor in tensors:
         master = masters.get(tensor)
         if tensor.dtype in LOW_DTYPES:
-            _set_dtype(tensor, torch.float32)
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
-            elif master is not None:
-                tensor.data = master.data
-            if master is not None and master.grad is not None:
-                tensor.grad = master.grad
+            else:
+                tensor.data = tensor.data.float() if master is None else master.data
+        if tensor.dtype is not torch.float32 or not tensor.is_leaf:
+            continue
+        if master is not None and master.grad is not None:
+            tensor.grad = master.grad
+        elif tensor.grad is not None:
+            tensor.grad = tensor.grad.float()
+
+
+def _remove_hook(reference: Callable[[], Any], hook: Any) -> None:
+    module = reference()
+    if module is not None:
+        remove_hook(module, hook)

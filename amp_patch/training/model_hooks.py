@@ -3,7 +3,7 @@
 A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
-import threading
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -74,15 +74,15 @@ class RegionHooks:
     """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while
     it runs.
 
-    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an exception. Inside `disable_casts`
-    both do nothing.
+    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an Exception; what else may pass
+    through the module, such as KeyboardInterrupt, leaves a region that the switch finds to be stale. Inside
+    `disable_casts` nothing is cast.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
         self.switch = switch
         self.mode = mode
         self.cast = CastInputs(dtype)
-        self._entries = _EntriesByThread()
         self._is_traced: list[bool] = []
 
     def enter(
@@ -95,32 +95,18 @@ class RegionHooks:
                 return args, kwargs
             self.switch.enter_traced(self.mode)
             return self.cast(module, args, kwargs)
-        if not self.switch.is_on_here():
-            self._entries.stack.append(None)
-            return args, kwargs
-        self._entries.stack.append(self.switch.enter(self.mode))
-        return self.cast(module, args, kwargs)
+        is_on = self.switch.is_on_here()
+        if self.switch.on:  # the caller's frame is that of the whole forward, however it ends
+            self.switch.enter(self.mode if is_on else Mode.OFF, self, sys._getframe(1))
+        return self.cast(module, args, kwargs) if is_on else (args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
         if compiling.is_dynamo_compiling():
             if self._is_traced.pop():
                 self.switch.leave_traced()
-        elif self._entries.stack and (entry := self._entries.stack.pop()) is not None:
-            self.switch.leave(entry)
-
-
-class _EntriesByThread(threading.local):
-    """The regions that hooks of one module have open, innermost last; None for one that was not opened.
-
-    Copies start empty.
-    """
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Mode, object, int] | None] = []
-
-    def __reduce__(self) -> tuple[type["_EntriesByThread"], tuple[()]]:
-        return _EntriesByThread, ()
+        elif (region := self.switch.find_region(self)) is not None:
+            self.switch.leave(region)
 
 
 class _SessionHook:

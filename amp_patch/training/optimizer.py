@@ -4,7 +4,6 @@
 Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
-from ..torch_private import STEP_POST_HOOKS, put_first
+from ..interrupts import UndoStack
+from ..torch_private import STEP_POST_HOOKS, put_first, remove_step_hook
 from .attributes import Attributes
 from .fused_skip import DeviceSkip, PushHook
 from .gradients import GradientSet
@@ -54,7 +54,7 @@ class OptimizerBinding:
         self._get_names = get_names
         self.cached: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
         self._is_bound = False
-        self._undo = contextlib.ExitStack()
+        self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(scalers, self._find_culprits, self._tell_skipped)
         self.gradients = GradientSet(self._plain_parameters, self._masters.pairs)
@@ -111,9 +111,9 @@ class OptimizerBinding:
                 self._adopt(inner, group, float32_data)
             self._attributes.replace(inner, "step", self._step)
         if self._masters.use_masters:
-            hook = optimizer.register_step_post_hook(PushHook(self.stepper.push))
-            put_first(hook, STEP_POST_HOOKS, optimizer)
-            self._undo.callback(hook.remove)
+            hook = PushHook(self.stepper.push)
+            self._undo.callback(_remove_step_hook, self._optimizer, hook)
+            put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
         self.attach("step_was_skipped", False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
@@ -195,6 +195,12 @@ def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
             or any(id(p) in own for group in inner.param_groups for p in group["params"])
         )
     ]
+
+
+def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        remove_step_hook(hook, optimizer)
 
 
 def _masters_exist() -> None:

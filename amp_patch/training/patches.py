@@ -1,13 +1,13 @@
 """Replacements of what touches gradients and steps in torch."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..casting import compiling
+from ..interrupts import UndoStack
 from .masters import Masters
 from .reduction import LocalGradients
 
@@ -57,9 +57,8 @@ def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callabl
     return forward
 
 
-@contextlib.contextmanager
-def resolved_before_reading(resolve: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Have `resolve(optimizer)` called inside the block before anybody reads `step_was_skipped` of any optimizer."""
+def resolve_before_reading(resolve: Callable[[Optimizer], None], undo: UndoStack) -> None:
+    """Have `resolve(optimizer)` called before anybody reads `step_was_skipped` of any optimizer, until it is undone."""
 
     def read(optimizer: Optimizer) -> bool:
         resolve(optimizer)
@@ -75,8 +74,10 @@ def resolved_before_reading(resolve: Callable[[Optimizer], None]) -> Iterator[No
         if vars(optimizer).pop("step_was_skipped", None) is None:
             raise AttributeError("step_was_skipped")
 
+    undo.callback(_delete_step_was_skipped)
     Optimizer.step_was_skipped = property(read, write, delete)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
+
+
+def _delete_step_was_skipped() -> None:
+    if "step_was_skipped" in vars(Optimizer):
         del Optimizer.step_was_skipped  # type: ignore[attr-defined]

@@ -102,8 +102,6 @@ class BackwardPasses:
         """End the blocks that an interrupt kept from ending."""
         for block in [block for block in self._open if block.is_stale()] if self._open else ():
             self.end(block)
-        for binding in self._get_bindings():
-            binding.stepper.end_stale()
 
     def begin(self, block: OpenBlock, loss: Tensor) -> Tensor:
         """Begin the pass of a block and return the scaled loss."""

@@ -3,16 +3,16 @@ the masters.
 """
 
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
+from ..interrupts import is_running
 from ..reporting import find_stacklevel
 from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
@@ -22,14 +22,6 @@ from .loss_scaler import LossScaler
 from .masters import OptimizerMasters
 from .steps import StepResult, Steps
 from .window import Window
-
-
-class _Stepping(NamedTuple):
-    """A step under way: where it runs, and which regions were open before it."""
-
-    frame: types.FrameType
-    thread: int
-    regions: int
 
 
 class Stepper:
@@ -59,15 +51,14 @@ class Stepper:
         self._steps = steps
         self._switch = switch
         self._scalers = scalers
-        self._stepping: _Stepping | None = None
+        self._frame: types.FrameType | None = None  # of the step under way, or of one that was interrupted
         self._is_pushed = False  # by a hook of the step under way
         self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_inside_step():
+        if self._frame is not None and is_running(self._frame):  # wrappers step optimizers they hold
             return original(*args, **kwargs)
-        self.end_stale()
         if self._gradients.is_unreduced:
             raise OptimizerError(
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
@@ -78,31 +69,13 @@ class Stepper:
         self._gradients.unscale()
         passes = self._window.passes()
         try:
-            self._stepping = _Stepping(sys._getframe(), threading.get_ident(), self._switch.count_regions_here())
+            self._frame = sys._getframe()
             return self._step_or_skip(passes, original, args, kwargs)
         finally:
-            self.end_stale(is_over=True)
+            self._frame = None
             self._gradients.resume()
             if self._gradients.is_in_block and passes:  # the rest of the pass under way is for the next step
                 self._window.add(BackwardPass(passes[-1].scaler, passes[-1].found_inf.device))
-
-    def _is_inside_step(self) -> bool:
-        """Tell whether a step of this optimizer is under way in this thread: wrappers step optimizers they hold."""
-        if self._stepping is None:
-            return False
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._stepping.frame:
-            frame = frame.f_back
-        return frame is not None
-
-    def end_stale(self, *, is_over: bool = False) -> None:
-        """Close the regions of a step that an interrupt kept from closing them."""
-        stepping = self._stepping
-        if stepping is None or stepping.thread != threading.get_ident():
-            return
-        if is_over or not self._is_inside_step():
-            self._switch.leave_down_to(stepping.regions)
-            self._stepping = None
 
     def _step_or_skip(
         self,
@@ -155,7 +128,7 @@ class Stepper:
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._is_pushed = False
-        region = self._switch.enter(Mode.OFF)  # not as a `with` block, which costs more
+        region = self._switch.enter(Mode.OFF, frame=self._frame)  # not as a `with` block, which costs more
         try:
             if flag is None:
                 result = original(*args, **kwargs)

@@ -299,7 +299,7 @@ def test_a_failure_half_way_is_undone(level, error, monkeypatch):
 
     where = {
         "O1": (references, "redirect"),
-        "O2": (gradient_patches, "resolved_before_reading"),
+        "O2": (gradient_patches, "resolve_before_reading"),
         "O3": (Attributes, "replace"),
     }
     monkeypatch.setattr(*where[level], fail)

@@ -2,20 +2,18 @@
 
 import math
 import os
-import random
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch.training.backward_pass import PassState
 
-PACKAGE = Path(amp.__path__[0])
 DYNAMIC = {"O1": {}, "O2": {}, "O4": {}, "O5": {}}
 
 
@@ -154,32 +152,6 @@ def test_reset_in_a_backward_hook_is_refused():
 # ---- an interrupt at any line ----------------------------------------------------------------------------------------
 
 INTERRUPTS = int(os.environ.get("AMP_PATCH_INTERRUPTS", "100"))  # at each level, twice
-WATCHED = ("training", "session", "casting")
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the given event (a call or a line of the package), or only counts them."""
-
-    def __init__(self, at=None):
-        self.at, self.count = at, 0
-
-    def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(str(PACKAGE)):
-            return None
-        if Path(frame.f_code.co_filename).parent.name not in WATCHED:
-            return None
-        if event in ("call", "line"):
-            self.count += 1
-            if self.count == self.at:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
 
 
 class Run:
@@ -225,7 +197,7 @@ class Run:
         for parameter, master in zip(self.model.parameters(), masters, strict=True):
             assert torch.equal(parameter.detach(), master.detach().to(parameter.dtype))
         session = sys.modules["amp_patch.session.current"].state.session
-        assert session.switch.regions == 0 and session.switch.count_regions_here() == 0
+        assert session.switch.regions == 0 and session.switch._regions_here() == []
         assert not session._passes.is_block_open() and not self.binding.gradients.is_in_block
         assert all(one.state is not PassState.OPEN for one in self.binding.window.passes())
 
@@ -233,28 +205,19 @@ class Run:
 SWEEP = [("O1", "dynamic"), ("O2", "dynamic"), ("O4", 1.0), ("O5", 1.0), ("O5", 256.0)]
 
 
-def positions(count, sample, seed):
-    return sorted(random.Random(seed).sample(range(1, count + 1), min(sample, count)))
-
-
 @pytest.mark.parametrize(("level", "loss_scale"), SWEEP)
 def test_an_interrupt_at_any_line_of_a_block_or_a_step_is_made_good(level, loss_scale):
     run = Run(level, loss_scale)
     run.iterate()
-    with Interrupt() as counted:
-        run.iterate()
-    assert counted.count > 200
+    places = count_lines(run.iterate)
+    assert places > 200
     caught = 0
-    for position in positions(counted.count, INTERRUPTS, seed=f"{level} {loss_scale}"):
+    for position in choose(places, INTERRUPTS, seed=f"{level} {loss_scale}"):
         for zeroed in (True, False):
             run.optimizer.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # gradients that were dropped
-                try:
-                    with Interrupt(position):
-                        run.iterate()
-                except KeyboardInterrupt:
-                    caught += 1
+                caught += interrupted_at(position, run.iterate)
                 run.check_next_iteration(zeroed=zeroed)
     assert caught >= INTERRUPTS
     amp.reset()

@@ -1,0 +1,301 @@
+"""Ctrl-C at any line of `initialize`, `reset`, training and a module with a rule: what is left and what comes after."""
+
+import asyncio
+import copy
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interrupt_tracer import choose, count_lines, interrupted_at
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch import torch_private
+
+current = sys.modules["amp_patch.session.current"]
+INTERRUPTS = int(os.environ.get("AMP_PATCH_INTERRUPTS", "100")) // 25  # of each kind, at each level
+LEVELS = ["O1", "O2", "O4", "O5"]
+RULES = "modules: [{match: '2', run: float32, why: a test}, {match: '3', run: low, why: a test}]\n"
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lists") / "rules.yaml"
+    path.write_text(f"extends: float16\n{RULES}")
+    return path
+
+
+class Script:
+    """A training script: a model whose optimizer has a state before `initialize`."""
+
+    def __init__(self, level: str, rules: Path) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, momentum=0.5)
+        self.inputs = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+        self.options = {"opt_level": level, "verbosity": 0, "max_loss_scale": 512.0}
+        self.options["lists"] = ["float16" if level in ("O1", "O2") else "bfloat16", str(rules)]
+        F.cross_entropy(self.model(self.inputs), torch.tensor([0, 1, 1, 0])).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.found = self.look()
+
+    def initialize(self, **options: bool) -> None:
+        amp.initialize(self.model, self.optimizer, **self.options, **options)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            loss = F.cross_entropy(self.model(self.inputs), torch.tensor([0, 1, 1, 0]))
+            with amp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def tensors(self) -> list[torch.Tensor]:
+        parameters = list(self.model.parameters())
+        states = [self.optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
+        return [tensor.detach().clone() for tensor in (*parameters, *self.model.buffers(), *states)]
+
+    def look(self) -> dict[str, object]:
+        """Everything but values that a session may change."""
+        return {
+            "hooks": [
+                len(v) for m in self.model.modules() for k, v in vars(m).items() if "hook" in k and v is not None
+            ],
+            "groups": [id(p) for group in self.optimizer.param_groups for p in group["params"]],
+            "states": [id(p) for p in self.optimizer.state],
+            "attributes": sorted(set(vars(self.optimizer)) - {"_opt_called"}),
+            "dtypes": [tensor.dtype for tensor in self.tensors()],
+            "step hooks": len(torch_private.GLOBAL_POST_HOOKS),
+            "cache key": torch.compiler.config.cache_key_tag,
+            "autocast": [torch.is_autocast_enabled(name) for name in torch_private.IDLE_DEVICE_TYPES],
+            "class": hasattr(torch.optim.Optimizer, "step_was_skipped"),
+        }
+
+    def check_that_all_is_clean(self) -> None:
+        assert find_changes() == []
+        assert {**self.look(), "states": set(self.look()["states"])} == {
+            **self.found,
+            "states": set(self.found["states"]),
+        }
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the search names what tests hold
+        yield
+
+
+def uninterrupted(level: str, rules: Path, steps: int = 2) -> list[torch.Tensor]:
+    script = Script(level, rules)
+    script.initialize()
+    script.train(steps)
+    amp.reset()
+    return script.tensors()
+
+
+def initialized(level: str, rules: Path) -> Script:
+    script = Script(level, rules)
+    script.initialize()
+    script.train()
+    return script
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupt_in_initialize(level, rules):
+    """Afterwards `reset` leaves all as it was, and another `initialize` gives what an uninterrupted one gives."""
+    expected = uninterrupted(level, rules)
+    places = count_lines(Script(level, rules).initialize)
+    amp.reset()
+    for turn, position in enumerate(choose(places, INTERRUPTS, seed=f"initialize {level}")):
+        script = Script(level, rules)
+        before = script.tensors()
+        assert interrupted_at(position, script.initialize), position
+        if turn % 2:
+            if not hasattr(script.optimizer, "_amp_stash"):  # else it came when all was done
+                script.initialize()
+            script.train(2)
+        amp.reset()
+        script.check_that_all_is_clean()
+        assert same(expected if turn % 2 else before, script.tensors()), position
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupt_in_reset(level, rules):
+    """It has undone all or nothing, or whatever is called next undoes the rest."""
+    once, twice = uninterrupted(level, rules, 1), uninterrupted(level, rules, 2)
+    initialized(level, rules)
+    places = count_lines(amp.reset)
+    for turn, position in enumerate(choose(places, INTERRUPTS, seed=f"reset {level}")):
+        script = initialized(level, rules)
+        assert interrupted_at(position, amp.reset), position
+        session = current.state.session
+        if session is None or not session.is_whole:
+            script.check_that_all_is_clean()
+            assert same(once, script.tensors()), position
+        if turn % 2:
+            script.initialize(replace=True)
+            script.train()
+        amp.reset()
+        script.check_that_all_is_clean()
+        assert same(twice if turn % 2 else once, script.tensors()), position
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reset_after_an_interrupt_in_training(level, rules):
+    places = count_lines(initialized(level, rules).train)
+    amp.reset()
+    for position in choose(places, INTERRUPTS, seed=f"train {level}"):
+        script = initialized(level, rules)
+        assert interrupted_at(position, script.train), position
+        amp.reset()
+        script.check_that_all_is_clean()
+        assert all(bool(tensor.isfinite().all()) for tensor in script.tensors())
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_interrupt_in_a_forward_with_rules(level, rules):
+    """The next forward gives what it gives without the interrupt, and so does an op outside of any module."""
+    script = Script(level, rules)
+    script.initialize()
+    script.model.eval()
+    a, b = torch.linspace(0.0, 1.0, 35).reshape(5, 7), torch.linspace(-1.0, 2.0, 21).reshape(7, 3)
+    expected = script.model(script.inputs), a @ b, F.softmax(a, 0)
+    session = current.state.session
+    places = count_lines(lambda: script.model(script.inputs))
+    for position in choose(places, 10 * INTERRUPTS, seed=f"forward {level}"):
+        assert interrupted_at(position, lambda: script.model(script.inputs)), position
+        product, softmax = a @ b, F.softmax(a, 0)
+        found = script.model(script.inputs), product, softmax
+        assert [one.dtype for one in found] == [one.dtype for one in expected], position
+        assert same(expected, found), position
+        assert session.switch.regions == 0 and session.switch._regions_here() == []
+        assert torch_private.get_saved_tensors_hooks(True) is None, position
+        assert script.look()["autocast"] == script.found["autocast"]
+
+
+# ---- what else may pass through a module -----------------------------------------------------------------------------
+
+
+class Raise(nn.Module):
+    """Raises what it is told to, or calls a function."""
+
+    def __init__(self, error=None, call=None):
+        super().__init__()
+        self.error, self.call = error, call
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return x if self.call is None else self.call(x)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), asyncio.CancelledError(), SystemExit(3), ValueError()], ids=repr
+)
+@pytest.mark.parametrize("run", ["low", "float32"])
+def test_an_exception_of_any_kind_closes_the_regions_it_passes(error, run, tmp_path):
+    (tmp_path / "list.yaml").write_text(f"modules: [{{match: 'part', run: {run}, why: a test}}]\n")
+    part = nn.Sequential(nn.Linear(6, 6), Raise(error))
+    model = nn.Sequential()
+    model.add_module("part", part)
+    amp.initialize(model, opt_level="O4", lists=["bfloat16", tmp_path / "list.yaml"], verbosity=0)
+    logits = torch.linspace(-4.0, 4.0, 18).reshape(3, 6)
+    expected = F.softmax(logits, 1).dtype, F.linear(logits, torch.ones(2, 6)).dtype
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            model(logits)
+    assert (F.softmax(logits, 1).dtype, F.linear(logits, torch.ones(2, 6)).dtype) == expected
+    assert expected == (torch.float32, torch.bfloat16)
+    part[1].error = None
+    assert part(logits).dtype is (torch.float32 if run == "float32" else torch.bfloat16)
+
+
+def test_a_region_outlives_an_interrupt_that_was_caught_inside_it(tmp_path):
+    """An inner module is interrupted and the outer one goes on: only the inner region is over."""
+    (tmp_path / "list.yaml").write_text(
+        "modules: [{match: 'part', run: float32, why: a test}, {match: 'part.inner', run: low, why: a test}]\n"
+    )
+    dtypes = []
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Raise(KeyboardInterrupt())
+
+        def forward(self, x):
+            try:
+                self.inner(x)
+            except KeyboardInterrupt:
+                dtypes.append((x @ x.T).dtype)
+            return x @ x.T
+
+    model = nn.Sequential()
+    model.add_module("part", Part())
+    amp.initialize(model, opt_level="O4", lists=["bfloat16", tmp_path / "list.yaml"], verbosity=0)
+    x = torch.ones(2, 9)
+    assert model(x).dtype is torch.float32 and dtypes == [torch.float32]
+    assert (x @ x.T).dtype is torch.bfloat16
+
+
+def test_regions_in_generators_copies_and_recomputation(tmp_path):
+    (tmp_path / "list.yaml").write_text("modules: [{match: 'part', run: float32, why: a test}]\n")
+    dtypes = []
+
+    def note(x):
+        dtypes.append((x @ x.T).dtype)
+        return x * 1.0
+
+    model = nn.Sequential()
+    model.add_module("part", Raise(call=note))
+    model.add_module("last", nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O4", lists=["bfloat16", tmp_path / "list.yaml"], verbosity=0)
+
+    def batches():
+        for _ in range(2):
+            yield model(torch.ones(3, 4))
+
+    for _ in batches():
+        dtypes.append((torch.ones(1, 2) @ torch.ones(2, 1)).dtype)
+    copy.deepcopy(model)(torch.ones(3, 4))
+    x = torch.ones(3, 4, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).float().sum().backward()
+    low, full = torch.bfloat16, torch.float32
+    assert dtypes == [full, low, full, low, full, full, full]
+
+
+# ---- undo ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_interrupts_in_a_row_are_made_good_by_the_next_call(rules, monkeypatch):
+    script = Script("O5", rules)
+    script.initialize()
+    before = [p.detach().clone() for p in amp.master_params(script.optimizer)]
+    session = current.state.session
+    calls = []
+
+    def interrupt():
+        calls.append(None)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+
+    session._undo.callback(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        amp.reset()
+    assert find_changes() != [] and not session.is_whole
+    with pytest.raises(amp.SessionError, match="has not been called"):
+        amp.state_dict()
+    assert len(calls) == 3
+    script.check_that_all_is_clean()
+    assert same(before, [p.detach() for p in script.model.parameters()])
+    assert amp.stats().opt_level is None

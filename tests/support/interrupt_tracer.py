@@ -1,0 +1,64 @@
+"""Interrupts at a chosen line of the package."""
+
+import random
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import amp_patch
+
+PACKAGE = Path(amp_patch.__path__[0])
+WINGS = ("training", "session", "casting", "patching")
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the given event (a call or a line of the wings of the package), or counts them."""
+
+    def __init__(self, at: int | None = None, wings: tuple[str, ...] = WINGS) -> None:
+        self.at, self.count = at, 0
+        self._folders = {str(PACKAGE / wing) for wing in wings}
+        self._is_watched: dict[types.CodeType, bool] = {}
+
+    def __call__(self, frame: types.FrameType, event: str, arg: object) -> "Interrupt | None":
+        code = frame.f_code
+        if code not in self._is_watched:
+            self._is_watched[code] = str(Path(code.co_filename).parent) in self._folders
+        if not self._is_watched[code]:
+            return None
+        if event in ("call", "line"):
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> "Interrupt":
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+
+def count_lines(action: Callable[[], Any], **options: Any) -> int:
+    """At how many places `action` can be interrupted."""
+    with Interrupt(**options) as counted:
+        action()
+    return counted.count
+
+
+def choose(count: int, sample: int, seed: str) -> list[int]:
+    """A sample of the places, by a seed."""
+    return sorted(random.Random(seed).sample(range(1, count + 1), min(sample, count)))
+
+
+def interrupted_at(position: int, action: Callable[[], Any]) -> bool:
+    """Run `action` with an interrupt at a place; tell whether it came."""
+    try:
+        with Interrupt(position):
+            action()
+    except KeyboardInterrupt:
+        return True
+    return False
