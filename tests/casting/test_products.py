@@ -46,7 +46,10 @@ def leaves_of(sample: Sample, low: torch.dtype, dtype: torch.dtype) -> tuple[lis
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
-        leaves.append(tensor.detach().to(low).to(dtype).requires_grad_())
+        rounded = tensor.detach().to(low).to(dtype)
+        if tensor.layout != torch.strided:  # no cast of a sparse operand has a gradient, nor has autocast's
+            return rounded
+        leaves.append(rounded.requires_grad_())
         return leaves[-1] * 1
 
     return leaves, each(sample.args, leaf), each(sample.kwargs, leaf)
@@ -77,8 +80,15 @@ def outcome(name: str, low: torch.dtype, dtype: torch.dtype) -> tuple[list[Tenso
     return results, list(grads)
 
 
+def is_sparse(name: str) -> bool:
+    owner, attribute = SPELLINGS[name]
+    sample = find_sample(owner.__name__, attribute)
+    return sample is not None and any(tensor.layout != torch.strided for tensor in tensors_of(sample.args))
+
+
 def assert_rounded_once(found: Tensor, truth: Tensor, low: torch.dtype) -> None:
     assert found.dtype is low
+    found, truth = found.to_dense(), truth.to_dense()
     allowed = HALF_ULP[low] * truth.abs() * 1.01 + FLOAT32_ERROR * truth.abs().max().clamp(min=1) + TINY[low]
     error = (found.double() - truth).abs()
     assert (error <= allowed).all(), (error / allowed).max()
@@ -102,11 +112,16 @@ def test_a_product_of_low_operands_is_the_exact_one_rounded_once(name: str, low:
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_no_product_is_further_from_the_truth_than_the_kernel_of_the_dtype(name: str, low: torch.dtype) -> None:
     truth, _ = outcome(name, low, torch.float64)
-    native, _ = outcome(name, low, low)
+    try:
+        native, _ = outcome(name, low, low)
+    except RuntimeError:  # products with a sparse operand have no 16-bit kernels
+        assert is_sparse(name)
+        native = truth
     start(CAST[low])
     found, _ = outcome(name, low, low)
     for one, other, exact in zip(found, native, truth, strict=True):
-        errors = [(value.double() - exact.double()).abs().max().item() for value in (one, other)]
+        exact = exact.to_dense().double()
+        errors = [(value.to_dense().double() - exact).abs().max().item() for value in (one, other)]
         assert errors[0] <= errors[1] + FLOAT32_ERROR + HALF_ULP[low] * exact.abs().max().item()
 
 
