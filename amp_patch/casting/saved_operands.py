@@ -84,7 +84,7 @@ def _unpack(packed: _Packed) -> Tensor:
 def _are_no_hooks_set() -> bool:
     """Tell whether nobody looks at what autograd saves, after taking away what an interrupted product has left."""
     hooks = get_saved_tensors_hooks(True)
-    while hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
+    while hooks and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
         pop_saved_tensors_hooks()
         hooks = get_saved_tensors_hooks(True)
     return hooks is None
