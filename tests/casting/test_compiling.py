@@ -252,7 +252,7 @@ def test_a_region_belongs_to_its_thread_also_for_compiled_code():
 def test_an_edited_list_holds_for_ops_that_are_decomposed(lists, function, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text(f"extends: bfloat16\n{lists}\n")
-    with amp.session(opt_level="O4", device="cpu", lists=str(path)):
+    with amp.session(opt_level="O4", device="cpu", lists=str(path), compute="native"):
         assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is function(X).dtype
 
 

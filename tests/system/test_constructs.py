@@ -113,7 +113,10 @@ def cases_of(name: str) -> dict[str, Run]:
 
 
 def run_by_autocast(name: str) -> dict[str, Any]:
-    return {case: outcome(run, lambda: torch.autocast("cpu", LOW), as_it_is) for case, run in cases_of(name).items()}
+    found = {case: outcome(run, lambda: torch.autocast("cpu", LOW), as_it_is) for case, run in cases_of(name).items()}
+    if any("could not create a primitive" in str(one) for one in found.values() if isinstance(one, Exception)):
+        pytest.skip("autocast itself has no kernel for this on a CPU without products of bfloat16 values")
+    return found
 
 
 @contextlib.contextmanager
