@@ -2,6 +2,7 @@
 ops in their body get, as under `torch.amp.custom_fwd(cast_inputs=...)`.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -55,4 +56,5 @@ def _cast(value: Any, cast: TensorCast) -> Any:
     """Cast a tensor, or those in a list or tuple; what holds nothing to cast arrives as itself, to be written to."""
     if isinstance(value, torch.Tensor):
         return cast(value)
-    return cast_nested(value, cast) if any(cast(tensor) is not tensor for tensor in tensors_in(value)) else value
+    result = cast_nested(value, cast)
+    return value if all(map(operator.is_, tensors_in(result), tensors_in(value))) else result

@@ -50,6 +50,24 @@ def _has_some_in_lists(values: Iterable[Any]) -> bool:
     return has_torch_function(list(_flatten(values)))
 
 
+class Replacements:
+    """One replacement for each original and rule, under all the names of the original: a function that torch has twice
+    stays one.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def get(
+        self, kind: str, original: Callable[..., Any], make: Callable[[], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """Return the replacement of `original` under the rule `kind`; make it where there is none yet."""
+        key = kind, id(original)
+        if key not in self._made:
+            self._made[key] = original, make()  # with the original, which is kept alive
+        return self._made[key][1]
+
+
 NEVER_OVERRIDDEN = PublicOp("", is_of_torch=False)
 """For functions that are not torch's."""
 

@@ -1,7 +1,7 @@
 """Patches of ops: one for every listed spelling and registration; and replacements of what surrounds the ops."""
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,20 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
-            for place in find_places(spelling.owner, spelling.name):
-                yield plan_op(place, spelling.name, spelling.kind, casts)
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts)
     for owner, name, kind in registered:
         if kind == "neutral":  # taken off whatever list it was on
             continue
         yield plan_op(owner, name, kind, casts)
 
 
-def find_places(owner: Any, name: str) -> tuple[Any, ...]:
-    """Return where torch holds a function by a name: its public place, and the one that graphs of torch.fx refer to."""
-    is_twice = owner is torch.nn.functional and vars(owner).get(name) is vars(C_NN).get(name, owner)
-    return (owner, C_NN) if is_twice else (owner,)
+def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
+    """Yield each patch, and the same where graphs of torch.fx and nested tensors refer to a public function."""
+    functional = torch.nn.functional
+    for patch in planned:
+        yield patch
+        if patch.owner is functional and vars(functional).get(patch.name) is vars(C_NN).get(patch.name, functional):
+            yield Patch(C_NN, patch.name, patch.factory)
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:

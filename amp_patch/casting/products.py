@@ -21,7 +21,7 @@ from ..interrupts import is_running
 from ..patching import Patch
 from .compiling import is_dynamo_compiling as is_tracing
 from .mode import Mode, Switch
-from .overrides import PublicOp
+from .overrides import NEVER_OVERRIDDEN, PublicOp, Replacements
 from .saved_operands import SavedOperands, may_save_low
 from .tensor_cast import cast_nested, make_plain_cast, make_test, tensors_in
 from .weight_cache import WeightCache
@@ -48,7 +48,7 @@ class Products:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
-        self._unlisted: dict[int, tuple[Op, Op]] = {}  # by id of the original, which is kept alive
+        self._replacements = Replacements()
         self._inside = threading.local()  # frame: of the product being computed in this thread
         self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
@@ -80,14 +80,14 @@ class Products:
                 yield Patch(owner, name, self._run_unlisted)
 
     def _run_unlisted(self, original: Op) -> Op:
-        known = self._unlisted.get(id(original))
-        if known is None:
+        def make() -> Op:
             public = PublicOp(getattr(original, "__name__", ""), is_of_torch=True)
             public.function = function = self.run_low(original, public)
-            known = self._unlisted[id(original)] = original, function
-        return known[1]
+            return function
 
-    def run_low(self, original: Op, public: PublicOp) -> Op:
+        return self._replacements.get("product", original, make)
+
+    def run_low(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Compute in float32 what is called with operands of the low dtype; call as it was written whatever has others,
         has only one (an einsum of one operand is no product, and may be a view), or names where or in which dtype the
         result is to be.

@@ -53,7 +53,8 @@ class _Entry:
     copy: Tensor  # what ops get; its grad_fn leads to the parameter
     alias: Tensor  # the same memory without the grad_fn: what a refresh writes
     source: Tensor  # an alias of the parameter's memory, to which no other can come while it lives
-    layout: tuple[torch.device, torch.Size, tuple[int, ...], bool]
+    place: tuple[torch.device, int, bool, torch.Size, tuple[int, ...]]  # of the parameter: the device and what of its
+    # signature no step changes; after `set_`, gradients of old copies lead nowhere
     memory: int  # the address of the storage that both share, for counting who holds it
     idle_uses: tuple[int, int] = (0, 0)  # how many hold the copy and its memory while no graph needs them
 
@@ -67,10 +68,6 @@ class _Entry:
         return tensor_uses > self.idle_uses[0] or memory_uses > self.idle_uses[1]
 
 
-def _layout(parameter: Tensor) -> tuple[torch.device, torch.Size, tuple[int, ...], bool]:
-    return parameter.device, parameter.shape, parameter.stride(), parameter.requires_grad
-
-
 def _signature(parameter: Tensor) -> Signature:
     return (
         get_version(parameter),
@@ -79,6 +76,10 @@ def _signature(parameter: Tensor) -> Signature:
         parameter.shape,
         parameter.stride(),
     )
+
+
+def _place(parameter: Tensor) -> tuple[torch.device, int, bool, torch.Size, tuple[int, ...]]:
+    return parameter.device, *_signature(parameter)[1:]
 
 
 def are_kept_on(device_type: str) -> bool:
@@ -179,7 +180,7 @@ class WeightCache:
 
     def _keep(self, parameter: Tensor, copy: Tensor) -> None:
         alias = copy.detach()
-        entry = _Entry(parameter, copy, alias, parameter.detach(), _layout(parameter), get_storage_address(alias))
+        entry = _Entry(parameter, copy, alias, parameter.detach(), _place(parameter), get_storage_address(alias))
         entry.idle_uses = entry.count_uses()
         self._entries[id(parameter)] = entry
         self.valid[id(parameter)] = (copy, _signature(parameter), entry.source)
@@ -199,9 +200,7 @@ class WeightCache:
             if (
                 parameter.dtype is not torch.float32
                 or not _is_cacheable(parameter)
-                or entry.layout != _layout(parameter)
-                or entry.source.data_ptr()
-                != parameter.data_ptr()  # gradients of what it was may lead elsewhere (`set_`)
+                or entry.place != _place(parameter)
                 or entry.is_held()
             ):
                 self._drop(key)
@@ -238,4 +237,4 @@ def _is_cacheable(tensor: Tensor) -> bool:
     """Tell whether a float32 tensor may have a copy, and the cast is no part of a trace or a function transform."""
     if type(tensor) not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout != torch.strided:
         return False
-    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling() or count_dispatch_modes())
+    return not (get_tracing_state() or peek_interpreter_stack() is not None or is_compiling())

@@ -18,7 +18,7 @@ from .bodies import run_in_region, run_uncast
 from .compiling import is_dynamo_compiling as is_tracing
 from .fast_paths import FastPaths, Op
 from .mode import Mode, Switch
-from .overrides import NEVER_OVERRIDDEN, PublicOp
+from .overrides import NEVER_OVERRIDDEN, PublicOp, Replacements
 from .products import Products
 from .promotion import Promotions, target_of
 from .tensor_cast import cast_nested, is_kept, make_plain_cast
@@ -60,14 +60,11 @@ class OpCasts(Promotions):
         self.to_low = plain if cache is None else cache.make_cast(plain)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
         self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
-        self._wrapped: dict[tuple[str, int], tuple[Op, Op]] = {}  # by rule and id of the original, which is kept alive
+        self._replacements = Replacements()
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`: the same one wherever `original` is found."""
-        known = self._wrapped.get((kind, id(original)))
-        if known is None:
-            known = self._wrapped[kind, id(original)] = original, self._wrap(kind, original)
-        return known[1]
+        return self._replacements.get(kind, original, lambda: self._wrap(kind, original))
 
     def _wrap(self, kind: str, original: Op) -> Op:
         is_torchs = _is_torchs(original)
@@ -82,7 +79,7 @@ class OpCasts(Promotions):
 
     def _choose(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
         if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
-            low = self.in_float32.run_low(original, public)
+            low = self.in_float32.run_low(original)
             if kind == "whitelist" and op_lists.is_product(name):
                 return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside, public)
             original = low
@@ -175,7 +172,7 @@ class OpCasts(Promotions):
 
     def inplace_error(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Refuse to run in place on a 16-bit tensor; cast the other arguments to float32 otherwise."""
-        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original, public)
+        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original)
         has_overrides = public.has_overrides
         name = getattr(original, "__name__", str(original))
 

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -84,7 +85,7 @@ class Bindings:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
-            weakref.finalize(model, _forget_outside, weakref.ref(self)).atexit = False
+            weakref.finalize(model, _call_if_alive, weakref.WeakMethod(self.forget_outside)).atexit = False
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
@@ -103,7 +104,8 @@ class Bindings:
             )
             self._optimizers.append(stepper)
             stepper.bind(float32_data)
-            weakref.finalize(optimizer, _forget_optimizer, weakref.ref(self), stepper).atexit = False
+            forget = weakref.WeakMethod(self.forget_optimizer)
+            weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
 
     def bind_more(
         self,
@@ -222,13 +224,7 @@ class Bindings:
                 binding.window.abandon()
 
 
-def _forget_outside(reference: "weakref.ref[Bindings]") -> None:
-    bindings = reference()
-    if bindings is not None:
-        bindings.forget_outside()
-
-
-def _forget_optimizer(reference: "weakref.ref[Bindings]", binding: OptimizerBinding) -> None:
-    bindings = reference()
-    if bindings is not None:
-        bindings.forget_optimizer(binding)
+def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:
+    method = reference()
+    if method is not None:
+        method(*args)

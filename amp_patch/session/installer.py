@@ -91,7 +91,7 @@ class Installer:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)
         if self._products is not None:
             planned += self._products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
-        return [*planned, *patches.plan(self._parts(None), with_ops=True)]
+        return [*op_patches.with_second_places(planned), *patches.plan(self._parts(None), with_ops=True)]
 
     def _install_ops(self, undo: UndoStack) -> DeferredOps | None:
         """Put in what replaces ops, and return those whose packages are not imported yet."""
