@@ -66,6 +66,7 @@ def initialize(
             session = Session(
                 policy, device_type, num_losses, registered=state.registered
             )  # raises before anything is closed
+        _check_models(policy, _find_strangers(models), accept_low)
         reset()
         _check(policy, models, optimizers, accept_low)
         _open(session, models, optimizers)
@@ -122,10 +123,22 @@ def close(session: Session) -> None:
             reset()
 
 
-def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:
+def _find_strangers(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the models of which the session in force holds nothing: they can be judged before it is closed."""
+    known = (
+        {id(tensor) for model in state.session.models() for tensor in model.parameters()} if state.session else set()
+    )
+    return [model for model in models if known.isdisjoint(map(id, model.parameters()))]
+
+
+def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool) -> None:
     problems = [problem for model in models for problem in find_model_problems(model, policy, accept_low)]
     if problems:
         raise ModelError("; ".join(problems))
+
+
+def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:
+    _check_models(policy, models, accept_low)
     problems = find_optimizer_problems(
         optimizers, is_dynamic=policy.is_scale_dynamic, use_masters=bool(policy.master_weights)
     )

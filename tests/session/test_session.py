@@ -103,6 +103,15 @@ def test_a_mistake_in_the_lists_does_not_close_the_session_it_was_to_replace():
     assert amp.stats().opt_level == "O2"
 
 
+def test_a_model_that_is_refused_does_not_close_the_session_it_was_to_replace():
+    model, _optimizer = initialize("O2")
+    with pytest.raises(amp.ModelError, match="in 16 bits already"):
+        amp.initialize(torch.nn.Linear(2, 2).half(), opt_level="O1", replace=True, verbosity=0)
+    assert amp.stats().opt_level == "O2"
+    part = amp.initialize(model.fc, opt_level="O5", replace=True, verbosity=0)  # in 16 bits for the old session alone
+    assert part is model.fc and amp.stats().opt_level == "O5"
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_same_policy_adopts_more_models(level):
     first, first_optimizer = initialize(level)
