@@ -1,4 +1,4 @@
-"""Every name of torch that is not public, and the only place that takes one from torch.
+"""Every name of torch that is not public, and with `torch_distributed` the only place that takes one from torch.
 
 Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0 and
 2.14.1. A missing name fails the import of this module. The comment says so where either is otherwise.

@@ -1,4 +1,6 @@
-"""`torch_private` has every name of torch that is not public, each of them exists, and no other module uses one."""
+"""`torch_private` and `torch_distributed` have every name of torch that is not public, each of them exists, and nobody
+else uses one.
+"""
 
 import ast
 import inspect
@@ -10,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import amp_patch
-from amp_patch import torch_private
+from amp_patch import torch_distributed, torch_private
 
 PACKAGE = Path(amp_patch.__file__).parent
-MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py"})
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py", PACKAGE / "torch_distributed.py"})
 HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {"_amp_stash", "_DummyThread", "_SubParsersAction", "_getframe", "_initializing", "_make"}
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
@@ -231,6 +234,8 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     ),
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
+    "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
+    "broadcast_tensors": (lambda: call_among_ranks(broadcast), [2.0]),
     "build_function_tables": (torch_private.build_function_tables, None),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
     "is_autocast_state_guarded": (lambda: torch_private.is_autocast_state_guarded("xpu") in (True, False), True),
@@ -238,6 +243,28 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "set_keys": (lambda: find_keys_that_are_set() == KEYS, True),
     "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
 }
+
+
+def sync_states() -> list[float]:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    torch_distributed.sync_module_states(layer, dist.group.WORLD, 100, 0)
+    return layer.weight.flatten().tolist()
+
+
+def broadcast() -> list[float]:
+    tensors = [torch.full((1,), 2.0)]
+    torch_distributed.broadcast_tensors(dist.group.WORLD, tensors, 100, 0)
+    return tensors[0].tolist()
+
+
+def call_among_ranks(call: Callable[[], list[float]]) -> list[float]:
+    """Call something in a process group, of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return call()
+    finally:
+        dist.destroy_process_group()
 
 
 def count_what_a_view_adds() -> int:
@@ -353,12 +380,13 @@ def test_the_marks_are_those_that_torch_looks_for() -> None:
 
 
 def test_each_function_is_tried_and_each_name_is_there() -> None:
-    values = {name: value for name, value in vars(torch_private).items() if not name.startswith("_")}
+    modules = (torch_private, torch_distributed)
+    values = {key: value for module in modules for key, value in vars(module).items() if not key.startswith("_")}
     tried = {*READINGS, "get_storage_address", "put_first"}
     functions = {
         name
         for name, value in values.items()
-        if isinstance(value, types.FunctionType) and value.__module__ == torch_private.__name__
+        if isinstance(value, types.FunctionType) and value.__module__ in {module.__name__ for module in modules}
     }
     assert functions <= tried
     assert tried <= set(values)

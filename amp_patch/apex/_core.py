@@ -172,6 +172,10 @@ class SessionView:
         """Tell whether losses of this scaler are not scaled and there are no masters."""
         return self._session.scaler(loss_id).is_identity and not self.has_masters
 
+    def find_master(self, parameter: Tensor) -> Tensor | None:
+        """Return the float32 master of a 16-bit parameter, or None."""
+        return self._session.find_master(parameter)
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Tell whether the session has changed this optimizer."""
         return any(binding.optimizer is optimizer for binding in self._session.bindings())

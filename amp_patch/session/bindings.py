@@ -12,7 +12,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import find_stacklevel
-from ..training import Masters, ModelBinding, OptimizerBinding, loss_scaler
+from ..training import Decisions, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -23,7 +23,7 @@ class Bindings:
         rules: module rules for the models.
         switch: whether the casts of the session act.
         cache: the weight cache, or None.
-        scalers: those of the session.
+        decisions: judges backward passes.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Bindings:
         rules: Sequence[ModuleRule],
         switch: Switch,
         cache: WeightCache | None,
-        scalers: Sequence[loss_scaler.LossScaler],
+        decisions: Decisions,
     ) -> None:
         self._policy = policy
         self._rules = rules
         self._switch = switch
         self._cache = cache
-        self._scalers = scalers
+        self._decisions = decisions
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
@@ -99,7 +99,7 @@ class Bindings:
                 use_masters=bool(self._policy.master_weights),
                 switch=self._switch,
                 cache=self._cache,
-                scalers=self._scalers,
+                decisions=self._decisions,
                 get_names=self.names_of,
             )
             self._optimizers.append(stepper)

@@ -18,6 +18,7 @@ from ..casting import OpCasts, WeightCache
 from ..casting import patches as around_ops
 from ..config import OpLists
 from ..patching import Patch, Patcher
+from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
 from ..training import LocalGradients, Masters
 from ..training import patches as around_gradients
@@ -138,6 +139,11 @@ TABLE = (
         "forward",
         _scales,
         lambda original, parts: around_gradients.note_forward(original, parts.local),
+    ),
+    *(
+        TorchPatch(*place, _scales, lambda original, parts: around_gradients.sync_masters(original, parts.masters))
+        for place in [SYNC_MODULE_STATES]
+        if hasattr(*place)
     ),
 )
 

@@ -21,7 +21,7 @@ from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import find_stacklevel
-from ..training import BackwardPasses, GradientSet, OptimizerBinding, loss_scaler
+from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 
@@ -61,6 +61,7 @@ class Session:
         self.has_models = has_models  # without models it lasts until it is closed, not until they are gone
         self.process_id = os.getpid()
         self.scalers: list[loss_scaler.LossScaler] = []
+        self.decisions = Decisions(self.scalers, device_type)
         self.switch = Switch()
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
@@ -75,13 +76,18 @@ class Session:
             inside = policy.casts_inside
             self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
         rules = () if self.oplists is None else self.oplists.modules
-        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.scalers)
+        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions)
         scales = bool(policy.master_weights) or policy.loss_scale != 1.0
         self._installer = Installer(
             self.casts, products, self.oplists, self._cache, registered, self._bindings, scales=scales
         )
-        outside = GradientSet(self._bindings.parameters_outside, lambda: ())
-        self._passes = BackwardPasses(self._bindings.optimizers, outside, self._installer.local, self._end_pass)
+        self._passes = BackwardPasses(
+            self._bindings.optimizers,
+            self._bindings.parameters_outside,
+            self._installer.local,
+            self.decisions,
+            self._end_pass,
+        )
         self._undo = UndoStack()
         self.is_whole = False  # from the end of `open` to the beginning of `close`
         self.add_scalers(num_losses)
@@ -145,6 +151,10 @@ class Session:
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
         return self._bindings.get_optimizer(optimizer)
+
+    def find_master(self, parameter: Tensor) -> Tensor | None:
+        """Return the float32 master of a 16-bit parameter, or None."""
+        return self._bindings.masters.get(parameter)
 
     def add_scalers(self, num_losses: int) -> None:
         """Have at least `num_losses` scalers."""

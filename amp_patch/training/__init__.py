@@ -2,8 +2,8 @@
 
 from . import loss_scaler as loss_scaler
 from . import patches as patches
+from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
-from .gradients import GradientSet as GradientSet
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque

@@ -121,6 +121,11 @@ class BackwardPass:
         self.scaled_in.clear()
         self.awaited_by.clear()
 
+    def overrule(self, found_inf: Tensor) -> None:
+        """Take the flag of all ranks together for that of this pass, which is closed."""
+        self.close()
+        self.found_inf, self._reading = found_inf, None
+
     def read_early(self) -> EarlyReading:
         """Send `found_inf`, as it is by now, to the host. Waits for nothing."""
         if not self.is_open:

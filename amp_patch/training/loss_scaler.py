@@ -5,6 +5,7 @@ Reading a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -52,6 +53,7 @@ class LossScaler:
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
         self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
+        self.is_shared = False  # several ranks decide together, each time one of them would decide
         self._unjudged: list[BackwardPass] = []
 
     @property
@@ -85,9 +87,27 @@ class LossScaler:
 
         Waits for nothing.
         """
-        due = self._due()
-        self._scale, self._good_steps, self._overflows_left = self._next_state()
-        for one in due:
+        due = self.due()
+        if due:
+            self._scale, self._good_steps, self._overflows_left = self._advance(combine_found_inf(due))
+        self._take_as_judged(due)
+
+    def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
+        """Update the scale as all ranks together have found (0-dim float32): an overflow, in passes of which there are
+        any.
+
+        Waits for nothing.
+        """
+        before = self._scale, self._good_steps, self._overflows_left
+        is_due = is_due.to(self._scale.device) > 0
+        after = self._advance(found_inf)
+        self._scale, self._good_steps, self._overflows_left = (
+            torch.where(is_due, new, old) for new, old in zip(after, before, strict=True)
+        )
+        self._take_as_judged(self.due())
+
+    def _take_as_judged(self, passes: Sequence[BackwardPass]) -> None:
+        for one in passes:
             one.state = PassState.JUDGED
         self._forget_judged()
 
@@ -96,23 +116,27 @@ class LossScaler:
         backward_pass.withdraw()
         self._forget_judged()
 
-    def _due(self) -> list[BackwardPass]:
-        return [one for one in self._unjudged if one.is_due]
+    def due(self) -> list[BackwardPass]:
+        """Return the passes that an update judges, with complete flags."""
+        due = [one for one in self._unjudged if one.is_due]
+        for one in due:  # of a delayed pass nobody has looked at the gradients yet
+            one.complete()
+        return due
 
     def _forget_judged(self) -> None:
         self._unjudged = [one for one in self._unjudged if one.state is not PassState.JUDGED]
 
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The state after an update: what `update` installs, and what readers are told while one is due."""
-        due, left = self._due(), self._overflows_left
-        if not due:
-            return self._scale, self._good_steps, left
-        for one in due:  # of a delayed pass nobody has looked at the gradients yet
-            one.complete()
-        scale, good_steps = self._scale.clone(), self._good_steps.clone()
+        """The state that readers are told: that after an update, if one is due and this process decides alone."""
+        due = [] if self.is_shared else self.due()
+        return self._advance(combine_found_inf(due)) if due else (self._scale, self._good_steps, self._overflows_left)
+
+    def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The state after passes that overflowed, or did not."""
+        scale, good_steps, left = self._scale.clone(), self._good_steps.clone(), self._overflows_left
         if not self.is_dynamic:
             return scale, good_steps + 1, left
-        found_inf = combine_found_inf(due).to(scale.device)
+        found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:
             is_overflow, grows = found_inf > 0, good_steps == 0
@@ -135,13 +159,15 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also under a static scale. An update that is due is made first.
+        """Multiply the next losses by `loss_scale`, also under a static scale. An update that is due is made first,
+        but for one that other ranks have a say in.
 
         Raises ValueError unless it is finite and positive.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
-        self.update()
+        if not self.is_shared:
+            self.update()
         self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 

@@ -5,7 +5,7 @@ Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,9 @@ from ..casting import Switch, WeightCache
 from ..interrupts import UndoStack
 from ..torch_private import STEP_POST_HOOKS, put_first, remove_step_hook
 from .attributes import Attributes
+from .decisions import Decisions
 from .fused_skip import DeviceSkip, PushHook
 from .gradients import GradientSet
-from .loss_scaler import LossScaler
 from .masters import Masters, OptimizerMasters
 from .stepper import Stepper
 from .steps import Steps
@@ -33,7 +33,7 @@ class OptimizerBinding:
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: turned off while the optimizer steps.
         cache: the weight cache, or None.
-        scalers: the scalers of the session, to name them in messages and to know whether a step may be skipped.
+        decisions: judges the passes that its steps depend on.
         get_names: names for parameters, for messages.
     """
 
@@ -45,7 +45,7 @@ class OptimizerBinding:
         use_masters: bool,
         switch: Switch,
         cache: WeightCache | None,
-        scalers: Sequence[LossScaler],
+        decisions: Decisions,
         get_names: Callable[[Iterable[Tensor]], list[str]],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -56,10 +56,12 @@ class OptimizerBinding:
         self._is_bound = False
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
-        self.steps = Steps(scalers, self._find_culprits, self._tell_skipped)
+        self.steps = Steps(decisions.scalers, self._find_culprits, self._tell_skipped)
         self.gradients = GradientSet(self._plain_parameters, self._masters.pairs)
-        self.window = Window(self.gradients)
-        self.stepper = Stepper(self._optimizer, self.gradients, self._masters, self.window, self.steps, switch, scalers)
+        self.window = Window(self.gradients, decisions)
+        self.stepper = Stepper(
+            self._optimizer, self.gradients, self._masters, self.window, self.steps, switch, decisions
+        )
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -1,6 +1,6 @@
 """Replacements of what touches gradients and steps in torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ..casting import compiling
 from ..interrupts import UndoStack
+from ..torch_distributed import broadcast_tensors
 from .masters import Masters
 from .reduction import LocalGradients
 
@@ -44,6 +45,31 @@ def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[
         return original(given, *args, **kwargs)
 
     return clip
+
+
+def sync_masters(original: Callable[..., Any], masters: Masters) -> Callable[..., Any]:
+    """Giving all ranks the parameters of one gives them its masters: 16-bit parameters would round theirs."""
+
+    def sync_module_states(
+        module: torch.nn.Module,
+        process_group: Any,
+        broadcast_bucket_size: int,
+        src: int,
+        params_and_buffers_to_ignore: Container[str],
+        broadcast_buffers: bool = True,
+    ) -> None:
+        masters.sync()
+        original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, broadcast_buffers)
+        sent = [
+            master.detach()
+            for name, parameter in module.named_parameters()
+            if name not in params_and_buffers_to_ignore and (master := masters.get(parameter)) is not None
+        ]
+        if sent:
+            broadcast_tensors(process_group, sent, broadcast_bucket_size, src)
+            masters.push()
+
+    return sync_module_states
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:

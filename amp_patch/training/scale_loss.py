@@ -4,13 +4,14 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SessionError
 from .backward_pass import BackwardPass
+from .decisions import Decisions
 from .gradients import GradientSet
 from .loss_scaler import LossScaler
 from .optimizer import OptimizerBinding
@@ -68,19 +69,21 @@ class BackwardPasses:
     """Scales losses, and unscales the gradients that their backward passes leave.
 
     A pass may reach parameters of optimizers that were not passed with the loss (a GAN's discriminator), and parameters
-    of no optimizer (`outside`): their gradients are unscaled as well, only no overflow of theirs is judged.
+    of no optimizer (`parameters_outside`): their gradients are unscaled as well, only no overflow of theirs is judged.
     """
 
     def __init__(
         self,
         get_bindings: Callable[[], list[OptimizerBinding]],
-        outside: GradientSet,
+        parameters_outside: Callable[[], Iterable[Tensor]],
         local: LocalGradients,
+        decisions: Decisions,
         on_end: Callable[[], None],
     ) -> None:
         self._get_bindings = get_bindings
-        self._outside = outside
+        self._outside = GradientSet(parameters_outside, lambda: ())
         self._local = local
+        self._decisions = decisions
         self._on_end = on_end  # called at the end of every pass that is not delayed
         self._open: list[OpenBlock] = []  # outermost first
 
@@ -113,7 +116,7 @@ class BackwardPasses:
         scaled_loss = loss.float() if scale is None else loss.float() * scale
         block.scaled_loss = weakref.ref(scaled_loss)
         for binding in block.bindings:
-            binding.window.abandon_if_empty()
+            binding.window.begin()
         if scale is not None:
             block.backward_pass = backward_pass = scaler.begin_pass(loss.device, is_delayed=block.is_delayed)
             for binding in block.bindings:
@@ -147,7 +150,7 @@ class BackwardPasses:
             block.handle.remove()
         self._open = others
         if backward_pass is not None and not block.has_failed and not backward_pass.awaited_by:
-            block.scaler.update()  # the optimizers all stepped in the middle of the pass
+            self._decisions.judge([backward_pass])  # the optimizers all stepped in the middle of the pass
         if not block.is_delayed:
             self._on_end()
 

@@ -16,9 +16,9 @@ from ..interrupts import is_running
 from ..reporting import find_stacklevel
 from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
+from .decisions import Decisions
 from .fused_skip import DeviceSkip, skip_by
 from .gradients import GradientSet
-from .loss_scaler import LossScaler
 from .masters import OptimizerMasters
 from .steps import StepResult, Steps
 from .window import Window
@@ -31,7 +31,7 @@ class Stepper:
         get_optimizer: the optimizer.
         gradients, masters, window, steps: those of the optimizer.
         switch: turned off while the optimizer steps.
-        scalers: those of the session: under a dynamic one a step may be skipped.
+        decisions: judges the passes that a step depends on: under a dynamic scale it may be skipped.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stepper:
         window: Window,
         steps: Steps,
         switch: Switch,
-        scalers: Sequence[LossScaler],
+        decisions: Decisions,
     ) -> None:
         self._get_optimizer = get_optimizer
         self._gradients = gradients
@@ -50,9 +50,10 @@ class Stepper:
         self._window = window
         self._steps = steps
         self._switch = switch
-        self._scalers = scalers
+        self._decisions = decisions
         self._frame: types.FrameType | None = None  # of the step under way, or of one that was interrupted
         self._is_pushed = False  # by a hook of the step under way
+        self._has_looked_for_gradients = False
         self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,17 +85,18 @@ class Stepper:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if not passes and self._decisions.scalers[0].awaits_loss:
+            self._tell_of_unscaled()
+        if self._window.has_begun and not self._has_looked_for_gradients:
+            self._look_for_gradients()
+        passes = self._decisions.judge(passes)
         if not passes:
-            if self._scalers[0].awaits_loss:
-                self._tell_of_unscaled()
             result = self._take_step(None, original, args, kwargs)
             self._window.end(())
             self._steps.add_taken()
             self._gradients.drop_masters()
             return result
         optimizer: Any = self._get_optimizer()
-        for one in passes:
-            one.scaler.update()
         found = StepResult(passes)
         flag = None
         if not found.is_known() and self.device_skip is not None and self.device_skip.is_possible(optimizer):
@@ -111,11 +113,23 @@ class Stepper:
             self._gradients.drop_masters()
         return result
 
+    def _look_for_gradients(self) -> None:
+        """Warn, once for each optimizer, of a first backward pass that gave it no gradient at all."""
+        self._has_looked_for_gradients = True
+        if self._gradients.is_empty():
+            warnings.warn(
+                f"step() of {type(self._get_optimizer()).__name__} after a backward pass of a loss that it was passed"
+                " with, but none of its parameters has a gradient: it trains nothing. Does it hold parameters that the"
+                " model has no more? Move, shard or wrap the model first, then make the optimizer, then call"
+                " initialize.",
+                stacklevel=find_stacklevel(),
+            )
+
     def _tell_of_unscaled(self) -> None:
         """Warn, once in a session, of gradients under a dynamic scale that no loss was multiplied by."""
-        if not all(scaler.awaits_loss for scaler in self._scalers) or self._gradients.is_empty():
+        if not all(scaler.awaits_loss for scaler in self._decisions.scalers) or self._gradients.is_empty():
             return
-        for scaler in self._scalers:
+        for scaler in self._decisions.scalers:
             scaler.awaits_loss = False
         warnings.warn(
             f"step() of {type(self._get_optimizer()).__name__} under a dynamic loss scale, but no loss has been scaled:"
@@ -149,7 +163,7 @@ class Stepper:
         closure = kwargs.get("closure", args[0] if args else None)
         if closure is None or not callable(closure):
             return args, kwargs
-        if any(scaler.is_dynamic for scaler in self._scalers):
+        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
             raise OptimizerError(
                 "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the"
                 " optimizer calls the closure. Call step() without a closure, or give initialize a static loss_scale,"

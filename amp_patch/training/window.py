@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from .backward_pass import BackwardPass
+from .decisions import Decisions
 from .gradients import GradientSet
 
 
@@ -11,10 +12,16 @@ class Window:
 
     Args:
         gradients: those of the optimizer.
+        decisions: judges passes that no step will.
+
+    Attributes:
+        has_begun: whether there ever was a pass, scaled or not.
     """
 
-    def __init__(self, gradients: GradientSet) -> None:
+    def __init__(self, gradients: GradientSet, decisions: Decisions) -> None:
         self._gradients = gradients
+        self._decisions = decisions
+        self.has_begun = False
         self._passes: list[BackwardPass] = []
 
     def add(self, backward_pass: BackwardPass) -> None:
@@ -47,11 +54,12 @@ class Window:
             self._gradients.unscale()
             self._gradients.resume()
         self.end(closed)
-        for one in closed:
-            one.scaler.update()
+        if closed:
+            self._decisions.judge(closed)
 
-    def abandon_if_empty(self) -> None:
-        """The same, if there are no gradients: they were set to None one by one."""
+    def begin(self) -> None:
+        """Say that a pass begins: if there are no gradients (set to None one by one), what was is abandoned."""
+        self.has_begun = True
         if self._passes and self._gradients.is_empty():
             self.abandon()
 

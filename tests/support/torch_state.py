@@ -35,6 +35,7 @@ NAMESPACES = (
     torch.nn.utils.clip_grad,
     torch.nn.RNNBase,
     torch.nn.parallel.DistributedDataParallel,
+    torch.nn.parallel.distributed,
     torch.optim.Optimizer,
     importlib,
 )

@@ -9,7 +9,17 @@ import amp_patch
 
 PACKAGE = Path(amp_patch.__file__).parent
 
-GROUND = ("dtypes", "errors", "hardware", "interrupts", "multi_tensor", "reporting", "tables", "torch_private")
+GROUND = (
+    "dtypes",
+    "errors",
+    "hardware",
+    "interrupts",
+    "multi_tensor",
+    "reporting",
+    "tables",
+    "torch_distributed",
+    "torch_private",
+)
 """Modules that every wing may import, and that import no wing."""
 
 FLOORS = (

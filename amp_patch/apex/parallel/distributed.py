@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...torch_distributed import sync_module_states
 from ...torch_private import (
     flatten_dense_tensors,
     foreach_copy_,
@@ -22,6 +23,9 @@ from ...torch_private import (
     queue_after_backward,
     unflatten_dense_tensors,
 )
+from .._core import SessionView
+
+_BROADCAST_BYTES = 250 * 2**20  # in one message, as torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,6 @@ def reduce_bucket(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Fu
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0; buffers never are.
-
-    For several backward passes between `zero_grad`s with allreduce disabled in between, under amp levels with masters,
-    pass `delay_unscale=True` to `scale_loss` for all but the last: else what was not reduced yet is in the masters
-    already.
 
     Args:
         module: on its device, and initialized by amp before.
@@ -205,16 +205,20 @@ class Reducer:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[Tensor] = []
         if self.module is not None:
-            flat_dist_call([parameter.detach() for parameter in self.module.parameters()], dist.broadcast, (0,))
+            sync_module_states(self.module, dist.group.WORLD, _BROADCAST_BYTES, 0)
         else:
             self.grads = list(_find_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Average the gradients of parameters that have one (on every rank the same), or the tensors given."""
-        params = () if self.module is None else self.module.parameters()
-        flat_dist_call(
-            [*self.grads, *(parameter.grad for parameter in params if parameter.grad is not None)], dist.all_reduce
-        )
+        """Average the gradients of parameters that have one (on every rank the same), or the tensors given.
+
+        Where amp keeps masters, gradients are in the masters once a `scale_loss` block has ended; both are averaged.
+        """
+        params = [] if self.module is None else list(self.module.parameters())
+        session = SessionView.find()
+        masters = [] if session is None else [session.find_master(parameter) for parameter in params]
+        holders = [*params, *(master for master in masters if master is not None)]
+        flat_dist_call([*self.grads, *(holder.grad for holder in holders if holder.grad is not None)], dist.all_reduce)
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:

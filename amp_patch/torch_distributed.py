@@ -1,0 +1,30 @@
+"""What `torch_private` is, for torch.distributed: names that are not public, each with what it is for and what is lost
+without it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Where DistributedDataParallel, when it is made and where its Join ends, gives all ranks the states of one. Absent
+# where torch was built without torch.distributed. Without it: masters are rounded to what 16-bit parameters hold then.
+SYNC_MODULE_STATES = (torch.nn.parallel.distributed, "_sync_module_states")
+
+
+def sync_module_states(module: nn.Module, group: Any, bucket_size: int, src: int) -> None:
+    """Give all ranks of a process group the parameters of one, as DistributedDataParallel does, patched or not."""
+    owner, name = SYNC_MODULE_STATES
+    getattr(owner, name)(
+        module=module,
+        process_group=group,
+        broadcast_bucket_size=bucket_size,
+        src=src,
+        params_and_buffers_to_ignore=(),
+        broadcast_buffers=False,
+    )
+
+
+def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: int) -> None:
+    """Give all ranks of a process group the tensors of one, in place, many in one message."""
+    torch.distributed._broadcast_coalesced(group, tensors, bucket_size, src)  # type: ignore[attr-defined]

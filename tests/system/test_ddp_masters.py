@@ -1,0 +1,148 @@
+"""What DistributedDataParallel broadcasts where there are masters: on two ranks, the masters of one, bit by bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_patch as amp
+from amp_patch.apex.parallel import Reducer
+
+LEVELS = ["O2", "O5"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pair = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pair
+    pair.close()
+
+
+def make(level, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def states_of(model, optimizer):
+    """The float32 weights; and what the parameters hold, which are copies of the masters."""
+    masters = [master.detach().clone() for master in amp.master_params(optimizer)]
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(parameter.detach(), master.to(parameter.dtype))
+    return masters
+
+
+def train(wrapped, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss = wrapped(torch.randn(4, 5, generator=generator)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrap_ones_own(rank, level, how):
+    """Float32 weights before and after DDP was made (or the like), of models that differ between the ranks."""
+    model, optimizer = make(level, seed=rank if how != "second DDP" else 0)
+    if how == "loaded":
+        checkpoint = {key: value + 1e-4 for key, value in model.state_dict().items()}
+        if rank == 0:
+            model.load_state_dict(checkpoint)
+    elif how == "loaded and evaluated":
+        model.load_state_dict({key: value * 1.001 for key, value in model.state_dict().items()})
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 5))
+    elif how == "edited":
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)  # in 16 bits, and not yet in the master
+    elif how == "second DDP":
+        train(DistributedDataParallel(model), optimizer, 2, seed=rank)
+    expected = states_of(model, optimizer) if how != "edited" else None
+    if how == "Reducer":
+        Reducer(model)
+    else:
+        DistributedDataParallel(model)
+    found = states_of(model, optimizer)
+    amp.reset()
+    return expected, found
+
+
+HOWS = ["as made", "loaded", "loaded and evaluated", "edited", "second DDP", "Reducer"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_ranks_get_the_masters_of_the_first(ranks, level, how):
+    (expected, first), (_, second) = ranks(wrap_ones_own, level, how)
+    if expected is None:
+        expected = [torch.full_like(first[0], 0.5), *first[1:]]
+    for want, one, other in zip(expected, first, second, strict=True):
+        assert torch.equal(want, one) and torch.equal(one, other)
+    assert how == "edited" or not torch.equal(first[0], first[0].bfloat16().float())  # not rounded on the way
+
+
+def join_unevenly(rank, level):
+    model, optimizer = make(level, seed=0)
+    wrapped = DistributedDataParallel(model)
+    with Join([wrapped]):
+        train(wrapped, optimizer, 2 + rank, seed=rank)
+    found = states_of(model, optimizer)
+    amp.reset()
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_join_ends_with_equal_masters(ranks, level):
+    first, second = ranks(join_unevenly, level)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(first[0], first[0].bfloat16().float())
+
+
+def reduce_by_hand(rank, level):
+    """Gradients of two ranks, averaged by a Reducer after the block, and what each had."""
+    model, optimizer = make(level, seed=0)
+    reducer = Reducer(model)
+    torch.manual_seed(rank)
+    with amp.scale_loss(model(torch.randn(4, 5)).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    own = [master.grad.clone() for master in amp.master_params(optimizer)]
+    reducer.reduce()
+    averaged = [master.grad.clone() for master in amp.master_params(optimizer)]
+    optimizer.step()
+    found = states_of(model, optimizer)
+    amp.reset()
+    return own, averaged, found
+
+
+@pytest.mark.parametrize("level", ["O1", *LEVELS])
+def test_a_reducer_finds_gradients_in_the_masters(ranks, level):
+    (own, averaged, weights), (others, averaged_there, weights_there) = ranks(reduce_by_hand, level)
+    for one, other, average, there in zip(own, others, averaged, averaged_there, strict=True):
+        assert torch.equal(average, (one + other) / 2) and torch.equal(average, there)
+    assert all(map(torch.equal, weights, weights_there))
+
+
+def count_reductions(rank, level):
+    """How often DDP's all ranks talk outside of DDP's own reducer."""
+    calls = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs)
+    try:
+        model, optimizer = make(level, seed=0)
+        train(DistributedDataParallel(model), optimizer, 3, seed=rank)
+        amp.reset()
+    finally:
+        dist.all_reduce = original
+    return len(calls)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_ddp_needs_no_reduction_beside_its_own(ranks, level):
+    assert ranks(count_reductions, level) == [0, 0]
