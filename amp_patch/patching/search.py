@@ -14,7 +14,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,6 +139,10 @@ class Search:
                     if self._package not in _PASSED_OVER:
                         self._search_function(value)
                 elif type(value) in _HOLDERS:
+                    for function in _functions_in(value):
+                        self._package = _package_of(function)
+                        if self._package not in _PASSED_OVER:
+                            self._search_function(function)
                     self._others.append((prefix, key, value))
             for owner in type(module).__mro__:
                 self._package = owner.__module__.partition(".")[0]
@@ -228,11 +232,11 @@ class Search:
             kind = type(value)
             if id(value) in self._ids:
                 self.found.append(Redirection(Item(table, index), value, self._functions[id(value)], value))
+            elif kind is types.FunctionType:
+                self._search_function(value)
             elif issubclass(kind, (dict, list)) and depth < MAX_DEPTH:
                 self._search_table(value, prefix, key, depth + 1)
-            elif (
-                kind not in _PLAIN and kind is not types.FunctionType and not issubclass(kind, (type, types.ModuleType))
-            ):
+            elif kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)):
                 self._others.append((prefix, key, value))
 
     def _search_keys(self, table: dict[Any, Any]) -> None:
@@ -271,6 +275,16 @@ class Search:
 
     def _is_of_package(self, function: types.FunctionType) -> bool:
         return _package_of(function) == self._package
+
+
+def _functions_in(value: Any, depth: int = 1) -> Iterator[types.FunctionType]:
+    """Yield the Python functions in lists, tuples and dicts of an object's own, in one another."""
+    items = dict.values(value) if type(value) is dict else value if type(value) in (list, tuple) else ()
+    for item in list(items):
+        if type(item) is types.FunctionType:
+            yield item
+        elif depth < MAX_DEPTH:
+            yield from _functions_in(item, depth + 1)
 
 
 def _package_of(function: types.FunctionType) -> str:

@@ -92,6 +92,8 @@ class Bindings:
             warnings.warn(
                 f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel()
             )
+        for known in self.optimizers():  # new ones may have parameters of theirs
+            known.gradients.settle()
         for optimizer in optimizers:
             stepper = OptimizerBinding(
                 optimizer,
@@ -101,11 +103,26 @@ class Bindings:
                 cache=self._cache,
                 decisions=self._decisions,
                 get_names=self.names_of,
+                on_new_parameters=self._share_gradients,
             )
             self._optimizers.append(stepper)
             stepper.bind(float32_data)
             forget = weakref.WeakMethod(self.forget_optimizer)
             weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
+        self._share_gradients()
+
+    def _share_gradients(self) -> None:
+        """Have optimizers with a parameter in common have one set of gradients: two would each scale and unscale it."""
+        clusters: list[tuple[set[int], list[OptimizerBinding]]] = []
+        for binding in self.optimizers():
+            ids, members = set(map(id, binding.model_parameters())), [binding]
+            for cluster in [cluster for cluster in clusters if not ids.isdisjoint(cluster[0])]:
+                clusters.remove(cluster)
+                ids, members = ids | cluster[0], [*cluster[1], *members]
+            clusters.append((ids, members))
+        for _, members in clusters:
+            if any(binding.gradients is not members[0].gradients for binding in members):
+                OptimizerBinding.share_gradients(members)
 
     def bind_more(
         self,
@@ -156,6 +173,7 @@ class Bindings:
         """Drop what was kept for an optimizer that is gone."""
         if binding in self._optimizers:
             self._optimizers.remove(binding)
+            binding.gradients.settle()
         if self._cache is not None:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
             self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)

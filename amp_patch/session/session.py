@@ -169,6 +169,7 @@ class Session:
     def refresh(self) -> None:
         """Have every link refreshed before its next use, and copy masters to their parameters."""
         self._end_pass()
+        self._bindings.masters.sync()
         self._bindings.masters.push()
 
     def stats(self) -> Stats:

@@ -16,17 +16,16 @@ the next one touches them, but for a change of scale; they are unscaled at the e
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ..multi_tensor import copy_, group
 from ..reporting import find_stacklevel
-from ..torch_private import foreach_add_
+from .adding import SumsAside, add_each, is_finite, to_float32
 from .backward_pass import BackwardPass, PassState
 from .masters import Pair
-from .unscaling import dense_values, rescale_, unscale_
+from .unscaling import rescale_, unscale_
 
 
 class GradientSet:
@@ -42,13 +41,12 @@ class GradientSet:
         self._scale: Tensor | None = None  # the scale that the gradients carry, 0-dim; None: they are true sums
         self._passes: list[BackwardPass] = []  # whose gradients nobody has looked at
         self._window: list[BackwardPass] = []  # whose gradients are in the sums
-        self._aside: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # parameters, their `.grad`, and its value before the pass
+        self._aside = SumsAside()
         self._is_torn = False  # in the middle of a change; an interrupt leaves it so
         self.is_in_block = False  # between begin and end
         self._block_scale: Tensor | None = None
         self.is_held = False
+        self._held: list[Tensor] = []  # the parameters then: the optimizer may be gone before they are unscaled
         self.is_local = False  # not reduced over the ranks
 
     @property
@@ -77,8 +75,9 @@ class GradientSet:
 
     def join(self, backward_pass: BackwardPass) -> None:
         """Record in `backward_pass`, when the gradients are unscaled, whether any is inf or NaN."""
-        self._passes.append(backward_pass)
-        backward_pass.scaled_in.append(self)
+        if backward_pass not in self._passes:  # two optimizers of one pass may share this set
+            self._passes.append(backward_pass)
+            backward_pass.scaled_in.append(self)
 
     def drop_pass(self, backward_pass: BackwardPass) -> None:
         """Look at nothing for that pass any more."""
@@ -88,6 +87,23 @@ class GradientSet:
     def hold(self) -> None:
         """Keep the gradients as they are until a pass ends that does not hold them."""
         self.is_held = not self.is_idle
+        self._held = list(self._parameters()) if self.is_scaled else []
+
+    def settle(self) -> None:
+        """Have the gradients carry no scale outside of a pass, so that parameters may come and go."""
+        if self.is_in_block:
+            return
+        if self.is_unreduced:
+            self._change_scale(None)
+        else:
+            self.unscale()
+
+    def take_over(self, others: Iterable["GradientSet"]) -> None:
+        """Stand for other sets, which are settled, from now on."""
+        for other in others:
+            self._window += [one for one in other._window if one not in self._window]
+            self.is_held, self.is_local = self.is_held or other.is_held, self.is_local or other.is_local
+            self.is_in_block, self._block_scale = other.is_in_block, other._block_scale
 
     def are_any_of(self, parameter_ids: Collection[int]) -> bool:
         """Tell whether one of the parameters, 16-bit ones included, has one of these ids."""
@@ -129,8 +145,8 @@ class GradientSet:
         if scale is not None:
             unscale_(self._plain_gradients(), scale, found_inf)
         self._fold(scale, found_inf)
-        self._take_back()
-        self._scale, self.is_held = None, False
+        self._aside.take_back()
+        self._scale, self.is_held, self._held = None, False, []
         if found_inf is not None and len(passes) > 1:
             for one in passes:
                 one.found_inf.copy_(torch.maximum(one.found_inf, found_inf.to(one.found_inf.device)))
@@ -161,7 +177,7 @@ class GradientSet:
     def _scale_up(self, scale: Tensor | None, backward_pass: BackwardPass | None) -> None:
         if scale is not None:
             if backward_pass is not None and self._is_mixed_with(backward_pass):
-                rescale_(self._set_aside(), scale)
+                rescale_(self._aside.put(self._parameters()), scale)
             else:
                 rescale_(self._plain_gradients(), scale)
         self._scale = scale
@@ -190,33 +206,6 @@ class GradientSet:
         self._scale = scale
         self._is_torn = False
 
-    def _set_aside(self) -> list[Tensor]:
-        """Put the sums so far aside, and zeros in their place; the `.grad` objects stay, others may hold them.
-
-        Returns those that need not be: on a CPU, where looking waits for nothing, finite ones.
-        """
-        stay = []
-        with torch.no_grad():
-            for parameter in self._parameters():
-                gradient = parameter.grad
-                if gradient is not None and gradient.is_cpu and _is_finite(gradient):
-                    stay.append(gradient)
-                elif gradient is not None:
-                    self._aside.append((parameter, gradient, gradient.clone()))
-                    gradient.zero_()
-        return stay
-
-    @torch.no_grad()
-    def _take_back(self) -> None:
-        """Add the sums that were set aside; not where the gradient has been dropped since."""
-        aside, self._aside = self._aside, []
-        for parameter, held, earlier in aside:
-            gradient = parameter.grad
-            if gradient is not None and (
-                gradient is held or gradient.requires_grad or gradient.is_sparse != held.is_sparse
-            ):
-                _add_each([(parameter, earlier)])
-
     # ---- zeroing -----------------------------------------------------------------------------------------------------
 
     def forget_window(self) -> None:
@@ -231,11 +220,6 @@ class GradientSet:
         if any(parameter.grad is not None for parameter in self._parameters()):
             return False
         return all(parameter.grad is None and master.grad is None for parameter, master in self._pairs())
-
-    def drop_masters(self) -> None:
-        """Forget the masters' gradients."""
-        for _, master in self._pairs():
-            master.grad = None
 
     def _drop_everything(self) -> None:
         """Drop gradients that an interrupt left half changed: no step may use them."""
@@ -254,10 +238,11 @@ class GradientSet:
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""
         holders = [*self._parameters(), *(master for _, master in self._pairs())]
-        return [holder for holder in holders if holder.grad is not None and not _is_finite(holder.grad)]
+        return [holder for holder in holders if holder.grad is not None and not is_finite(holder.grad)]
 
     def _plain_gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        parameters = {id(parameter): parameter for parameter in (*self._parameters(), *self._held)}.values()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _has_low_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter, _ in self._pairs())
@@ -268,14 +253,14 @@ class GradientSet:
     def _fold(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Add each 16-bit parameter's gradient, divided by `scale`, to its master's gradient."""
         if scale is None:
-            _add_each(_take(self._pairs(), is_on_cpu=True))
+            add_each(_take(self._pairs(), is_on_cpu=True))
         pairs = list(_take(self._pairs()))
         if not pairs:
             return
-        full = _to_float32([gradient for _, gradient in pairs], [master for master, _ in pairs])
+        full = to_float32([gradient for _, gradient in pairs], [master for master, _ in pairs])
         if scale is not None:
             unscale_(full, scale, found_inf)
-        _add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
+        add_each((master, gradient) for (master, _), gradient in zip(pairs, full, strict=True))
 
 
 def _take(pairs: Iterable[Pair], *, is_on_cpu: bool = False) -> Iterator[Pair]:
@@ -285,40 +270,3 @@ def _take(pairs: Iterable[Pair], *, is_on_cpu: bool = False) -> Iterator[Pair]:
         if gradient is not None and (gradient.is_cpu or not is_on_cpu):
             parameter.grad = None
             yield master, gradient
-
-
-def _add_each(pairs: Iterable[Pair]) -> None:
-    """Add gradients to those that masters have; dense ones in one call.
-
-    A first one of 16 bits is freed before the next is looked at.
-    """
-    sums: list[Tensor] = []
-    addends: list[Tensor] = []
-    for master, gradient in pairs:
-        total = master.grad
-        if total is None:
-            is_alike = gradient.is_sparse or gradient.stride() == master.stride()
-            master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
-        elif gradient.is_sparse or total.is_sparse:
-            # the dense one must come first
-            master.grad = gradient.to(total.dtype) + total if total.is_sparse else total + gradient
-        else:
-            sums.append(total)
-            addends.append(gradient)
-    if sums:
-        foreach_add_(sums, addends)  # a CPU needs no float32 copies to sum up two dtypes
-
-
-def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
-    """Return float32 copies of gradients, in one kernel for each (device, dtype)."""
-    full = [
-        torch.empty_like(master, requires_grad=False) if gradient.layout == torch.strided else gradient.float()
-        for gradient, master in zip(low, masters, strict=True)
-    ]
-    dense = [index for index, gradient in enumerate(low) if gradient.layout == torch.strided]
-    copy_(group([full[index] for index in dense], [low[index] for index in dense]))
-    return full
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(torch.isfinite(dense_values(gradient)).all())

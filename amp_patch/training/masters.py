@@ -1,5 +1,7 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
+import operator
+import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
 from ..multi_tensor import Group, copy_, group
+from ..reporting import find_stacklevel
 from ..torch_private import get_version
 
 Pair = tuple[Tensor, Tensor]
@@ -62,6 +65,7 @@ class Masters:
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
         self._groups: list[Group] | None = None  # of all, for pushing
         self.has_warned_of_copy = False
+        self.is_compiled = False  # a model runs in compiled code, which brings the two sides together no more
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, in the place of one it had."""
@@ -118,8 +122,17 @@ class Masters:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def pull(self) -> None:
-        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too."""
-        self._reconcile(pushing=False)
+        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too.
+
+        Warns, once, if masters moved and a compiled model may have run since with what its parameters held before.
+        """
+        if self._reconcile(pushing=False) and self.is_compiled:
+            self.is_compiled = False
+            warnings.warn(
+                "masters were edited since the last step, and a compiled model does not see that by itself: call"
+                " amp.refresh() after each edit, before the model runs",
+                stacklevel=find_stacklevel(),
+            )
 
     def sync(self) -> None:
         """Bring both sides together, whichever moved."""
@@ -134,10 +147,11 @@ class Masters:
         for seen, tensors in zip(self._seen, (self._parameters, self._masters), strict=True):
             seen.see(index, tensors[index])
 
-    def _reconcile(self, *, pushing: bool) -> None:
+    def _reconcile(self, *, pushing: bool) -> bool:
+        """Tell whether masters moved."""
         parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
         if (parameters, masters) == self._seen:
-            return
+            return False
         moved: list[int] = []
         for index in range(len(self._parameters)):
             if masters.differs_at(index, self._seen[1]):
@@ -147,6 +161,7 @@ class Masters:
                 self._see(index)
         if pushing and moved:
             self._push_some(moved)
+        return bool(moved)
 
 
 # ---- in an optimizer -------------------------------------------------------------------------------------------------
@@ -164,6 +179,7 @@ class OptimizerMasters:
         self.masters = masters
         self.use_masters = use_masters
         self._pairs: dict[int, Pair] = {}  # by the master's id
+        self._lists: list[list[Tensor]] = []  # of the parameters in each group, as of the last look
         self._cast: list[tuple[weakref.ref[Optimizer], Tensor]] = []  # whose state was cast to 16 bits
 
     def pairs(self) -> Collection[Pair]:
@@ -203,6 +219,18 @@ class OptimizerMasters:
                 optimizer.state[master] = optimizer.state[parameter]
                 del optimizer.state[parameter]
 
+    def place_again(self, optimizer: Optimizer) -> bool:
+        """Put the masters back into groups whose list of parameters somebody has replaced; tell whether there were
+        such.
+        """
+        lists = [param_group["params"] for param_group in optimizer.param_groups]
+        if len(lists) == len(self._lists) and all(map(operator.is_, lists, self._lists)):
+            return False
+        for param_group in optimizer.param_groups:
+            self.place(optimizer, param_group, {})
+        self._lists = lists
+        return True
+
     def restore(self, optimizer: Any) -> None:
         """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state.
 
@@ -222,6 +250,11 @@ class OptimizerMasters:
             if (owner := reference()) is not None:
                 _cast_state(owner, parameter, torch.float32)
         self._cast.clear()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of these masters."""
+        for _, master in self._pairs.values():
+            master.grad = None
 
     def push(self) -> None:
         """Copy these masters to their parameters."""

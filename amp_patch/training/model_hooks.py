@@ -150,14 +150,19 @@ class SyncMasters(_SessionHook):
             warnings.warn(
                 "this copy of a model has 16-bit weights and no float32 masters: averages kept in it lose what is"
                 " smaller than 16 bits can hold. Average over amp.master_params(optimizer), or over copies of"
-                " model.state_dict(), which is float32.",
+                " model.state_dict(), which is float32. To train the copy, make it a new optimizer: a copied one"
+                " holds copies of masters, which belong to no model.",
                 stacklevel=find_stacklevel(),
             )
         return super().__deepcopy__(memo)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is not None and not compiling.is_compiling():
+        if masters is None:
+            return
+        if compiling.is_compiling():  # nothing of a sync would be in the compiled code
+            masters.is_compiled = True
+        else:
             masters.sync()
 
 

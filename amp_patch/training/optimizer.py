@@ -5,7 +5,7 @@ Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from .attributes import Attributes
 from .decisions import Decisions
 from .fused_skip import DeviceSkip, PushHook
 from .gradients import GradientSet
-from .masters import Masters, OptimizerMasters
+from .masters import Masters, OptimizerMasters, Pair
 from .stepper import Stepper
 from .steps import Steps
 from .window import Window
@@ -35,6 +35,7 @@ class OptimizerBinding:
         cache: the weight cache, or None.
         decisions: judges the passes that its steps depend on.
         get_names: names for parameters, for messages.
+        on_new_parameters: called after the optimizer got more parameters.
     """
 
     def __init__(
@@ -47,20 +48,29 @@ class OptimizerBinding:
         cache: WeightCache | None,
         decisions: Decisions,
         get_names: Callable[[Iterable[Tensor]], list[str]],
+        on_new_parameters: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._masters = OptimizerMasters(masters, use_masters=use_masters)
         self._cache = cache
         self._get_names = get_names
+        self._on_new_parameters = on_new_parameters
         self.cached: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
         self._is_bound = False
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(decisions.scalers, self._find_culprits, self._tell_skipped)
-        self.gradients = GradientSet(self._plain_parameters, self._masters.pairs)
-        self.window = Window(self.gradients, decisions)
+        self.gradients = GradientSet(self.plain_parameters, self._masters.pairs)
+        self.window = Window(lambda: self.gradients, decisions)
         self.stepper = Stepper(
-            self._optimizer, self.gradients, self._masters, self.window, self.steps, switch, decisions
+            self._optimizer,
+            lambda: self.gradients,
+            self._masters,
+            self.window,
+            self.steps,
+            switch,
+            decisions,
+            on_new_parameters,
         )
 
     @property
@@ -84,8 +94,9 @@ class OptimizerBinding:
         """Yield the model's parameters: those the masters stand for, not the masters."""
         return map(self._masters.parameter_of, self.parameters())
 
-    def _plain_parameters(self) -> Iterator[Tensor]:
-        if not self.gradients.has_masters:
+    def plain_parameters(self) -> Iterator[Tensor]:
+        """Yield what the optimizer steps on and is no master."""
+        if not self._masters.pairs():
             return self.parameters()
         return (parameter for parameter in self.parameters() if not self._masters.has(parameter))
 
@@ -120,6 +131,30 @@ class OptimizerBinding:
         self.attach("step_was_skipped", False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
+    @staticmethod
+    def share_gradients(bindings: Sequence["OptimizerBinding"]) -> None:
+        """Have optimizers that share parameters keep their gradients in one set.
+
+        An overflow in what one of them alone steps on counts for all of them then.
+        """
+        members = [weakref.ref(binding) for binding in bindings]
+
+        def plain_parameters() -> Iterable[Tensor]:
+            alive = [binding for member in members if (binding := member()) is not None]
+            return {id(parameter): parameter for binding in alive for parameter in binding.plain_parameters()}.values()
+
+        def pairs() -> Collection[Pair]:
+            alive = [binding for member in members if (binding := member()) is not None]
+            return {id(master): (parameter, master) for one in alive for parameter, master in one.pairs()}.values()
+
+        before = {id(binding.gradients): binding.gradients for binding in bindings}
+        for gradients in before.values():
+            gradients.settle()
+        shared = GradientSet(plain_parameters, pairs)
+        shared.take_over(before.values())
+        for binding in bindings:
+            binding.gradients = shared
+
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer, until the binding is undone.
 
@@ -142,6 +177,10 @@ class OptimizerBinding:
         if self._cache is not None:
             self.cached.extend(group["params"])
             self._cache.own(group["params"])
+
+    def pairs(self) -> Collection[Pair]:
+        """Return each 16-bit parameter with its master."""
+        return self._masters.pairs()
 
     def push_masters(self) -> None:
         """Copy the masters of this optimizer to their parameters."""
@@ -176,9 +215,11 @@ class OptimizerBinding:
             known = {id(parameter) for parameter in self.model_parameters()}
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
+        self.gradients.settle()
         result = original(group)
         optimizer: Any = self.optimizer
         self._adopt(optimizer, optimizer.param_groups[-1], {})
+        self._on_new_parameters()
         return result
 
 

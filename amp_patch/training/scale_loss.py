@@ -110,6 +110,7 @@ class BackwardPasses:
         """Begin the pass of a block and return the scaled loss."""
         self.end_stale()
         outer = self._open[-1] if self._open else None
+        self._refuse_other_threads(block)
         self._open.append(block)  # before anything is changed, so that an interrupt leaves nothing that is unknown
         scaler = block.scaler
         block.scale = scale = None if scaler.is_identity else scaler.scale_on(loss.device)
@@ -126,6 +127,20 @@ class BackwardPasses:
             block.handle = outer.refuse_backward(scale)
         return scaled_loss
 
+    def _refuse_other_threads(self, block: OpenBlock) -> None:
+        """Raise SessionError if a block of another thread is open: a pass scales and unscales all gradients."""
+        if all(other.thread == block.thread for other in self._open):
+            return
+        if all(one.scaler.is_identity for one in (block, *self._open)) and not any(
+            gradients.has_masters for gradients in self._all_gradients()
+        ):
+            return  # nothing is changed
+        raise SessionError(
+            "a scale_loss block of another thread is open, and both would scale the same gradients. Let one thread at a"
+            " time be in a block and in the step() after it (a threading.Lock), or train each model in a process of its"
+            " own."
+        )
+
     def _begin_in_all(self, block: OpenBlock) -> None:
         joined = [binding.gradients for binding in block.bindings]
         for gradients in self._all_gradients():
@@ -139,13 +154,13 @@ class BackwardPasses:
         """
         backward_pass, others = block.backward_pass, [other for other in self._open if other is not block]
         if backward_pass is not None:
-            if block.has_failed:
-                block.scaler.discard(backward_pass)
             backward_pass.close()
         if not others:
             for binding in self._get_bindings():
                 binding.window.close_passes()
         self._end_in_all(block, others[-1] if others else None)
+        if backward_pass is not None and block.has_failed and not _has_overflowed(backward_pass):
+            block.scaler.discard(backward_pass)  # there may have been no backward pass
         if block.handle is not None:
             block.handle.remove()
         self._open = others
@@ -172,7 +187,8 @@ class BackwardPasses:
 
     def _all_gradients(self) -> list[GradientSet]:
         """Return everything that a pass may leave gradients in."""
-        return [*(binding.gradients for binding in self._get_bindings()), self._outside]
+        found = {id(binding.gradients): binding.gradients for binding in self._get_bindings()}
+        return [*found.values(), self._outside]
 
 
 class LossBlock(contextlib.AbstractContextManager[Tensor]):
@@ -209,6 +225,13 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self._open.has_failed, self._open.phase = kind is not None, ENDING
         self._passes.end(self._open)
+
+
+def _has_overflowed(backward_pass: BackwardPass) -> bool:
+    """Tell whether a pass whose block failed left inf or NaN. Waits for the device, unless that has failed too."""
+    with contextlib.suppress(RuntimeError):
+        return bool(backward_pass.scaler.is_dynamic) and backward_pass.is_overflow()
+    return False
 
 
 def _refuse(_: Tensor) -> None:

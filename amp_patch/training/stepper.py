@@ -29,32 +29,39 @@ class Stepper:
 
     Args:
         get_optimizer: the optimizer.
-        gradients, masters, window, steps: those of the optimizer.
+        get_gradients, masters, window, steps: those of the optimizer.
         switch: turned off while the optimizer steps.
         decisions: judges the passes that a step depends on: under a dynamic scale it may be skipped.
+        on_new_parameters: called where the optimizer turns out to have others than before.
     """
 
     def __init__(
         self,
         get_optimizer: Callable[[], Any],
-        gradients: GradientSet,
+        get_gradients: Callable[[], GradientSet],
         masters: OptimizerMasters,
         window: Window,
         steps: Steps,
         switch: Switch,
         decisions: Decisions,
+        on_new_parameters: Callable[[], None],
     ) -> None:
         self._get_optimizer = get_optimizer
-        self._gradients = gradients
+        self._get_gradients = get_gradients
         self._masters = masters
         self._window = window
         self._steps = steps
         self._switch = switch
         self._decisions = decisions
+        self._on_new_parameters = on_new_parameters
         self._frame: types.FrameType | None = None  # of the step under way, or of one that was interrupted
         self._is_pushed = False  # by a hook of the step under way
         self._has_looked_for_gradients = False
         self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
+
+    @property
+    def _gradients(self) -> GradientSet:
+        return self._get_gradients()
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
@@ -66,6 +73,8 @@ class Stepper:
                 " was under no_sync(). Leave the last one of an accumulation window out of it."
             )
         args, kwargs = self._prepare_closure(args, kwargs)
+        if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
+            self._on_new_parameters()
         self._masters.masters.pull()
         self._gradients.unscale()
         passes = self._window.passes()
@@ -94,7 +103,7 @@ class Stepper:
             result = self._take_step(None, original, args, kwargs)
             self._window.end(())
             self._steps.add_taken()
-            self._gradients.drop_masters()
+            self._masters.drop_gradients()
             return result
         optimizer: Any = self._get_optimizer()
         found = StepResult(passes)
@@ -110,7 +119,7 @@ class Stepper:
         try:
             self._steps.add(found)
         finally:
-            self._gradients.drop_masters()
+            self._masters.drop_gradients()
         return result
 
     def _look_for_gradients(self) -> None:

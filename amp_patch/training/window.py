@@ -1,34 +1,58 @@
 """`Window`: the accumulation window of one optimizer, from one step (or zeroing) to the next."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, PassState, combine_found_inf
 from .decisions import Decisions
 from .gradients import GradientSet
+from .loss_scaler import LossScaler
+
+MANY = 32
+"""Passes that an optimizer may await before they are condensed."""
 
 
 class Window:
     """The backward passes that the next step of an optimizer depends on, and the gradients that they leave.
 
     Args:
-        gradients: those of the optimizer.
+        get_gradients: those of the optimizer.
         decisions: judges passes that no step will.
 
     Attributes:
         has_begun: whether there ever was a pass, scaled or not.
     """
 
-    def __init__(self, gradients: GradientSet, decisions: Decisions) -> None:
-        self._gradients = gradients
+    def __init__(self, get_gradients: Callable[[], GradientSet], decisions: Decisions) -> None:
+        self._get_gradients = get_gradients
         self._decisions = decisions
         self.has_begun = False
         self._passes: list[BackwardPass] = []
 
+    @property
+    def _gradients(self) -> GradientSet:
+        return self._get_gradients()
+
     def add(self, backward_pass: BackwardPass) -> None:
         """Let the next step depend on a pass that begins."""
+        if len(self._passes) >= MANY:
+            self._condense()
         self._passes.append(backward_pass)
         backward_pass.awaited_by.append(self)
         self._gradients.join(backward_pass)
+
+    def _condense(self) -> None:
+        """Have one pass stand for all of its scaler that are judged: an optimizer may never step."""
+        judged: dict[LossScaler, list[BackwardPass]] = {}
+        for one in self.passes():
+            if one.state is PassState.JUDGED and not one.scaled_in:
+                judged.setdefault(one.scaler, []).append(one)
+        for first, *others in judged.values():
+            if others:
+                first.overrule(combine_found_inf([first, *others]))
+            for one in others:
+                one.awaited_by = [other for other in one.awaited_by if other is not self]
+                self._gradients.drop_pass(one)
+        self._passes = self.passes()
 
     def passes(self) -> list[BackwardPass]:
         """Return the passes that the next step depends on."""
