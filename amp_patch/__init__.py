@@ -44,6 +44,7 @@ from .errors import (
     PolicyError,
     SessionError,
 )
+from .fsdp import fsdp_policy
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "amp",
     "disable_casts",
     "float_function",
+    "fsdp_policy",
     "get_original",
     "half_function",
     "initialize",

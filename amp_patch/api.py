@@ -14,7 +14,7 @@ from .config import presets as _presets
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .reporting import say, set_verbosity
-from .session import Session, Stats, as_enabled, as_models, as_optimizers
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, hold
 from .session import current as _current
 from .user_functions import (
     float_function,
@@ -71,10 +71,12 @@ def initialize(
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     presets: str | os.PathLike[str] | None = None,
     replace: bool = False,
+    overflow_group: Any = None,
 ) -> Any:
     """Prepare models and optimizers for mixed precision at an optimization level.
 
-    Call it after the models are on their device and the optimizers exist, and before any parallel wrapper.
+    Call it after the models are on their device and the optimizers exist: before DistributedDataParallel, and after
+    what shards parameters (`fully_shard`, tensor parallelism, FullyShardedDataParallel).
 
     Args:
         models: a torch.nn.Module or a sequence of them, float32 (any precision at O3). Changed in place.
@@ -94,6 +96,9 @@ def initialize(
         lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.
         presets: path of a presets file to use instead of the shipped one; default: the variable AMP_PATCH_PRESETS.
         replace: close a session that is still in use instead of raising.
+        overflow_group: the ranks that skip the same steps under a dynamic scale, as a process group or a DeviceMesh; in
+            each step they reduce a few numbers. None: those that hold shards of the models, else (and if False) each
+            rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
@@ -113,27 +118,18 @@ def initialize(
             for optimizer in as_optimizers(None if isinstance(optimizers, Iterator) else optimizers):
                 vars(optimizer)["step_was_skipped"] = False  # for loops that ask
         return returned
-    models, returned = _hold(models, returned, 0 if optimizers is not None else None)
-    optimizers, returned = _hold(optimizers, returned, 1 if optimizers is not None else None)
+    models, returned = hold(models, returned, 0 if optimizers is not None else None)
+    optimizers, returned = hold(optimizers, returned, 1 if optimizers is not None else None)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
     policy = make_policy(opt_level, arguments, presets=presets)
-    opened = _current.initialize(policy, model_list, optimizer_list, num_losses=num_losses, replace=replace)
+    options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
+    opened = _current.initialize(policy, model_list, optimizer_list, **options)
     _announce(policy, opened)
     return returned
-
-
-def _hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
-    """Turn a one-shot iterable into a list, also in what is returned, since reading it twice would find it empty."""
-    if not isinstance(objects, Iterator):
-        return objects, returned
-    held = list(objects)
-    if position is None:
-        return held, held
-    return held, tuple(held if index == position else item for index, item in enumerate(returned))
 
 
 def _announce(policy: Policy, opened: Session) -> None:

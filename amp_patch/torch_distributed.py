@@ -28,3 +28,10 @@ def sync_module_states(module: nn.Module, group: Any, bucket_size: int, src: int
 def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: int) -> None:
     """Give all ranks of a process group the tensors of one, in place, many in one message."""
     torch.distributed._broadcast_coalesced(group, tensors, bucket_size, src)  # type: ignore[attr-defined]
+
+
+def get_mp_policy(module: Any) -> Any:
+    """Return the MixedPrecisionPolicy that `fully_shard` was given for a module. Without it: O2 and O5 cannot tell
+    whether shards are used in 16 bits.
+    """
+    return module._get_fsdp_state()._mp_policy

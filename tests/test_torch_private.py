@@ -235,6 +235,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
+    "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),
     "broadcast_tensors": (lambda: call_among_ranks(broadcast), [2.0]),
     "build_function_tables": (torch_private.build_function_tables, None),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
@@ -258,7 +259,15 @@ def broadcast() -> list[float]:
     return tensors[0].tolist()
 
 
-def call_among_ranks(call: Callable[[], list[float]]) -> list[float]:
+def read_mp_policy() -> object:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, layer = dist.device_mesh.init_device_mesh("cpu", (1,)), nn.Linear(1, 1)
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return torch_distributed.get_mp_policy(layer).param_dtype
+
+
+def call_among_ranks(call: Callable[[], object]) -> object:
     """Call something in a process group, of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,6 +1,6 @@
 """The arguments of the public functions: read, and judged before anything is changed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from ..config import Policy
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
 from ..training import ids_beside_opaque
+from .sharding import find_sharding_problems, is_zero_redundancy
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -29,6 +30,16 @@ def as_enabled(enabled: Any) -> bool:
             f" opt_level={enabled!r} if it is a level"
         )
     return word == "true"
+
+
+def hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
+    """Turn a one-shot iterable into a list, also in what is returned, since reading it twice would find it empty."""
+    if not isinstance(objects, Iterator):
+        return objects, returned
+    held = list(objects)
+    if position is None:
+        return held, held
+    return held, tuple(held if index == position else item for index, item in enumerate(returned))
 
 
 # ---- models ----
@@ -67,6 +78,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
             f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
             " made from"
         ]
+    problems.extend(find_sharding_problems(model, policy))
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
@@ -172,6 +184,11 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
             problems.append(f"the same {name} was passed twice")
         elif hasattr(optimizer, "_amp_stash"):
             problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
+        if use_masters and is_zero_redundancy(optimizer):
+            problems.append(
+                f"{name} has handed out the model's parameters to the ranks, and would not step on their masters: use a"
+                " plain optimizer, or O1 or O4, or fully_shard with amp_patch.fsdp_policy, which shards masters too"
+            )
         if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
             problems.append(
                 "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"

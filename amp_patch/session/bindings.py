@@ -209,7 +209,7 @@ class Bindings:
         )
         if self._outside[0] != state:
             owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
-            found = {id(parameter): parameter for model in self.models() for parameter in model.parameters()}
+            found = {id(parameter): parameter for binding in self._models for parameter in binding.parameters()}
             outside: list[Tensor] = [p for key, p in found.items() if key not in owned and self.masters.get(p) is None]
             self._outside = state, outside
         return self._outside[1]

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,6 +41,7 @@ def initialize(
     replace: bool,
     replace_other: bool = False,
     accept_low: bool = False,
+    overflow_group: Any = None,
 ) -> Session:
     """Open a session for these objects, or bring them under the open one if its policy is the same. See
     `amp_patch.initialize`.
@@ -58,7 +60,7 @@ def initialize(
             _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
-            session.adopt(models, optimizers)
+            session.adopt(models, optimizers, overflow_group)
             return session
         with (
             session.patcher.suspended() if session is not None else contextlib.nullcontext()
@@ -69,14 +71,16 @@ def initialize(
         _check_models(policy, _find_strangers(models), accept_low)
         reset()
         _check(policy, models, optimizers, accept_low)
-        _open(session, models, optimizers)
+        _open(session, models, optimizers, overflow_group)
         return session
 
 
-def _open(session: Session, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def _open(
+    session: Session, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None
+) -> None:
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
-        session.open(models, optimizers)
+        session.open(models, optimizers, overflow_group)
     except BaseException:
         _close()
         raise

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ..reporting import find_stacklevel
 from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
+from .sharding import find_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,14 @@ class Session:
             self.decisions,
             self._end_pass,
         )
+        self._overflow_group: Any = None
         self._undo = UndoStack()
         self.is_whole = False  # from the end of `open` to the beginning of `close`
         self.add_scalers(num_losses)
 
     # ---- opening and closing -----------------------------------------------------------------------------------------
 
-    def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Apply the policy.
 
         Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
@@ -103,13 +106,25 @@ class Session:
         self._undo.callback(self.switch.turn_off)
         self._undo.callback(self._bindings.release)
         self._bindings.bind(models, optimizers, float32_data)
+        self._decide_together(overflow_group)
         self._installer.install(self._undo)
         self.is_whole = True
         float32_data.clear()
 
-    def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Bring more models and optimizers under the policy."""
-        self._bindings.bind_more(models, optimizers, lambda added: self._installer.redirect(added, with_modules=False))
+
+        def finish(added: Sequence[nn.Module]) -> None:
+            self._decide_together(overflow_group)
+            self._installer.redirect(added, with_modules=False)
+
+        self._bindings.bind_more(models, optimizers, finish)
+
+    def _decide_together(self, overflow_group: Any) -> None:
+        if overflow_group is not None:
+            self._overflow_group = overflow_group
+        parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]
+        self.decisions.share(find_groups(self.models(), parameters, self._overflow_group))
 
     def close(self) -> None:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.
@@ -165,6 +180,7 @@ class Session:
                     policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
                 )
             )
+            self.scalers[-1].is_shared = bool(self.decisions.groups)
 
     def refresh(self) -> None:
         """Have every link refreshed before its next use, and copy masters to their parameters."""

@@ -15,7 +15,7 @@ from ..casting import Mode, Switch, WeightCache, compiling
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..interrupts import UndoStack
-from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, put_first, remove_hook
+from ..torch_private import STATE_DICT_HOOKS, BatchNormBase, get_local_tensor, put_first, remove_hook
 from .masters import Masters
 from .model_hooks import (
     STRICT_LAYERS,
@@ -53,7 +53,17 @@ class ModelBinding:
         self._cache = cache
         self._switch = switch
         self._runs, self.used_rules = decide_runs(model, rules)
+        self._sharded = {
+            name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
+        }
         self._undo = UndoStack()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the model's parameters, but for what FSDP shows in the place of a shard while it is gathered."""
+        model = self.model
+        for name, parameter in () if model is None else model.named_parameters():
+            if name not in self._sharded or get_local_tensor(parameter) is not None:
+                yield parameter
 
     @property
     def model(self) -> nn.Module | None:
@@ -165,11 +175,11 @@ class ModelBinding:
 def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
-    Left out are opaque tensors and what a module holds beside them; what a module rule keeps in float32, also where
-    another module holds it too; and, if they are kept, those of BatchNorm layers (of any kind, affine or not) that no
-    rule covers.
+    Left out are shards, which FSDP casts where it gathers them; opaque tensors and what a module holds beside them;
+    what a module rule keeps in float32, also where another module holds it too; and, if they are kept, those of
+    BatchNorm layers (of any kind, affine or not) that no rule covers.
     """
-    seen = ids_beside_opaque(model)
+    seen = ids_beside_opaque(model) | {id(p) for p in model.parameters() if get_local_tensor(p) is not None}
     for module in model.modules():
         is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:

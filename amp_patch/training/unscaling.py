@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from ..multi_tensor import group
-from ..torch_private import foreach_mul_, foreach_non_finite_check_and_unscale_, get_sparse_values, view_negated
+from ..torch_private import (
+    foreach_mul_,
+    foreach_non_finite_check_and_unscale_,
+    get_local_tensor,
+    get_sparse_values,
+    view_negated,
+)
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
@@ -42,11 +48,14 @@ def _group_values(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, real, in the same memory: those of a sparse one without its zeros.
+    """Return the values that a gradient stores here, real, in the same memory: those of a sparse one without its zeros,
+    those of a DTensor that are on this rank.
 
     Where a gradient is a lazy conjugate or negative of that memory, they are the memory's own: a scale is real, and
     signs change neither what it does nor whether a value is finite.
     """
+    if type(gradient) is not Tensor and (local := get_local_tensor(gradient)) is not None:
+        gradient = local
     values = get_sparse_values(gradient) if gradient.layout == torch.sparse_coo else gradient
     if values.is_complex():
         values = torch.view_as_real(values.conj() if values.is_conj() else values)

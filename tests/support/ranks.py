@@ -3,7 +3,7 @@
 import pickle
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((function, args)))
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            assert connection.poll(PATIENCE), f"rank {rank} does not answer"
-            answers.append(pickle.loads(connection.recv_bytes()))
-        for rank, (_, error) in enumerate(answers):
-            assert error is None, f"rank {rank}:\n{error}"
-        return [result for result, _ in answers]
+        results: dict[int, Any] = {}
+        while len(results) < WORLD_SIZE:
+            waiting = {self._connections[rank]: rank for rank in range(WORLD_SIZE) if rank not in results}
+            ready = wait(list(waiting), PATIENCE)
+            assert ready, f"ranks {sorted(waiting.values())} do not answer"
+            for connection in ready:
+                results[waiting[connection]], error = pickle.loads(connection.recv_bytes())
+                assert error is None, f"rank {waiting[connection]}:\n{error}"  # the others may wait for it for good
+        return [results[rank] for rank in range(WORLD_SIZE)]
 
     def close(self) -> None:
         for process in self._processes:

@@ -29,6 +29,7 @@ FLOORS = (
     "training",
     "session",
     "user_functions",
+    "fsdp",
     "api",
     "amp",
     "__init__",

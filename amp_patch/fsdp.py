@@ -1,0 +1,39 @@
+"""What FSDP2 is to be told for a level: `fully_shard` keeps float32 shards itself, and casts what it gathers."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import make_policy
+from .dtypes import LOW_DTYPES
+from .torch_private import BatchNormBase
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def fsdp_policy(
+    opt_level: str, module: torch.nn.Module | None = None, *, reduce_dtype: torch.dtype | None = None
+) -> "MixedPrecisionPolicy":
+    """Return the `mp_policy` with which `torch.distributed.fsdp.fully_shard` is to shard a module for a level.
+
+    At levels with masters (O2, O5) the float32 shards are the masters: parameters are gathered, used and reduced in the
+    low dtype, as DistributedDataParallel does at these levels. At the others nothing is cast by FSDP.
+
+    Args:
+        opt_level: a level of the shipped presets.
+        module: what is sharded: a batch normalization layer stays in float32 where the level keeps them so, and so has
+            to be sharded by itself. None: any other module.
+        reduce_dtype: in which gradients are summed over the ranks; None: in the low dtype. float32 costs twice the
+            traffic, and rounds sums less.
+
+    Raises PolicyError for a level that there is not.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = make_policy(opt_level, {})
+    low = policy.cast_model_type
+    keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
+    if low not in LOW_DTYPES or not policy.master_weights or keeps:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype or low)

@@ -1,0 +1,293 @@
+"""One decision for all ranks: whatever is sharded, and whichever rank overflows, before or after the reduction, all
+skip the same steps, have the same scale and end with the same weights; and the reductions are counted.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_patch as amp
+
+STEPS = 50
+SPIKES = {
+    3: (0, "loss"),
+    4: (1, "loss"),
+    11: (1, "gradient"),
+    19: (0, "gradient"),
+    30: (1, "loss"),
+    31: (1, "gradient"),
+}
+"""By step: the rank that overflows, and whether before its gradients are reduced or after."""
+
+SCALE = {"init": 2.0**8, "growth_interval": 5}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pair = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pair
+    pair.close()
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def batch(rank, step):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def mesh_of(shape=(2,), **options):
+    return dist.device_mesh.init_device_mesh("cpu", shape, **options)
+
+
+def ddp(net, level):
+    return net, DistributedDataParallel
+
+
+def fsdp2(net, level):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of()
+    for module in net:
+        if isinstance(module, nn.Linear):
+            fully_shard(module, mesh=mesh, mp_policy=amp.fsdp_policy(level, module))
+    return fully_shard(net, mesh=mesh, mp_policy=amp.fsdp_policy(level)), None
+
+
+def fsdp1(net, level):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True), None
+
+
+def parallel(plan):
+    def shard(net, level):
+        from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = mesh_of()
+        parallelize_module(net, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        if plan == "replicated first":
+            for name, parameter in list(net[0].named_parameters()):
+                net[0].register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Replicate()])))
+            net[0].register_forward_pre_hook(lambda _, args: (DTensor.from_local(args[0], mesh, [Replicate()]),))
+            net[0].register_forward_hook(lambda _, __, output: output.to_local())
+        return net, None
+
+    return shard
+
+
+def parameters_in_order(net, how):
+    """Sharded ones first, where that is what is tried."""
+    parameters = list(net.parameters())
+    return parameters[2:] + parameters[:2] if how == "sharded first" else parameters
+
+
+HOWS = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
+    "sharded first": parallel("sharded first"),
+    "replicated first": parallel("replicated first"),
+    "mixed": parallel("mixed"),
+}
+
+
+def full(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def train(rank, how, level, options, steps, has_spikes):
+    net, wrap = HOWS[how](make_net(), level)
+    optimizer = torch.optim.SGD(parameters_in_order(net, how), lr=0.0625, momentum=0.5)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    wrapped = net if wrap is None else wrap(net)
+    is_tensor_parallel = how in ("sharded first", "replicated first", "mixed")
+    history, calls, original = [], [], dist.all_reduce
+    for step in range(steps):
+        spiking, where = SPIKES.get(step, (None, None)) if has_spikes else (None, None)
+        loss = wrapped(batch(0 if is_tensor_parallel else rank, step)).float().square().mean()
+        if spiking == rank and where == "loss" and not is_tensor_parallel:
+            loss = loss * float("inf")
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if spiking == rank and (where == "gradient" or is_tensor_parallel) and how != "ddp":
+                gradients = [parameter.grad for parameter in parameters_in_order(net, how)]
+                local = [getattr(one, "_local_tensor", one) for one in gradients if one is not None]
+                next(one for one in local if one.numel()).view(-1)[0] = float("inf")
+        dist.all_reduce = lambda *args, **kwargs: calls.append(args[0].numel()) or original(*args, **kwargs)
+        try:
+            optimizer.step()
+        finally:
+            dist.all_reduce = original
+        history.append((optimizer.step_was_skipped, amp.stats().loss_scales[0]))
+        optimizer.zero_grad()
+    if how == "fsdp1":
+        with type(net).summon_full_params(net):
+            weights = [full(parameter) for parameter in net.parameters()]
+    else:
+        weights = [full(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    del wrapped
+    amp.reset()
+    return weights, history, calls
+
+
+CASES = [
+    *((how, level) for how in ("ddp", "fsdp2") for level in ("O1", "O2", "O4", "O5")),
+    *((how, level) for how in ("fsdp1", "sharded first", "replicated first", "mixed") for level in ("O1", "O4")),
+]
+
+
+@pytest.mark.parametrize(("how", "level"), CASES)
+def test_all_ranks_skip_and_scale_alike(ranks, how, level):
+    (one, history, calls), (other, history_there, calls_there) = ranks(
+        train, how, level, {"loss_scale": SCALE}, STEPS, True
+    )
+    assert history == history_there
+    skipped = [step for step, (is_skipped, _) in enumerate(history) if is_skipped]
+    # under DDP nothing is written after the reduction; a spike of the loss is in the gradients of both
+    expected = [step for step, (_, where) in SPIKES.items() if how != "ddp" or where == "loss"]
+    assert skipped == expected
+    assert all(map(torch.equal, one, other)) and all(bool(weight.isfinite().all()) for weight in one)
+    assert calls == calls_there == ([] if how == "ddp" else [3] * STEPS)
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "mixed"])
+@pytest.mark.parametrize("options", [{"loss_scale": 64.0}, {"loss_scale": SCALE, "overflow_group": False}], ids=str)
+def test_without_a_common_decision_nothing_is_reduced(ranks, how, options):
+    (one, _, calls), (other, _, _) = ranks(train, how, "O1", options, 3, False)
+    assert calls == [] and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_fully_shard_gives_what_ddp_gives(ranks, level):
+    options = {"loss_scale": SCALE} if level == "O2" else {}
+    (sharded, *_), _ = ranks(train, "fsdp2", level, options, 6, False)
+    (replicated, *_), _ = ranks(train, "ddp", level, options, 6, False)
+    assert all(map(torch.equal, sharded, replicated))
+
+
+def train_stage(rank, level):
+    """One of two pipeline stages, whose overflows the other one cannot see; what goes between them does not matter."""
+    net = make_net()
+    stage = net[:3] if rank == 0 else net[3:]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0625)
+    options = {"loss_scale": SCALE, "overflow_group": dist.group.WORLD}
+    amp.initialize(stage, optimizer, opt_level=level, verbosity=0, **options)
+    history = []
+    for step in range(STEPS):
+        inputs = batch(0, step) if rank == 0 else torch.ones(4, 8)
+        with amp.scale_loss(stage(inputs).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+            if SPIKES.get(step, (None, None))[0] == rank:
+                next(stage.parameters()).grad.fill_(float("inf"))
+        if step == 20:
+            optimizer.zero_grad()  # the batch is given up on all ranks
+            history.append(amp.stats().loss_scales[0])
+            continue
+        optimizer.step()
+        history.append((optimizer.step_was_skipped, amp.stats().loss_scales[0]))
+        optimizer.zero_grad()
+    finite = all(bool(parameter.isfinite().all()) for parameter in stage.parameters())
+    amp.reset()
+    return history, finite
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_pipeline_stages_decide_together_in_a_group(ranks, level):
+    (history, is_finite), (history_there, is_finite_there) = ranks(train_stage, level)
+    assert history == history_there and is_finite and is_finite_there
+    assert [step for step, entry in enumerate(history) if isinstance(entry, tuple) and entry[0]] == list(SPIKES)
+
+
+def accumulate(rank, micro_batches):
+    """The gradient of some micro-batches under FSDP2, of which the last one is reduced, in units of the true one."""
+    net, _ = fsdp2(make_net(), "O1")
+    reference = copy.deepcopy(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
+    amp.initialize(net, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
+    for micro in range(micro_batches):
+        for module in net.modules():
+            if hasattr(module, "set_requires_gradient_sync"):
+                module.set_requires_gradient_sync(micro == micro_batches - 1)
+        with amp.scale_loss(net(batch(rank, micro)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        for who in range(2):
+            (reference(batch(who, micro)).square().mean() / 2).backward()
+    found = [full(parameter.grad) for parameter in net.parameters()]
+    amp.reset()
+    return [(one.norm() / other.grad.norm()).item() for one, other in zip(found, reference.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_accumulation_without_reduction_carries_the_scale_once(ranks, micro_batches):
+    for ratios in ranks(accumulate, micro_batches):
+        assert all(0.98 < ratio < 1.02 for ratio in ratios), ratios
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusal(rank, how, level):
+    """What `initialize` says, and whether it left everything as it was."""
+    net = make_net()
+    if how == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    else:
+        if how == "plain fsdp2":
+            net, _ = fsdp2(net, "O1")
+        elif how == "batch norm":
+            from torch.distributed.fsdp import fully_shard
+
+            net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+            fully_shard(net, mesh=mesh_of(), mp_policy=amp.fsdp_policy(level))
+        else:
+            net, _ = HOWS[how](net, level)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = [(id(parameter), parameter.dtype) for parameter in net.parameters()]
+    try:
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    except (amp.ModelError, amp.OptimizerError) as error:
+        said = str(error)
+    else:
+        said = None
+        amp.reset()
+    hooks = sum(len(module._forward_pre_hooks) for module in net.modules()) if how in ("zero", "mixed") else 0
+    return said, before == [(id(parameter), parameter.dtype) for parameter in net.parameters()] and hooks <= 2
+
+
+REFUSED = {
+    "zero": "use a plain optimizer",
+    "fsdp1": "fully_shard with amp_patch.fsdp_policy",
+    "mixed": "use O1 or O4 for tensor parallelism",
+    "plain fsdp2": "mp_policy=amp_patch.fsdp_policy",
+    "batch norm": "mp_policy=amp_patch.fsdp_policy",
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_a_level_cannot_do_is_refused_before_anything_changes(ranks, how, level):
+    for said, is_unchanged in ranks(refusal, how, level):
+        assert said is not None and REFUSED[how] in said and is_unchanged
+
+
+@pytest.mark.parametrize("how", ["zero", "fsdp1", "mixed", "plain fsdp2"])
+def test_the_same_is_taken_where_weights_stay_in_float32(ranks, how):
+    assert [said for said, _ in ranks(refusal, how, "O4")] == [None, None]
+
+
+@pytest.mark.parametrize("given", ["world", 7])
+def test_an_overflow_group_must_be_one(given):
+    with pytest.raises(amp.ArgumentTypeError, match="overflow_group"):
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", overflow_group=given, verbosity=0)
