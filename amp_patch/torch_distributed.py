@@ -35,3 +35,18 @@ def get_mp_policy(module: Any) -> Any:
     whether shards are used in 16 bits.
     """
     return module._get_fsdp_state()._mp_policy
+
+
+# The helpers of torch.distributed.checkpoint that name the parameters of an optimizer after the model's. Without them:
+# get_state_dict and set_state_dict raise KeyError where there are masters.
+STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+GET_OPTIM_STATE_DICT, LOAD_OPTIM_STATE_DICT = "_get_optim_state_dict", "_load_optim_state_dict"
+
+
+def init_optim_state(optimizer: Any) -> None:
+    """Have an optimizer make its state by a step of length 0, as those helpers do. Without it: they do so themselves,
+    from 16-bit parameters.
+    """
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(optimizer)

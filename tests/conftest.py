@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 from fork_server import ForkServer
+from ranks import Ranks
 from torch_state import find_changes
 
 import amp_patch
@@ -53,6 +54,14 @@ def torch_is_left_as_found():
 def large_packages_are_searched(monkeypatch):
     """For tests of what imports them because its users do."""
     monkeypatch.setattr(search, "_PASSED_OVER", search._PASSED_OVER - LARGE_PACKAGES)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Two processes joined by gloo: `ranks(function, *args)` returns what the function gives on each."""
+    pair = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pair
+    pair.close()
 
 
 @pytest.fixture(scope="session")

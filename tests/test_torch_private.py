@@ -236,6 +236,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
     "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),
+    "init_optim_state": (lambda: read_state_made_for_checkpoint(), ["exp_avg", "exp_avg_sq", "step"]),
     "broadcast_tensors": (lambda: call_among_ranks(broadcast), [2.0]),
     "build_function_tables": (torch_private.build_function_tables, None),
     "build_dynamo_tables": (torch_private.build_dynamo_tables, None),
@@ -257,6 +258,14 @@ def broadcast() -> list[float]:
     tensors = [torch.full((1,), 2.0)]
     torch_distributed.broadcast_tensors(dist.group.WORLD, tensors, 100, 0)
     return tensors[0].tolist()
+
+
+def read_state_made_for_checkpoint() -> list[str]:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([parameter])
+    torch_distributed.init_optim_state(optimizer)
+    assert parameter.item() == 1.0
+    return sorted(optimizer.state[parameter])
 
 
 def read_mp_policy() -> object:

@@ -18,6 +18,7 @@ from ..training import LocalGradients, StepHook
 from ..training import patches as gradient_patches
 from . import patches
 from .bindings import Bindings
+from .checkpoints import CheckpointHelpers
 
 
 class Installer:
@@ -69,6 +70,9 @@ class Installer:
         self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
         if self._scales:
             _add_step_hook(StepHook.for_masters(self._bindings.masters.mark_updated), undo)
+        helpers = CheckpointHelpers(self._bindings, self._module_patcher, self._lock)
+        undo.callback(helpers.close)
+        helpers.open()
         if late is not None:
             late.open()
         self.redirect(self._bindings.models(), with_modules=True)

@@ -1,9 +1,10 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
+import contextlib
 import operator
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -251,6 +252,17 @@ class OptimizerMasters:
                 _cast_state(owner, parameter, torch.float32)
         self._cast.clear()
 
+    @contextlib.contextmanager
+    def presented(self, optimizer: Optimizer) -> Iterator[None]:
+        """Have the groups and the state of an optimizer show the model's parameters inside the block."""
+        parameters = {key: parameter for key, (parameter, _) in self._pairs.items()}
+        masters = {id(parameter): master for parameter, master in self._pairs.values()}
+        _exchange(optimizer, parameters)
+        try:
+            yield
+        finally:
+            _exchange(optimizer, masters)
+
     def drop_gradients(self) -> None:
         """Forget the gradients of these masters."""
         for _, master in self._pairs.values():
@@ -260,6 +272,15 @@ class OptimizerMasters:
         """Copy these masters to their parameters."""
         if self._pairs:
             self.masters.push(self._pairs.values())
+
+
+def _exchange(optimizer: Optimizer, others: dict[int, Tensor]) -> None:
+    """Put other tensors in the place of those with some ids, in the groups and in the state, which stay in order."""
+    for param_group in optimizer.param_groups:
+        param_group["params"][:] = [others.get(id(tensor), tensor) for tensor in param_group["params"]]
+    entries = [(others.get(id(tensor), tensor), entry) for tensor, entry in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(entries)
 
 
 def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:

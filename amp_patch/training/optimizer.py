@@ -4,6 +4,7 @@
 Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -181,6 +182,20 @@ class OptimizerBinding:
     def pairs(self) -> Collection[Pair]:
         """Return each 16-bit parameter with its master."""
         return self._masters.pairs()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the optimizer step and zero its gradients as plain torch does, inside the block."""
+        self._is_bound = False
+        try:
+            yield
+        finally:
+            self._is_bound = True
+
+    def presented(self) -> contextlib.AbstractContextManager[None]:
+        """Have the optimizer show the model's parameters instead of their masters inside a block."""
+        optimizer = self.optimizer
+        return contextlib.nullcontext() if optimizer is None else self._masters.presented(optimizer)
 
     def push_masters(self) -> None:
         """Copy the masters of this optimizer to their parameters."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Ranks
 from reference import make_batches, make_model
 from torch import nn
 
@@ -23,12 +22,7 @@ from amp_patch.apex.parallel import (
     distributed,
 )
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    pair = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield pair
-    pair.close()
+pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
 
 class Plain(nn.Module):

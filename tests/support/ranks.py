@@ -34,20 +34,35 @@ class Ranks:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starts = 0
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo"])
-        self._connections = []
-        self._processes = []
+        self._starts += 1
         for rank in range(WORLD_SIZE):
             own, other = context.Pipe()
-            process = context.Process(target=serve, args=(rank, str(folder / "store"), other), daemon=True)
+            store = str(self._folder / f"store{self._starts}")
+            process = context.Process(target=serve, args=(rank, store, other), daemon=True)
             process.start()
             self._connections.append(own)
             self._processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps((function, args)))
+        if not self._processes:
+            self._start()
+        try:
+            for connection in self._connections:
+                connection.send_bytes(pickle.dumps((function, args)))
+            return self._receive()
+        except BaseException:
+            self.close()  # one may wait for the other for good
+            raise
+
+    def _receive(self) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < WORLD_SIZE:
             waiting = {self._connections[rank]: rank for rank in range(WORLD_SIZE) if rank not in results}
@@ -55,10 +70,11 @@ class Ranks:
             assert ready, f"ranks {sorted(waiting.values())} do not answer"
             for connection in ready:
                 results[waiting[connection]], error = pickle.loads(connection.recv_bytes())
-                assert error is None, f"rank {waiting[connection]}:\n{error}"  # the others may wait for it for good
+                assert error is None, f"rank {waiting[connection]}:\n{error}"
         return [results[rank] for rank in range(WORLD_SIZE)]
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join(PATIENCE)
+        self._connections, self._processes = [], []

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -11,14 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_patch as amp
 from amp_patch.apex.parallel import Reducer
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
+
 LEVELS = ["O2", "O5"]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    pair = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield pair
-    pair.close()
 
 
 def make(level, seed):

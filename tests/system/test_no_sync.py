@@ -8,21 +8,15 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_patch as amp
 from amp_patch.apex.parallel import DistributedDataParallel as ApexDDP
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
+
 FLOAT16 = {"O1": {"patch_torch_functions_type": "float16"}, "O2": {"cast_model_type": "float16"}}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    pair = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield pair
-    pair.close()
 
 
 def make():

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_patch as amp
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
 STEPS = 50
 SPIKES = {
@@ -25,13 +26,6 @@ SPIKES = {
 """By step: the rank that overflows, and whether before its gradients are reduced or after."""
 
 SCALE = {"init": 2.0**8, "growth_interval": 5}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    pair = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield pair
-    pair.close()
 
 
 def make_net():

@@ -1,0 +1,187 @@
+"""torch.distributed.checkpoint at every level: saved and loaded, in one process and over ranks, training goes on bit by
+bit as without.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_patch as amp
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
+}
+SCALE = {"init": 2.0**6, "growth_interval": 2}
+
+
+def make(level, kind="AdamW", how=None, seed=0, **options):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    if how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh, mp_policy=amp.fsdp_policy(level, module))
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    return net, optimizer, DistributedDataParallel(net) if how == "ddp" else net
+
+
+def train(run, optimizer, steps, first=0):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in range(first, first + steps):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+        with amp.scale_loss(run(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(optimizer):
+    found = [parameter.detach() for parameter in amp.master_params(optimizer)]
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one.clone() for one in found]
+
+
+def save(net, optimizer, folder, **options):
+    model, state = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optimizer": state, "amp": amp.state_dict()}, checkpoint_id=folder, **options)
+    return model, state
+
+
+def load(net, optimizer, folder, **options):
+    model, state = get_state_dict(net, optimizer)
+    loaded = {"model": model, "optimizer": state, "amp": amp.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder, **options)
+    set_state_dict(net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    amp.load_state_dict(loaded["amp"])
+
+
+# ---- in one process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_goes_on_as_without(level, kind, tmp_path):
+    net, optimizer, run = make(level, kind, loss_scale=SCALE)
+    train(run, optimizer, 3)
+    steps = amp.stats().steps
+    model, state = save(net, optimizer, tmp_path, no_dist=True)
+    assert amp.stats().steps == steps and all(id(p) != id(m) for p in net.parameters() for m in model.values())
+    assert {value.dtype for value in model.values() if value.is_floating_point()} == {torch.float32}
+    assert set(state["state"]) == ({name for name, _ in net.named_parameters()} if kind != "SGD" else set())
+    train(run, optimizer, 3, first=3)
+    expected, scales = weights_of(optimizer), amp.stats().loss_scales
+    assert all(bool(weight.isfinite().all()) for weight in expected)
+    amp.reset()
+    net, optimizer, run = make(level, kind, seed=1, loss_scale=SCALE)
+    load(net, optimizer, tmp_path, no_dist=True)
+    train(run, optimizer, 3, first=3)
+    assert all(map(torch.equal, expected, weights_of(optimizer))) and amp.stats().loss_scales == scales
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "options", [{"full_state_dict": True}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}], ids=str
+)
+def test_the_options_of_the_helpers(level, options):
+    options = StateDictOptions(**options)
+    net, optimizer, run = make(level)
+    train(run, optimizer, 2)
+    model, state = get_state_dict(net, optimizer, options=options)
+    held = {key: value.clone() for key, value in model.items()}
+    train(run, optimizer, 1, first=2)
+    expected = weights_of(optimizer)
+    amp.reset()
+    net, optimizer, run = make(level, seed=1)
+    set_state_dict(net, optimizer, model_state_dict=held, optim_state_dict=state, options=options)
+    groups = [parameter.dtype for parameter in optimizer.param_groups[0]["params"]]
+    assert groups == [torch.float32] * 6
+    assert all(entry["exp_avg"].dtype is torch.float32 for entry in optimizer.state.values())
+    train(run, optimizer, 1, first=2)
+    found = weights_of(optimizer)
+    assert [one.shape for one in found] == [one.shape for one in expected]
+
+
+def test_an_error_in_the_helpers_leaves_masters_in_their_place():
+    net, optimizer, run = make("O5")
+    train(run, optimizer, 1)
+    masters = list(amp.master_params(optimizer))
+    with pytest.raises((KeyError, RuntimeError, AssertionError, ValueError)):
+        set_state_dict(net, optimizer, model_state_dict={}, optim_state_dict={"state": {"x": {}}, "param_groups": []})
+    assert all(one is other for one, other in zip(masters, amp.master_params(optimizer), strict=True))
+    assert list(optimizer.state) == masters
+    train(run, optimizer, 1)
+    assert amp.stats().steps == 2
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(rank, level, how, folder):
+    net, optimizer, run = make(level, how=how, loss_scale=SCALE)
+    train(run, optimizer, 3)
+    save(net, optimizer, folder)
+    train(run, optimizer, 3, first=3)
+    found = weights_of(optimizer), amp.state_dict()
+    del run
+    amp.reset()
+    return found
+
+
+def load_and_go_on(rank, level, how, folder):
+    net, optimizer, run = make(level, how=how, seed=1, loss_scale=SCALE)
+    load(net, optimizer, folder)
+    train(run, optimizer, 3, first=3)
+    found = weights_of(optimizer), amp.state_dict()
+    del run
+    amp.reset()
+    return found
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_ddp_and_fully_shard_read_each_others_checkpoints(ranks, level, saved, loaded, tmp_path):
+    wrote = ranks(save_and_go_on, level, saved, tmp_path)
+    read = ranks(load_and_go_on, level, loaded, tmp_path)
+    for weights, state in (*wrote, *read):
+        assert all(map(torch.equal, weights, wrote[0][0])) and state == wrote[0][1]
+
+
+def save_here(rank, level, folder):
+    """Save on two ranks; and what every parameter and state is then, in full."""
+    net, optimizer, run = make(level, how="fsdp2", loss_scale=SCALE)
+    train(run, optimizer, 3)
+    save(net, optimizer, folder)
+    found = weights_of(optimizer)
+    amp.reset()
+    return found
+
+
+def load_here(rank, level, folder):
+    net, optimizer, _ = make(level, how="fsdp2", seed=1, loss_scale=SCALE)
+    load(net, optimizer, folder)
+    found = weights_of(optimizer)
+    amp.reset()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_checkpoint_goes_to_one_process_and_back(ranks, level, tmp_path):
+    first, _ = ranks(save_here, level, tmp_path / "two")
+    net, optimizer, run = make(level, seed=1, loss_scale=SCALE)
+    load(net, optimizer, tmp_path / "two", no_dist=True)
+    assert all(map(torch.equal, first, weights_of(optimizer)))
+    train(run, optimizer, 1)
+    save(net, optimizer, tmp_path / "one", no_dist=True)
+    for weights in ranks(load_here, level, tmp_path / "one"):
+        assert all(map(torch.equal, weights, weights_of(optimizer)))
