@@ -126,11 +126,11 @@ class OpCasts(Promotions):
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, cast)
-                cast_args: Any = args
+                cast_args: Any = None  # Dynamo of torch 2.6 cannot tell whether two tuples are one
                 for index, value in enumerate(args):
                     if isinstance(value, Tensor):
                         if value.dtype is not dtype:
-                            if cast_args is args:
+                            if cast_args is None:
                                 cast_args = list(args)
                             cast_args[index] = cast(value)
                             if cast_args[index] is value and is_kept(value):
@@ -138,10 +138,10 @@ class OpCasts(Promotions):
                     elif (kind := value.__class__) is dtype_class:
                         return original(*args, **given)
                     elif (kind is list or kind is tuple) and value and value[0].__class__ is not int:
-                        if cast_args is args:
+                        if cast_args is None:
                             cast_args = list(args)
                         cast_args[index] = cast_nested(value, cast)
-                return original(*cast_args, **kwargs)
+                return original(*(args if cast_args is None else cast_args), **kwargs)
             return in_region(original, args, kwargs) if switch.on else original(*args, **kwargs)
 
         return wrapper

@@ -159,7 +159,7 @@ class BackwardPasses:
             for binding in self._get_bindings():
                 binding.window.close_passes()
         self._end_in_all(block, others[-1] if others else None)
-        if backward_pass is not None and block.has_failed and not _has_overflowed(backward_pass):
+        if backward_pass is not None and block.has_failed and not self._has_overflowed(block):
             block.scaler.discard(backward_pass)  # there may have been no backward pass
         if block.handle is not None:
             block.handle.remove()
@@ -184,6 +184,20 @@ class BackwardPasses:
                 gradients.unscale()
             if outer is not None:
                 gradients.begin(outer.scale)
+
+    @staticmethod
+    def _has_overflowed(block: OpenBlock) -> bool:
+        """Tell whether a block that failed left inf or NaN, which no pass before it has answered for.
+
+        Waits for the device, unless that has failed too.
+        """
+        own = block.backward_pass
+        if own is None or not block.scaler.is_dynamic:
+            return False
+        before = [one for binding in block.bindings for one in binding.window.passes() if one is not own]
+        with contextlib.suppress(RuntimeError):
+            return own.is_overflow() and not any(one.is_overflow() for one in before if not one.is_open)
+        return False
 
     def _all_gradients(self) -> list[GradientSet]:
         """Return everything that a pass may leave gradients in."""
@@ -225,13 +239,6 @@ class LossBlock(contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self._open.has_failed, self._open.phase = kind is not None, ENDING
         self._passes.end(self._open)
-
-
-def _has_overflowed(backward_pass: BackwardPass) -> bool:
-    """Tell whether a pass whose block failed left inf or NaN. Waits for the device, unless that has failed too."""
-    with contextlib.suppress(RuntimeError):
-        return bool(backward_pass.scaler.is_dynamic) and backward_pass.is_overflow()
-    return False
 
 
 def _refuse(_: Tensor) -> None:

@@ -589,8 +589,9 @@ def test_a_state_dict_that_cannot_be_honoured_is_refused():
         FusedSGD(make_params(), lr=0.1).load_state_dict(saved(torch.optim.SGD, maximize=True))
     with pytest.raises(amp.CheckpointError, match="lr_decay=0.5"):
         FusedAdagrad(make_params()).load_state_dict(saved(torch.optim.Adagrad, lr_decay=0.5))
-    with pytest.raises(amp.CheckpointError, match="adam_w_mode=True"):
-        FusedAdam(make_params(), adam_w_mode=False).load_state_dict(saved(torch.optim.AdamW))
+    if "decoupled_weight_decay" in torch.optim.AdamW(make_params()).defaults:  # torch 2.6 saves nothing of it
+        with pytest.raises(amp.CheckpointError, match="adam_w_mode=True"):
+            FusedAdam(make_params(), adam_w_mode=False).load_state_dict(saved(torch.optim.AdamW))
     uneven = saved(torch.optim.Adam)
     uneven["state"][0]["step"] += 1
     with pytest.raises(amp.CheckpointError, match=r"at different steps \(1, 2\)"):

@@ -75,7 +75,7 @@ class Script:
             "dtypes": [tensor.dtype for tensor in self.tensors()],
             "step hooks": len(torch_private.GLOBAL_POST_HOOKS),
             "cache key": torch.compiler.config.cache_key_tag,
-            "autocast": [torch.is_autocast_enabled(name) for name in torch_private.IDLE_DEVICE_TYPES],
+            "autocast": torch.is_autocast_enabled(torch_private.IDLE_DEVICE_TYPES[0]),  # torch 2.6 has no other
             "class": hasattr(torch.optim.Optimizer, "step_was_skipped"),
         }
 

@@ -157,6 +157,12 @@ def differences(ours: Any, theirs: Any) -> list[str]:
     ]
 
 
+if torch.__version__.startswith("2.6."):
+    KEEPS = "its autocast keeps the copy of a weight that was made without gradients, and uses it with gradients"
+    EXCEPTIONS["parts without gradients"] = ALL, "", KEEPS
+    del EXCEPTIONS["attention, learned bias"]  # that kernel came later
+
+
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_construct_runs_as_under_autocast(name: str) -> None:
     expected = run_by_autocast(name)

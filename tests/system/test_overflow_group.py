@@ -281,6 +281,36 @@ def test_the_same_is_taken_where_weights_stay_in_float32(ranks, how):
     assert [said for said, _ in ranks(refusal, how, "O4")] == [None, None]
 
 
+def train_in_16_bits(rank, how):
+    """One step at O3 of a model that was cast before it was sharded; or what is said if it was not."""
+    said = []
+    for is_cast in (False, True):
+        net = make_net()
+        net, _ = HOWS[how](net.to(torch.bfloat16) if is_cast else net, "O3")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        try:
+            amp.initialize(net, optimizer, opt_level="O3", cast_model_type="bfloat16", verbosity=0)
+        except amp.ModelError as error:
+            said.append(str(error))
+            continue
+        before = [full(parameter) for parameter in net.parameters()]
+        with amp.scale_loss(net(batch(0, 0)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        after = [full(parameter) for parameter in net.parameters()]
+        said.append(any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+        said.append({parameter.dtype for parameter in net.parameters()})
+        amp.reset()
+    return said
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "sharded first"])
+def test_pure_16_bits_are_for_models_that_were_cast_before(ranks, how):
+    for refused, is_changed, dtypes in ranks(train_in_16_bits, how):
+        assert "cast the model to bfloat16 before it is sharded" in refused and is_changed
+        assert dtypes == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("given", ["world", 7])
 def test_an_overflow_group_must_be_one(given):
     with pytest.raises(amp.ArgumentTypeError, match="overflow_group"):

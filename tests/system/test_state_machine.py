@@ -383,12 +383,7 @@ class Reference:
     def leave(self, delay, failed=False):
         (window, _), one = self.open.pop()
         one.is_open = False
-        if failed:
-            for owner in one.owners:
-                owner.owed = [other for other in owner.owed if other is not one]
-                owner.summed = [other for other in owner.summed if other is not one]
-                owner.checks = [other for other in owner.checks if other is not one]
-        elif window is not None:
+        if window is not None and not failed:
             one.scaler.undecided.append(one)
         for owner in self.owners:
             owner.is_in_block = False
@@ -398,6 +393,19 @@ class Reference:
                 owner.is_held = True
             if self.open:
                 owner.enter(*self.open[-1][0])
+        if failed:
+            self.judge_failed(one)
+
+    def judge_failed(self, one):
+        """A pass whose block failed counts if it overflowed, and no pass before it answers for that."""
+        before = [other for owner in one.owners for other in owner.checks if other is not one and not other.is_open]
+        if one.is_overflow and one.scaler.is_dynamic and not any(other.is_overflow for other in before):
+            one.scaler.undecided.append(one)
+            return
+        for owner in one.owners:
+            owner.owed = [other for other in owner.owed if other is not one]
+            owner.summed = [other for other in owner.summed if other is not one]
+            owner.checks = [other for other in owner.checks if other is not one]
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
