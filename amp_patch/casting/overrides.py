@@ -28,7 +28,7 @@ class PublicOp:
 
     def __init__(self, name: str, *, is_of_torch: bool) -> None:
         self.function: Callable[..., Any] | None = None
-        self.has_overrides: Callable[[Iterable[Any]], bool] = ().__contains__  # finds nothing, without a frame
+        self.has_overrides: Callable[[Iterable[Any]], bool] = _find_none
         if is_of_torch:
             self.has_overrides = _has_some_in_lists if name in _TAKE_LISTS else has_torch_function
         self._is_operator = name.startswith("__")
@@ -48,6 +48,10 @@ _TAKE_LISTS = frozenset({"einsum", "multi_dot", "chain_matmul", "lstm", "gru", "
 
 def _has_some_in_lists(values: Iterable[Any]) -> bool:
     return has_torch_function(list(_flatten(values)))
+
+
+def _find_none(_: Iterable[Any]) -> bool:
+    return False  # a function, because Dynamo of torch 2.6 calls no bound method of a builtin
 
 
 class Replacements:
