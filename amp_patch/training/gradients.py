@@ -241,7 +241,9 @@ class GradientSet:
         return [holder for holder in holders if holder.grad is not None and not is_finite(holder.grad)]
 
     def _plain_gradients(self) -> list[Tensor]:
-        parameters = {id(parameter): parameter for parameter in (*self._parameters(), *self._held)}.values()
+        parameters: Iterable[Tensor] = self._parameters()
+        if self._held:
+            parameters = {id(parameter): parameter for parameter in (*parameters, *self._held)}.values()
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _has_low_gradients(self) -> bool:

@@ -2,10 +2,13 @@
 bit as without.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import needs_fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +23,7 @@ OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
 }
+NO_DIST = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}  # torch 2.6 finds out itself
 SCALE = {"init": 2.0**6, "growth_interval": 2}
 
 
@@ -75,7 +79,7 @@ def test_training_goes_on_as_without(level, kind, tmp_path):
     net, optimizer, run = make(level, kind, loss_scale=SCALE)
     train(run, optimizer, 3)
     steps = amp.stats().steps
-    model, state = save(net, optimizer, tmp_path, no_dist=True)
+    model, state = save(net, optimizer, tmp_path, **NO_DIST)
     assert amp.stats().steps == steps and all(id(p) != id(m) for p in net.parameters() for m in model.values())
     assert {value.dtype for value in model.values() if value.is_floating_point()} == {torch.float32}
     assert set(state["state"]) == ({name for name, _ in net.named_parameters()} if kind != "SGD" else set())
@@ -84,7 +88,7 @@ def test_training_goes_on_as_without(level, kind, tmp_path):
     assert all(bool(weight.isfinite().all()) for weight in expected)
     amp.reset()
     net, optimizer, run = make(level, kind, seed=1, loss_scale=SCALE)
-    load(net, optimizer, tmp_path, no_dist=True)
+    load(net, optimizer, tmp_path, **NO_DIST)
     train(run, optimizer, 3, first=3)
     assert all(map(torch.equal, expected, weights_of(optimizer))) and amp.stats().loss_scales == scales
 
@@ -148,6 +152,7 @@ def load_and_go_on(rank, level, how, folder):
     return found
 
 
+@needs_fsdp2
 @pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")])
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_ddp_and_fully_shard_read_each_others_checkpoints(ranks, level, saved, loaded, tmp_path):
@@ -175,13 +180,14 @@ def load_here(rank, level, folder):
     return found
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_checkpoint_goes_to_one_process_and_back(ranks, level, tmp_path):
     first, _ = ranks(save_here, level, tmp_path / "two")
     net, optimizer, run = make(level, seed=1, loss_scale=SCALE)
-    load(net, optimizer, tmp_path / "two", no_dist=True)
+    load(net, optimizer, tmp_path / "two", **NO_DIST)
     assert all(map(torch.equal, first, weights_of(optimizer)))
     train(run, optimizer, 1)
-    save(net, optimizer, tmp_path / "one", no_dist=True)
+    save(net, optimizer, tmp_path / "one", **NO_DIST)
     for weights in ranks(load_here, level, tmp_path / "one"):
         assert all(map(torch.equal, weights, weights_of(optimizer)))

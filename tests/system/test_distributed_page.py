@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from ranks import RUNS_FSDP2
 
 import amp_patch as amp
 
@@ -27,6 +28,8 @@ def run(rank, code):
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
 def test_blocks_run_on_every_rank(ranks, code):
+    if "fully_shard" in code and not RUNS_FSDP2:
+        pytest.skip("fully_shard of torch 2.6 does not run on a CPU")
     first, second = ranks(run, code)
     assert first == second == ((2 if "no_sync" in code else 0 if "dcp" in code else 1), [])
 

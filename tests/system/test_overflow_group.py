@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import needs_fsdp2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,8 +135,10 @@ def train(rank, how, level, options, steps, has_spikes):
     return weights, history, calls
 
 
+FSDP2 = pytest.param("fsdp2", marks=needs_fsdp2)
 CASES = [
-    *((how, level) for how in ("ddp", "fsdp2") for level in ("O1", "O2", "O4", "O5")),
+    *(("ddp", level) for level in ("O1", "O2", "O4", "O5")),
+    *(pytest.param("fsdp2", level, marks=needs_fsdp2) for level in ("O1", "O2", "O4", "O5")),
     *((how, level) for how in ("fsdp1", "sharded first", "replicated first", "mixed") for level in ("O1", "O4")),
 ]
 
@@ -154,13 +157,14 @@ def test_all_ranks_skip_and_scale_alike(ranks, how, level):
     assert calls == calls_there == ([] if how == "ddp" else [3] * STEPS)
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "mixed"])
+@pytest.mark.parametrize("how", [FSDP2, "mixed"])
 @pytest.mark.parametrize("options", [{"loss_scale": 64.0}, {"loss_scale": SCALE, "overflow_group": False}], ids=str)
 def test_without_a_common_decision_nothing_is_reduced(ranks, how, options):
     (one, _, calls), (other, _, _) = ranks(train, how, "O1", options, 3, False)
     assert calls == [] and all(map(torch.equal, one, other))
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_fully_shard_gives_what_ddp_gives(ranks, level):
     options = {"loss_scale": SCALE} if level == "O2" else {}
@@ -221,6 +225,7 @@ def accumulate(rank, micro_batches):
     return [(one.norm() / other.grad.norm()).item() for one, other in zip(found, reference.parameters(), strict=True)]
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_accumulation_without_reduction_carries_the_scale_once(ranks, micro_batches):
     for ratios in ranks(accumulate, micro_batches):
@@ -304,7 +309,7 @@ def train_in_16_bits(rank, how):
     return said
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "sharded first"])
+@pytest.mark.parametrize("how", [FSDP2, "sharded first"])
 def test_pure_16_bits_are_for_models_that_were_cast_before(ranks, how):
     for refused, is_changed, dtypes in ranks(train_in_16_bits, how):
         assert "cast the model to bfloat16 before it is sharded" in refused and is_changed
