@@ -125,7 +125,7 @@ class Stepper:
     def _look_for_gradients(self) -> None:
         """Warn, once for each optimizer, of a first backward pass that gave it no gradient at all."""
         self._has_looked_for_gradients = True
-        if self._gradients.is_empty():
+        if self._gradients.is_empty() and not self._decisions.groups:  # a rank may hold no shard
             warnings.warn(
                 f"step() of {type(self._get_optimizer()).__name__} after a backward pass of a loss that it was passed"
                 " with, but none of its parameters has a gradient: it trains nothing. Does it hold parameters that the"

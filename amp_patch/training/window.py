@@ -82,9 +82,12 @@ class Window:
             self._decisions.judge(closed)
 
     def begin(self) -> None:
-        """Say that a pass begins: if there are no gradients (set to None one by one), what was is abandoned."""
+        """Say that a pass begins: if there are no gradients (set to None one by one), what was is abandoned.
+
+        Not where ranks decide together: one may hold no shard, and the others would wait for it.
+        """
         self.has_begun = True
-        if self._passes and self._gradients.is_empty():
+        if self._passes and not self._decisions.groups and self._gradients.is_empty():
             self.abandon()
 
     def is_overflow(self) -> bool:

@@ -3,6 +3,7 @@ skip the same steps, have the same scale and end with the same weights; and the 
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -206,20 +207,25 @@ def test_pipeline_stages_decide_together_in_a_group(ranks, level):
     assert [step for step, entry in enumerate(history) if isinstance(entry, tuple) and entry[0]] == list(SPIKES)
 
 
-def accumulate(rank, micro_batches):
+TINY = 2.0**-18
+"""Gradients of such losses are lost in float16 unless they are scaled."""
+
+
+def accumulate(rank, level, micro_batches):
     """The gradient of some micro-batches under FSDP2, of which the last one is reduced, in units of the true one."""
-    net, _ = fsdp2(make_net(), "O1")
+    net, _ = fsdp2(make_net(), level)
     reference = copy.deepcopy(make_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
-    amp.initialize(net, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=2.0**16, verbosity=0)
     for micro in range(micro_batches):
         for module in net.modules():
             if hasattr(module, "set_requires_gradient_sync"):
                 module.set_requires_gradient_sync(micro == micro_batches - 1)
-        with amp.scale_loss(net(batch(rank, micro)).float().square().mean(), optimizer) as scaled:
+        with amp.scale_loss(net(batch(rank, micro)).float().square().mean() * TINY, optimizer) as scaled:
             scaled.backward()
-        for who in range(2):
-            (reference(batch(who, micro)).square().mean() / 2).backward()
+        with amp.disable_casts():
+            for who in range(2):
+                (reference(batch(who, micro)).square().mean() * TINY / 2).backward()
     found = [full(parameter.grad) for parameter in net.parameters()]
     amp.reset()
     return [(one.norm() / other.grad.norm()).item() for one, other in zip(found, reference.parameters(), strict=True)]
@@ -227,9 +233,36 @@ def accumulate(rank, micro_batches):
 
 @needs_fsdp2
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_accumulation_without_reduction_carries_the_scale_once(ranks, micro_batches):
-    for ratios in ranks(accumulate, micro_batches):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_without_reduction_carries_the_scale_once(ranks, level, micro_batches):
+    for ratios in ranks(accumulate, level, micro_batches):
         assert all(0.98 < ratio < 1.02 for ratio in ratios), ratios
+
+
+def train_without_shards(rank):
+    """FSDP1 of a model so small that the second rank holds nothing, with two micro-batches a step."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    net = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(net, optimizer, opt_level="O1", loss_scale=SCALE, verbosity=0)
+        for _ in range(3):
+            for _ in range(2):
+                with amp.scale_loss(net(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = amp.stats().steps, amp.stats().loss_scales
+    amp.reset()
+    return found
+
+
+def test_a_rank_without_shards_takes_part(ranks):
+    first, second = ranks(train_without_shards)
+    assert first == second and first[0] == 3
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
