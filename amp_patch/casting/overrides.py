@@ -5,6 +5,8 @@ up in a table. That name holds a replacement: it is the replacement they are giv
 call it in turn, with overrides disabled, it casts; so casts happen below overrides, as those of torch.autocast do.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -50,8 +52,8 @@ def _has_some_in_lists(values: Iterable[Any]) -> bool:
     return has_torch_function(list(_flatten(values)))
 
 
-def _find_none(_: Iterable[Any]) -> bool:
-    return False  # a function, because Dynamo of torch 2.6 calls no bound method of a builtin
+# finds nothing, without a frame; Dynamo of torch 2.6 calls no bound method of a builtin
+_find_none: Callable[[Iterable[Any]], bool] = functools.partial(operator.is_, None)
 
 
 class Replacements:

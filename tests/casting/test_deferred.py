@@ -327,7 +327,7 @@ def test_sessions_share_one_hook_for_each_module(lists):
     ]
     _session = open_session(lists)
     assert import_ops().roi_align(X).dtype is LOW
-    assert len(import_hook._watches) == 1
+    assert len(import_hook._watches) == 2  # the other one is for torch.distributed.checkpoint
     amp.reset()
     assert len(import_hook._watches) == 0
 

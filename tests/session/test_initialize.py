@@ -57,6 +57,7 @@ def test_the_first_fourteen_parameters_are_apex_s_and_the_rest_are_keywords():
         "lists": None,
         "presets": None,
         "replace": False,
+        "overflow_group": None,
     }
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[14:])
 
