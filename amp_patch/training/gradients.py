@@ -99,11 +99,15 @@ class GradientSet:
             self.unscale()
 
     def take_over(self, others: Iterable["GradientSet"]) -> None:
-        """Stand for other sets, which are settled, from now on."""
+        """Stand for other sets, whose gradients carry no scale, from now on."""
         for other in others:
             self._window += [one for one in other._window if one not in self._window]
             self.is_held, self.is_local = self.is_held or other.is_held, self.is_local or other.is_local
             self.is_in_block, self._block_scale = other.is_in_block, other._block_scale
+            for one in other._passes:  # under way: there may be more to come
+                one.scaled_in = [gradients for gradients in one.scaled_in if gradients is not other]
+                self.join(one)
+        self.resume()
 
     def are_any_of(self, parameter_ids: Collection[int]) -> bool:
         """Tell whether one of the parameters, 16-bit ones included, has one of these ids."""

@@ -150,6 +150,8 @@ class OptimizerBinding:
 
         before = {id(binding.gradients): binding.gradients for binding in bindings}
         for gradients in before.values():
+            if gradients.is_in_block:
+                gradients.unscale()  # the set that stands for them scales them again
             gradients.settle()
         shared = GradientSet(plain_parameters, pairs)
         shared.take_over(before.values())

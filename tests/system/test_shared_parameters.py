@@ -166,6 +166,23 @@ def test_a_deleted_optimizer_leaves_true_sums(level):
         assert torch.allclose(found, want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_optimizers_that_come_to_share_a_parameter_inside_a_block(level):
+    net, reference = make_net(), make_net()
+    first, second = (torch.optim.SGD(net[index].parameters(), lr=0.5) for index in (0, 2))
+    amp.initialize(net, [first, second], opt_level=level, loss_scale=1024.0, verbosity=0)
+    with amp.scale_loss(net(X).float().square().mean(), [first, second]) as scaled:
+        scaled.backward(retain_graph=True)
+        second.add_param_group({"params": list(net[0].parameters())})
+        scaled.backward()
+    step(first)
+    (2 * reference(X).square().mean()).backward()
+    with torch.no_grad():
+        reference[0].weight -= 0.5 * reference[0].weight.grad
+    assert torch.allclose(weights_of(net)[0], reference[0].weight, rtol=0.02, atol=0.02)
+    assert torch.allclose(list(amp.master_params(second))[0].grad, reference[2].weight.grad, rtol=0.02)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_an_overflow_before_an_exception_in_the_block_skips_the_step(level):
     net = make_net()
