@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import make_policy
-from .dtypes import LOW_DTYPES
-from .torch_private import BatchNormBase
+from .session import find_gathered_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,9 +30,7 @@ def fsdp_policy(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policy = make_policy(opt_level, {})
-    low = policy.cast_model_type
-    keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
-    if low not in LOW_DTYPES or not policy.master_weights or keeps:
+    low = find_gathered_dtype(make_policy(opt_level, {}), module)
+    if low is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype or low)

@@ -7,3 +7,4 @@ from .arguments import as_optimizers as as_optimizers
 from .arguments import hold as hold
 from .session import Session as Session
 from .session import Stats as Stats
+from .sharding import find_gathered_dtype as find_gathered_dtype

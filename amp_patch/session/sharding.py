@@ -52,13 +52,19 @@ def find_sharding_problems(model: nn.Module, policy: Policy) -> Iterator[str]:
             return
 
 
+def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype | None:
+    """Return the 16-bit dtype in which FSDP is to gather float32 shards of a module; None: in float32."""
+    keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
+    is_low = policy.cast_model_type in LOW_DTYPES and policy.master_weights and not keeps
+    return policy.cast_model_type if is_low else None
+
+
 def _find_policy_problem(key: str, module: nn.Module, fsdp: nn.Module | None, policy: Policy) -> str | None:
     """Return what to do where the 16-bit side of a sharded parameter is not what the level asks for."""
     if fsdp is None:
         return "use O1 or O4 for tensor parallelism without fully_shard"
-    keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
-    wanted, found = None if keeps else policy.cast_model_type, get_mp_policy(fsdp).param_dtype
-    if found is wanted or (keeps and found is torch.float32):
+    wanted, found = find_gathered_dtype(policy, module), get_mp_policy(fsdp).param_dtype
+    if found is wanted or (wanted is None and found is torch.float32):
         return None
     path = key.rpartition(".")[0]
     shard = f"fully_shard({f'model.get_submodule({path!r})' if path else 'model'}"
@@ -110,12 +116,12 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     found: dict[frozenset[int], Sequence[Any]] = {}
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
-        found[_ranks_of((), mesh)] = _groups_of(mesh)
+        found[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
     for model in models:
         for module in model.modules():
             if _is_a(module, _FSDP, "FullyShardedDataParallel"):
-                groups = _groups_of(module.process_group)
-                found[_ranks_of(groups, None)] = groups
+                group: Any = module.process_group
+                found[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
     if not found:
         return ()
     largest = max(found, key=len)
@@ -138,9 +144,3 @@ def _groups_of(given: Any) -> Sequence[Any]:
     if given.size() == dist.get_world_size():
         return [dist.group.WORLD]
     return list(given.get_all_groups())
-
-
-def _ranks_of(groups: Sequence[Any], mesh: Any) -> frozenset[int]:
-    if mesh is not None:
-        return frozenset(mesh.mesh.flatten().tolist())
-    return frozenset(rank for group in groups for rank in dist.get_process_group_ranks(group))

@@ -131,20 +131,14 @@ def test_an_error_in_the_helpers_leaves_masters_in_their_place():
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def save_and_go_on(rank, level, how, folder):
-    net, optimizer, run = make(level, how=how, loss_scale=SCALE)
-    train(run, optimizer, 3)
-    save(net, optimizer, folder)
-    train(run, optimizer, 3, first=3)
-    found = weights_of(optimizer), amp.state_dict()
-    del run
-    amp.reset()
-    return found
-
-
-def load_and_go_on(rank, level, how, folder):
-    net, optimizer, run = make(level, how=how, seed=1, loss_scale=SCALE)
-    load(net, optimizer, folder)
+def go_on(rank, level, how, folder, is_resumed):
+    """Three steps after those that were saved here, or before by others; and the amp state then."""
+    net, optimizer, run = make(level, how=how, seed=int(is_resumed), loss_scale=SCALE)
+    if is_resumed:
+        load(net, optimizer, folder)
+    else:
+        train(run, optimizer, 3)
+        save(net, optimizer, folder)
     train(run, optimizer, 3, first=3)
     found = weights_of(optimizer), amp.state_dict()
     del run
@@ -156,8 +150,8 @@ def load_and_go_on(rank, level, how, folder):
 @pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")])
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_ddp_and_fully_shard_read_each_others_checkpoints(ranks, level, saved, loaded, tmp_path):
-    wrote = ranks(save_and_go_on, level, saved, tmp_path)
-    read = ranks(load_and_go_on, level, loaded, tmp_path)
+    wrote = ranks(go_on, level, saved, tmp_path, False)
+    read = ranks(go_on, level, loaded, tmp_path, True)
     for weights, state in (*wrote, *read):
         assert all(map(torch.equal, weights, wrote[0][0])) and state == wrote[0][1]
 
