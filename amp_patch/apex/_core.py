@@ -176,6 +176,10 @@ class SessionView:
         """Return the float32 master of a 16-bit parameter, or None."""
         return self._session.find_master(parameter)
 
+    def decide_with(self, group: Any) -> None:
+        """Have the ranks of a process group skip the same steps, unless they do already."""
+        self._session.decide_with(group)
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Tell whether the session has changed this optimizer."""
         return any(binding.optimizer is optimizer for binding in self._session.bindings())
@@ -217,12 +221,15 @@ class ManualPass:
     def update_scale(self) -> bool:
         """End the pass: update the loss scale, and return whether the step is to be skipped.
 
-        Waits for the device if the scale is dynamic.
+        Ranks that decide together call this as often as each other. Waits for the device if the scale is dynamic.
         """
         self._pass.close()
-        is_overflow = self._scaler.is_dynamic and self._pass.is_overflow()
-        self._scaler.update()
-        return is_overflow
+        session = current.state.session
+        if session is not None and any(self._scaler is one for one in session.scalers):
+            session.decisions.judge([self._pass])
+        else:
+            self._scaler.update()
+        return self._scaler.is_dynamic and self._pass.is_overflow()
 
     def discard(self) -> None:
         """Have no later update count this pass."""

@@ -6,7 +6,6 @@ and `close` at the end, undoes it all in reverse.
 
 import contextlib
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
@@ -125,6 +124,11 @@ class Session:
             self._overflow_group = overflow_group
         parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]
         self.decisions.share(find_groups(self.models(), parameters, self._overflow_group))
+
+    def decide_with(self, group: Any) -> None:
+        """Decide together with the ranks of a process group, unless the caller or the shards have said otherwise."""
+        if self._overflow_group is None and not self.decisions.groups:
+            self._decide_together(group)
 
     def close(self) -> None:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.
@@ -248,11 +252,10 @@ def _load_lists(policy: Policy) -> OpLists | None:
         )
     if policy.patch_torch_functions and not oplists.is_whole and not _has_low(oplists):
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
-        warnings.warn(
+        warn(
             f"lists={names}: no op runs in {low} by these, so next to nothing is cast. To change a few rules of the"
             f" default list, write `extends: {low}` in the file, or pass lists=[{low!r}, ...]; `extends: null` says"
-            " that nothing else is wanted",
-            stacklevel=find_stacklevel(),
+            " that nothing else is wanted"
         )
     return oplists
 

@@ -207,6 +207,105 @@ def test_pipeline_stages_decide_together_in_a_group(ranks, level):
     assert [step for step, entry in enumerate(history) if isinstance(entry, tuple) and entry[0]] == list(SPIKES)
 
 
+def train_pipeline(rank, schedule, level):
+    """A model in two stages under a schedule of torch, which sends scaled gradients from stage to stage."""
+    from torch.distributed import pipelining
+
+    net = make_net()
+    stage = net[:3] if rank == 0 else net[3:]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0625)
+    options = {"loss_scale": SCALE, "overflow_group": dist.group.WORLD}
+    amp.initialize(stage, optimizer, opt_level=level, verbosity=0, **options)
+    run = getattr(pipelining, schedule)(
+        pipelining.PipelineStage(stage, rank, 2, torch.device("cpu")),
+        4,
+        loss_fn=lambda output, target: (output.float() - target).square().mean() * scale,
+    )
+    history = []
+    for step in range(8):
+        with amp.scale_loss(torch.ones(()), optimizer) as scale:
+            run.step(*([batch(0, step)] if rank == 0 else []), target=batch(1, step)[:, :2] if rank == 1 else None)
+            if step == 3 + rank:
+                next(stage.parameters()).grad.fill_(float("inf"))
+        optimizer.step()
+        history.append((optimizer.step_was_skipped, amp.stats().loss_scales[0]))
+        optimizer.zero_grad()
+    weights = [full(parameter).float() for parameter in amp.master_params(optimizer)]
+    amp.reset()
+    return weights, history
+
+
+def train_unsplit(level, steps):
+    """The same in one process, in the same micro-batches, without overflows: a list of weights."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    for step in steps:
+        with amp.scale_loss(torch.ones(()), optimizer) as scale:
+            for inputs, target in zip(batch(0, step).split(1), batch(1, step)[:, :2].split(1), strict=True):
+                ((net(inputs).float() - target).square().mean() * scale / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [full(parameter).float() for parameter in amp.master_params(optimizer)]
+    amp.reset()
+    return weights
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_schedules_of_torch_run_in_one_block(ranks, schedule, level):
+    (first, history), (second, history_there) = ranks(train_pipeline, schedule, level)
+    assert history == history_there
+    assert [step for step, (is_skipped, _) in enumerate(history) if is_skipped] == [3, 4]
+    expected = train_unsplit(level, (0, 1, 2, 5, 6, 7))
+    for one, other in zip([*first, *second], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+def train_by_hand(rank, level, is_manual):
+    """The stand-in's Reducer averages after each block; or a loop unscales by hand, as Apex's own loops did."""
+    from amp_patch.apex import amp as apex_amp
+    from amp_patch.apex.parallel import Reducer
+
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
+    apex_amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    reducer, history = Reducer(net), []
+    scaler = apex_amp._amp_state.loss_scalers[0]
+    for step in range(8):
+        loss = net(batch(rank, step)).float().square().mean() * (float("inf") if step == 3 + rank else 1.0)
+        if is_manual:
+            scale = scaler.loss_scale()
+            (loss * scale).backward()
+            gradients = [parameter.grad for parameter in net.parameters()]
+            scaler.clear_overflow_state()
+            scaler.unscale(gradients, gradients, scale)
+            reducer.reduce()
+            is_skipped = scaler.update_scale()
+            if not is_skipped:
+                optimizer.step()
+        else:
+            with apex_amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            reducer.reduce()
+            optimizer.step()
+            is_skipped = optimizer.step_was_skipped
+        optimizer.zero_grad()
+        history.append((is_skipped, scaler.loss_scale()))
+    weights = [full(parameter) for parameter in apex_amp.master_params(optimizer)]
+    amp.reset()
+    return weights, history
+
+
+@pytest.mark.parametrize(("level", "is_manual"), [("O1", False), ("O2", False), ("O1", True)])
+def test_who_averages_by_hand_skips_on_all_ranks(ranks, level, is_manual):
+    (one, history), (other, history_there) = ranks(train_by_hand, level, is_manual)
+    assert history == history_there and [is_skipped for is_skipped, _ in history] == [
+        3 <= step < 5 for step in range(8)
+    ]
+    assert all(map(torch.equal, one, other)) and all(bool(weight.isfinite().all()) for weight in one)
+
+
 TINY = 2.0**-18
 """Gradients of such losses are lost in float16 unless they are scaled."""
 

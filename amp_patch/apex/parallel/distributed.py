@@ -212,10 +212,13 @@ class Reducer:
     def reduce(self) -> None:
         """Average the gradients of parameters that have one (on every rank the same), or the tensors given.
 
-        Where amp keeps masters, gradients are in the masters once a `scale_loss` block has ended; both are averaged.
+        Where amp keeps masters, gradients are in the masters once a `scale_loss` block has ended; both are averaged. An
+        overflow that one rank found before is in the average of all: from now on they skip the same steps.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = SessionView.find()
+        if session is not None:
+            session.decide_with(dist.group.WORLD)
         masters = [] if session is None else [session.find_master(parameter) for parameter in params]
         holders = [*params, *(master for master in masters if master is not None)]
         flat_dist_call([*self.grads, *(holder.grad for holder in holders if holder.grad is not None)], dist.all_reduce)
