@@ -7,6 +7,7 @@ for, or get them twice.
 
 import logging
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -52,10 +53,8 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 def say(message: str, *args: object) -> None:
     """Give one informational line, in a distributed run on rank 0 only."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
-        return
-    say_on_every_rank(message, *args)
+    if not _find_rank():
+        say_on_every_rank(message, *args)
 
 
 def say_on_every_rank(message: str, *args: object) -> None:
@@ -66,7 +65,21 @@ def say_on_every_rank(message: str, *args: object) -> None:
         logger.info(message, *args)
 
 
-def find_stacklevel() -> int:
+def warn(message: str) -> None:
+    """Warn of something wrong, at the line that called the package; in a distributed run the rank is named."""
+    rank = _find_rank()
+    warnings.warn(message if rank is None else f"rank {rank}: {message}", stacklevel=_find_stacklevel())
+
+
+def _find_rank() -> int | None:
+    """Return the rank of this process among several, or None."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return distributed.get_rank()
+    return None
+
+
+def _find_stacklevel() -> int:
     """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code
     that called the package.
     """

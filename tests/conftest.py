@@ -65,6 +65,14 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory):
+    """Four of them, for meshes of two dimensions."""
+    four = Ranks(tmp_path_factory.mktemp("four_ranks"), 4)
+    yield four
+    four.close()
+
+
+@pytest.fixture(scope="session")
 def fork_server():
     """Runs commands of `python` where torch is imported already."""
     server = ForkServer()

@@ -1,6 +1,5 @@
 """`Bindings`: the models and optimizers of a session, and what is asked of all of them together."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..training import Decisions, Masters, ModelBinding, OptimizerBinding
 
 
@@ -89,9 +88,7 @@ class Bindings:
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
-            warnings.warn(
-                f"{place}: the rule for {rule.chooser!r} chooses no module of the models", stacklevel=find_stacklevel()
-            )
+            warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
         for known in self.optimizers():  # new ones may have parameters of theirs
             known.gradients.settle()
         for optimizer in optimizers:
@@ -226,10 +223,9 @@ class Bindings:
         """
         for gradients in (binding.gradients for binding in self.optimizers()):
             if gradients.is_in_block and gradients.has_masters:
-                warnings.warn(
+                warn(
                     "gradients are clipped inside a scale_loss block, where those of 16-bit parameters are not in the"
-                    " masters yet: clip after the block",
-                    stacklevel=find_stacklevel(),
+                    " masters yet: clip after the block"
                 )
             elif not gradients.is_held:
                 gradients.unscale()

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from ..casting import Registration
 from ..config import Policy
 from ..errors import ModelError, OptimizerError, SessionError
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems, find_vanishing_eps
 from .session import Session
 
@@ -149,14 +148,13 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
     if problems:
         raise OptimizerError("; ".join(problems))
     for sentence in find_vanishing_eps(optimizers, policy):
-        warnings.warn(sentence, stacklevel=find_stacklevel())
+        warn(sentence)
     for optimizer in optimizers if models else ():
         known = {id(parameter) for model in models for parameter in model.parameters()}
         if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-            warnings.warn(
+            warn(
                 f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
-                " was moved or copied?",
-                stacklevel=find_stacklevel(),
+                " was moved or copied?"
             )
 
 

@@ -1,7 +1,6 @@
 """`Installer`: puts the patches of one session in, and takes them out."""
 
 import threading
-import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -12,7 +11,7 @@ from ..casting import patches as op_patches
 from ..config import OpLists
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..torch_private import remove_step_hook
 from ..training import LocalGradients, StepHook
 from ..training import patches as gradient_patches
@@ -148,7 +147,7 @@ class Installer:
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
             stuck = references.redirect(functions, models, with_modules=with_modules)
         if stuck:
-            warnings.warn(references.describe_stuck(stuck), stacklevel=find_stacklevel())
+            warn(references.describe_stuck(stuck))
 
     def _take_out(self) -> None:
         for switch in self._switches():

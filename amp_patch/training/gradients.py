@@ -15,13 +15,12 @@ Gradients are *held* while they must not be folded into masters: those of a dela
 the next one touches them, but for a change of scale; they are unscaled at the end of the first pass that is neither.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from .adding import SumsAside, add_each, is_finite, to_float32
 from .backward_pass import BackwardPass, PassState
 from .masters import Pair
@@ -234,10 +233,7 @@ class GradientSet:
         self._aside.clear()
         self._forget_passes()
         self._scale, self.is_held, self._is_torn = None, False, False
-        warnings.warn(
-            "an interrupt left gradients half unscaled: they are dropped, and the next step goes without them",
-            stacklevel=find_stacklevel(),
-        )
+        warn("an interrupt left gradients half unscaled: they are dropped, and the next step goes without them")
 
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import operator
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
 from ..multi_tensor import Group, copy_, group
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..torch_private import get_version
 
 Pair = tuple[Tensor, Tensor]
@@ -129,10 +128,9 @@ class Masters:
         """
         if self._reconcile(pushing=False) and self.is_compiled:
             self.is_compiled = False
-            warnings.warn(
+            warn(
                 "masters were edited since the last step, and a compiled model does not see that by itself: call"
-                " amp.refresh() after each edit, before the model runs",
-                stacklevel=find_stacklevel(),
+                " amp.refresh() after each edit, before the model runs"
             )
 
     def sync(self) -> None:

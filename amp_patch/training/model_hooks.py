@@ -4,7 +4,6 @@ A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
 import sys
-import warnings
 import weakref
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
 
@@ -147,12 +146,11 @@ class SyncMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is not None and not masters.has_warned_of_copy:
             masters.has_warned_of_copy = True
-            warnings.warn(
+            warn(
                 "this copy of a model has 16-bit weights and no float32 masters: averages kept in it lose what is"
                 " smaller than 16 bits can hold. Average over amp.master_params(optimizer), or over copies of"
                 " model.state_dict(), which is float32. To train the copy, make it a new optimizer: a copied one"
-                " holds copies of masters, which belong to no model.",
-                stacklevel=find_stacklevel(),
+                " holds copies of masters, which belong to no model."
             )
         return super().__deepcopy__(memo)
 

@@ -4,7 +4,6 @@ the masters.
 
 import sys
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
 from ..interrupts import is_running
-from ..reporting import find_stacklevel
+from ..reporting import warn
 from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
 from .decisions import Decisions
@@ -126,12 +125,11 @@ class Stepper:
         """Warn, once for each optimizer, of a first backward pass that gave it no gradient at all."""
         self._has_looked_for_gradients = True
         if self._gradients.is_empty() and not self._decisions.groups:  # a rank may hold no shard
-            warnings.warn(
+            warn(
                 f"step() of {type(self._get_optimizer()).__name__} after a backward pass of a loss that it was passed"
                 " with, but none of its parameters has a gradient: it trains nothing. Does it hold parameters that the"
                 " model has no more? Move, shard or wrap the model first, then make the optimizer, then call"
-                " initialize.",
-                stacklevel=find_stacklevel(),
+                " initialize."
             )
 
     def _tell_of_unscaled(self) -> None:
@@ -140,11 +138,10 @@ class Stepper:
             return
         for scaler in self._decisions.scalers:
             scaler.awaits_loss = False
-        warnings.warn(
+        warn(
             f"step() of {type(self._get_optimizer()).__name__} under a dynamic loss scale, but no loss has been scaled:"
             " small gradients may be lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as"
-            " scaled_loss: scaled_loss.backward()`, or give initialize loss_scale=1.0.",
-            stacklevel=find_stacklevel(),
+            " scaled_loss: scaled_loss.backward()`, or give initialize loss_scale=1.0."
         )
 
     def _take_step(

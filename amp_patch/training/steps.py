@@ -2,7 +2,6 @@
 that can be helped.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientOverflowError
-from ..reporting import find_stacklevel, say_on_every_rank
+from ..reporting import say, warn
 from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
@@ -152,7 +151,7 @@ class Steps:
             self._skips_in_a_row = 0
 
     def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
-        say_on_every_rank(
+        say(
             "Gradient overflow.  Skipping step, loss scaler %d %s %s",
             list(self._scalers).index(scaler),
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
@@ -167,4 +166,4 @@ class Steps:
 
     def _warn(self, message: str) -> None:
         self._has_warned = True
-        warnings.warn(message, stacklevel=find_stacklevel())
+        warn(message)

@@ -202,7 +202,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path, server):
     said, results = run_ranks(server, "distributed.py", "--opt-level", "O2", "--overflow-at", "2", cwd=tmp_path)
     assert [result["skipped"] for result in results] == [[False, False, True, False]] * 2
     assert [result["amp"]["loss_scaler0"] for result in results] == [{"loss_scale": 32768.0, "unskipped": 1}] * 2
-    assert said.count("Gradient overflow.") == 2 and said.count("opt_level O2") == 1
+    assert said.count("Gradient overflow.") == 1 and said.count("opt_level O2") == 1
     assert_same(results[0]["weights"], results[1]["weights"])
 
 

@@ -1,4 +1,4 @@
-"""Two processes joined by gloo, which run functions of the tests and give back what they return."""
+"""Processes joined by gloo, which run functions of the tests and give back what they return."""
 
 import pickle
 import traceback
@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD_SIZE = 2
 RUNS_FSDP2 = not torch.__version__.startswith("2.6.")
 needs_fsdp2 = pytest.mark.skipif(not RUNS_FSDP2, reason="fully_shard of torch 2.6 does not run on a CPU")
 PATIENCE = 120  # seconds; a function takes milliseconds
 
 
-def serve(rank: int, store: str, connection: Connection) -> None:
+def serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         function, args = pickle.loads(connection.recv_bytes())
         try:
@@ -36,8 +35,9 @@ class Ranks:
     rank.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, world_size: int = 2) -> None:
         self._folder = folder
+        self._world_size = world_size
         self._starts = 0
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -46,10 +46,10 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo"])
         self._starts += 1
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world_size):
             own, other = context.Pipe()
             store = str(self._folder / f"store{self._starts}")
-            process = context.Process(target=serve, args=(rank, store, other), daemon=True)
+            process = context.Process(target=serve, args=(rank, self._world_size, store, other), daemon=True)
             process.start()
             self._connections.append(own)
             self._processes.append(process)
@@ -67,14 +67,14 @@ class Ranks:
 
     def _receive(self) -> list[Any]:
         results: dict[int, Any] = {}
-        while len(results) < WORLD_SIZE:
-            waiting = {self._connections[rank]: rank for rank in range(WORLD_SIZE) if rank not in results}
+        while len(results) < self._world_size:
+            waiting = {self._connections[rank]: rank for rank in range(self._world_size) if rank not in results}
             ready = wait(list(waiting), PATIENCE)
             assert ready, f"ranks {sorted(waiting.values())} do not answer"
             for connection in ready:
                 results[waiting[connection]], error = pickle.loads(connection.recv_bytes())
                 assert error is None, f"rank {waiting[connection]}:\n{error}"
-        return [results[rank] for rank in range(WORLD_SIZE)]
+        return [results[rank] for rank in range(self._world_size)]
 
     def close(self) -> None:
         for process in self._processes:
