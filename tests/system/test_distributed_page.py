@@ -35,4 +35,4 @@ def test_blocks_run_on_every_rank(ranks, code):
 
 
 def test_there_is_nothing_but_blocks_that_run():
-    assert PAGE.count("```") == 2 * len(BLOCKS) and len(BLOCKS) >= 5
+    assert PAGE.count("```") == 2 * len(BLOCKS) and len(BLOCKS) >= 6
