@@ -15,15 +15,12 @@ named in a warning and stepped in front of.
 """
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from . import _finder
 from ._finder import ApexFinder
-from ._gone import advise
 from ._settings import Settings, in_force
 
 __all__ = ["DeprecatedFeatureWarning", "Installed", "install", "uninstall"]
@@ -84,10 +81,7 @@ def uninstall() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _finder.PARTS and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return importlib.import_module(f"{__name__}.{name}")
-    advice = advise(f"apex.{name}")
-    raise AttributeError(advice or f"module 'apex' has no attribute {name!r}")
+    return _finder.get_part(__name__, _finder.PARTS, name)
 
 
 def __dir__() -> list[str]:

@@ -156,6 +156,12 @@ class SessionView:
         self._session.patcher.install([Patch(owner, name, lambda original: casts.wrap(rule, original))])
         compiling.forget_compiled_code()
 
+    def patch_registered(self) -> None:
+        """Patch the registered functions that are not patched yet."""
+        for owner, name, rule in current.state.registered:
+            if not self._session.patcher.is_patched(owner, name):
+                self.patch(owner, name, rule)
+
     # ---- optimizers and losses ---------------------------------------------------------------------------------------
 
     @property
@@ -218,18 +224,23 @@ class ManualPass:
         """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
         return bool(self._pass.found_inf.item())
 
+    def note_overflow(self) -> None:
+        """Take in that the caller has found an overflow."""
+        self._pass.found_inf.fill_(1.0)
+
     def update_scale(self) -> bool:
-        """End the pass: update the loss scale, and return whether the step is to be skipped.
+        """End the pass: update the loss scale, and return whether the step is to be skipped, for this pass or for
+        others that no update has counted.
 
         Ranks that decide together call this as often as each other. Waits for the device if the scale is dynamic.
         """
         self._pass.close()
-        session = current.state.session
+        due, session = self._scaler.due(), current.state.session
         if session is not None and any(self._scaler is one for one in session.scalers):
-            session.decisions.judge([self._pass])
+            session.decisions.judge(due)
         else:
             self._scaler.update()
-        return self._scaler.is_dynamic and self._pass.is_overflow()
+        return self._scaler.is_dynamic and any(one.is_overflow() for one in due)
 
     def discard(self) -> None:
         """Have no later update count this pass."""

@@ -11,13 +11,15 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import pathlib
 import sys
 import threading
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ..errors import did_you_mean
 from ._gone import advise
 
 logger = logging.getLogger("amp_patch")
@@ -25,6 +27,7 @@ logger = logging.getLogger("amp_patch")
 PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """What the stand-in has of `apex`, and what tells NVIDIA's package from others of that name."""
 
+_PACKAGE = __name__.rpartition(".")[0]
 _TOP_LEVEL = ("amp_C", "apex_C")
 _NVIDIA_PARTS = (*PARTS, "fused_dense", "mlp", "transformer")
 
@@ -55,6 +58,16 @@ class _AliasLoader(importlib.abc.Loader):
         for name, below in list(sys.modules.items()):
             if name.startswith(self._real_name + ".") and alias != "apex":
                 sys.modules.setdefault(alias + name.removeprefix(self._real_name), below)
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of the stand-in as `apex`: its name, and the version that Apex always had."""
+
+    def read_text(self, filename: str) -> str | None:
+        return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return pathlib.Path(__file__).parent.parent / path
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
@@ -129,7 +142,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         root, _, rest = fullname.partition(".")
         # what `from apex import X` looks for, since the package goes by its own name
         if fullname.startswith(self._package + "."):
-            _raise_if_gone("apex" + fullname.removeprefix(self._package))
+            name = "apex" + fullname.removeprefix(self._package)
+            _raise_if_gone(name)
+            if PathFinder.find_spec(fullname, path) is None:
+                _raise_if_misspelt(name)
         if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
         if self._is_whole is None:
@@ -166,6 +182,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         spec = self._alias(fullname, rest)
         if spec is None:
             _raise_if_gone(fullname)
+            _raise_if_misspelt(fullname)
         return spec
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
@@ -187,6 +204,16 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if real.submodule_search_locations is not None:
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of `apex` while all of it is served: libraries ask for its version first."""
+        name = getattr(context, "name", None)
+        if name not in (None, "apex") or getattr(self._local, "is_asking", False):
+            return
+        if self._is_whole is None:
+            self.find_spec("apex")
+        if self._is_whole:
+            yield _Distribution()
 
     # ---- an apex that is installed -----------------------------------------------------------------------------------
 
@@ -245,6 +272,17 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         self._completed.append(module)
 
 
+def get_part(package: str, parts: Sequence[str], name: str) -> Any:
+    """Return what a package of the stand-in has under a name: one of its parts, imported now.
+
+    Raises AttributeError, with what to use today in the place of what is gone.
+    """
+    if name in parts and importlib.util.find_spec(f"{package}.{name}") is not None:
+        return importlib.import_module(f"{package}.{name}")
+    alias = "apex" + package.removeprefix(_PACKAGE)
+    raise AttributeError(advise(f"{alias}.{name}") or f"module {alias!r} has no attribute {name!r}")
+
+
 def installed() -> ApexFinder | None:
     """Return the finder that is in `sys.meta_path`, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
@@ -255,6 +293,14 @@ def _raise_if_gone(name: str) -> None:
     if advice is not None:
         # with name=, `from apex import X` would drop the message
         raise ModuleNotFoundError(f"No module named {name!r}: {advice}")
+
+
+def _raise_if_misspelt(name: str) -> None:
+    """Say what `from apex.amp import intialize` may have meant: it asks for a module of that name in the end."""
+    parent, _, own = name.rpartition(".")
+    suggestion = did_you_mean(own, [one for one in dir(sys.modules.get(parent)) if not one.startswith("__")])
+    if suggestion:
+        raise ModuleNotFoundError(f"cannot import name {own!r} from {parent!r}.{suggestion}")
 
 
 def _describe_distribution(where: str) -> str:

@@ -90,6 +90,15 @@ def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
     return total
 
 
+def clipped(gradients: Tensors, max_norm: float) -> list[Tensor]:
+    """Return copies at full precision of gradients whose L2 norm together is at most `max_norm`.
+
+    g / max(1, (norm + 1e-6) / max_norm)
+    """
+    factor = ((total_norm(gradients) + 1e-6) / max_norm).clamp(min=1.0)
+    return [gradient.to(full_dtype(gradient)) / factor.to(gradient.device) for gradient in gradients]
+
+
 def sgd_(
     gradients: Tensors,
     params: Tensors,

@@ -61,6 +61,11 @@ class AmpState:
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views
 
+    def clear_overflow(self, loss_id: int) -> None:
+        """Forget what a script has found of the gradients of a loss, as each of its blocks does at its end."""
+        if loss_id < len(self._views):
+            self._views[loss_id].clear_overflow_state()
+
 
 _amp_state = AmpState()
 

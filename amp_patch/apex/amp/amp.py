@@ -11,7 +11,7 @@ import torch
 
 from .._core import SessionView, api, make_policy, parse_loss_scale, replace_registered
 from .._settings import in_force
-from ._amp_state import _amp_state
+from ._amp_state import _amp_state, maybe_print
 from .frontend import *  # noqa: F403
 from .handle import AmpHandle, NoOpHandle
 from .handle import disable_casts as disable_casts
@@ -42,21 +42,22 @@ def init(
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
     They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if
-    there is one, else the CPU's.
+    there is one, else the CPU's. After `initialize`, at a level that casts at functions, it patches what has been
+    registered since, and returns the handle of that level; at others it changes nothing, and the handle is inert.
 
     Args:
         enabled: False gives a handle that does nothing.
         loss_scale: what `wrap_optimizer` of the handle scales losses by.
         enable_caching, verbose: what the handle returns as `has_cache` and `verbose`.
         allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
-
-    Raises SessionError if `initialize` is in force.
     """
     if not enabled:
         _amp_state.handle = inert = NoOpHandle()
         return inert
     session = SessionView.find()
-    if session is not None and not session.has_models:
+    if session is not None and session.has_models:
+        return _follow(session, enable_caching, verbose)
+    if session is not None:
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
     policy = replace(make_policy("O1", overrides), casts_inside=False)
@@ -70,3 +71,12 @@ def init(
         replace_registered(allowed, [])
     _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose)
     return handle
+
+
+def _follow(session: SessionView, enable_caching: bool, verbose: bool) -> AmpHandle | NoOpHandle:
+    """Patch what was registered after `initialize`, as Apex's second round of patches did."""
+    if not session.patches_functions:
+        maybe_print("amp.init: this opt_level casts no functions, so registered ones run as they are", rank0=True)
+        return NoOpHandle()
+    session.patch_registered()
+    return AmpHandle(session, enable_caching=enable_caching, verbose=verbose)

@@ -47,7 +47,10 @@ def scale_loss(
         context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
     with context as scaled_loss:
         yield scaled_loss
-    if not delay_unscale and not delay_overflow_check:
+    if delay_unscale:
+        return
+    _amp_state.clear_overflow(loss_id)
+    if not delay_overflow_check:
         for optimizer in known:
             show_skip(optimizer)
 

@@ -37,14 +37,20 @@ class LossScaler:
         self._core.growth_interval = scale_window
         if self.dynamic:
             self._core.set_loss_scale(min(max_loss_scale, init_scale))
-        self._pass: ManualPass | None = None
+        self._forget_pass()
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> "LossScaler":
         """Return a view of a session's scaler."""
         view = cls.__new__(cls)
-        view._core, view._pass = scaler, None
+        view._core = scaler
+        view._forget_pass()
         return view
+
+    def _forget_pass(self) -> None:
+        self._pass: ManualPass | None = None
+        self._buffer: Tensor | None = None  # the script's, or one that it has asked for
+        self._is_overflow = False
 
     def is_view_of(self, scaler: CoreScaler) -> bool:
         """Tell whether this is a view of `scaler`."""
@@ -99,7 +105,24 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._pass is not None and self._pass.has_overflow()
+        return self._is_overflow or (self._pass is not None and self._pass.has_overflow())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._is_overflow = bool(value)
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """The flag that functions of amp_C raise: one integer, which `update_scale` reads."""
+        if self._buffer is None:
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=self._core.scale.device)
+        if self._pass is not None and self._pass.has_overflow():
+            self._buffer.fill_(1)
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._buffer = value
 
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
@@ -119,7 +142,9 @@ class LossScaler:
         """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
         if self._pass is not None:
             self._pass.discard()
-        self._pass = None
+        self._pass, self._is_overflow = None, False
+        if self._buffer is not None:
+            self._buffer.zero_()
 
     def unscale(
         self,
@@ -165,12 +190,16 @@ class LossScaler:
         _copy(full, list(master_grads))
 
     def update_scale(self) -> bool:
-        """Judge the gradients unscaled since `clear_overflow_state`; return whether the step is to be skipped.
+        """Judge the gradients unscaled since `clear_overflow_state`, what has been written to `_overflow_buf`, and
+        `_has_overflow`; return whether the step is to be skipped.
 
         Without any, it counts a good step, as Apex's did. Waits for the device.
         """
         ended, self._pass = self.open_pass(torch.device("cpu")), None
-        return ended.update_scale()
+        if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
+            ended.note_overflow()
+        self._is_overflow = ended.update_scale()
+        return self._is_overflow
 
     def _scale_or(self, override: float | None) -> float:
         return self.loss_scale() if override is None else override
@@ -208,7 +237,7 @@ class LossScaler:
         )
         self._core.growth_interval = state.get("_scale_seq_len", 2000)
         self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
-        self._pass = None
+        self._forget_pass()
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

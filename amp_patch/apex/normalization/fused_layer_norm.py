@@ -2,8 +2,9 @@
 
 Statistics are float32 or wider on every path. What is called "fused" returns the dtype of the input, "mixed" that of
 the weight, whatever the other is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its
-RMSNorm without a weight returned float32. An `eps` is 1e-5 by default for the layers and 1e-6 for the functions, as in
-Apex. `memory_efficient` has no effect.
+RMSNorm without a weight returned float32. One exception: a fused RMSNorm with a 16-bit weight returns the weight's
+dtype, as the norms do whose place libraries have it take (T5's in float16, without any amp). An `eps` is 1e-5 by
+default for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
 
 import warnings
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...dtypes import LOW_DTYPES
 
 Shape = int | Sequence[int]
 
@@ -51,8 +54,9 @@ def mixed_dtype_fused_layer_norm_affine(
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.rms_norm` in the dtype of `input`."""
-    return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
+    """`F.rms_norm` in the dtype of a 16-bit `weight`, else in that of `input`."""
+    dtype = weight.dtype if weight is not None and weight.dtype in LOW_DTYPES else input.dtype
+    return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
@@ -85,6 +89,33 @@ def _normalize(
     return function(input, shape, *parameters, eps=eps).to(dtype)
 
 
+class FusedLayerNormAffineFunction:
+    """The autograd function that Apex had under this name, as its `apply`."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalized_shape: Shape,
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """`fused_layer_norm_affine`."""
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineFunction:
+    """The same for RMSNorm."""
+
+    @staticmethod
+    def apply(
+        input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
+        """`fused_rms_norm_affine`."""
+        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+
+
 class FusedLayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm with the output in the dtype of the input."""
 
@@ -100,7 +131,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm with the output in the dtype of the input."""
+    """torch.nn.RMSNorm with the output in the dtype of the input, or of a 16-bit weight."""
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False

@@ -35,6 +35,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
 
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """A flag to hand to functions of amp_C, as subclasses of Apex's optimizers do: one integer, 0."""
+        return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None or to zero; by default as `set_grad_none` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

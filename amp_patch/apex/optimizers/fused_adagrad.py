@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from .. import amp_C
 from ..updates import adagrad_
 from .base import FusedOptimizer, Work
 
@@ -13,6 +14,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
+    multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
 
     def __init__(
         self,

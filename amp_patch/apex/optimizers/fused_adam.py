@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ...errors import CheckpointError, OptimizerError
-from ..updates import adam_
+from .. import amp_C
+from ..updates import adam_, clipped
 from .base import FusedOptimizer, Work
 
 
@@ -16,12 +17,15 @@ class FusedAdam(FusedOptimizer):
     dicts of torch.optim.Adam and AdamW can be loaded.
 
     Args:
+        max_grad_norm: the norm of the gradients of a group to clip to, 0: do not clip. Apex had it in 2019.
         capturable: accepted; `step` raises in the capture of a CUDA graph.
         amsgrad, master_weights: raise OptimizerError if true; `amp.initialize(opt_level="O2")` gives any optimizer
             masters.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "capturable")
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
+    master_weights = False
 
     def __init__(
         self,
@@ -36,6 +40,8 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
     ) -> None:
         if amsgrad:
             raise OptimizerError("FusedAdam has no AMSGrad variant: use torch.optim.AdamW(amsgrad=True)")
@@ -54,6 +60,7 @@ class FusedAdam(FusedOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            **({"max_grad_norm": max_grad_norm} if max_grad_norm else {}),
         }
         super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = bool(adam_w_mode)
@@ -78,8 +85,16 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError("FusedAdam.step takes no grad_scaler: call grad_scaler.step(optimizer)")
         return super().step(closure)
 
+    @staticmethod
+    def _clipped(work: Work) -> Work:
+        """Return the work with copies of the gradients where a group clips them."""
+        return [
+            (group, params, clipped(gradients, group["max_grad_norm"]) if group.get("max_grad_norm") else gradients)
+            for group, params, gradients in work
+        ]
+
     def _update(self, work: Work) -> None:
-        for group, params, gradients in work:
+        for group, params, gradients in self._clipped(work):
             adam_(
                 gradients,
                 params,

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from ...errors import OptimizerError
+from .. import amp_C
 from ..updates import lamb_, total_norm
 from .base import FusedOptimizer, Work
 
@@ -21,6 +22,8 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
 
     def __init__(
         self,

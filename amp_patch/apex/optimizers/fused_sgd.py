@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import required
 
 from ...errors import OptimizerError
+from .. import amp_C
 from ..updates import sgd_
 from .base import FusedOptimizer, Work
 
@@ -29,6 +30,7 @@ class FusedSGD(FusedOptimizer):
         "most_recent_scale",
         "scale_set_by_backward",
     )
+    multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
     def __init__(
         self,

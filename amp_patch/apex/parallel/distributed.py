@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ...torch_distributed import sync_module_states
 from ...torch_private import (
-    flatten_dense_tensors,
     foreach_copy_,
     get_backward_id,
     queue_after_backward,
-    unflatten_dense_tensors,
 )
 from .._core import SessionView
+from ..apex_C import flatten as flatten
+from ..apex_C import unflatten as unflatten
 
 _BROADCAST_BYTES = 250 * 2**20  # in one message, as torch's DistributedDataParallel
 
@@ -233,17 +233,6 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 # ---- calls on flattened tensors --------------------------------------------------------------------------------------
-
-
-def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a new tensor of shape (n,) with all elements of tensors of one dtype and device."""
-    flat: Tensor = flatten_dense_tensors(tuple(tensors))
-    return flat
-
-
-def unflatten(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of `flat` in the shapes of `tensors`: what `flatten` was given."""
-    return tuple(unflatten_dense_tensors(flat, tuple(tensors)))
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:

@@ -1,0 +1,79 @@
+"""`FusedAdam` as it was in 2019."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ....errors import OptimizerError
+from ... import optimizers
+from ...optimizers.base import Work
+from ...updates import adam_
+
+
+class FusedAdam(optimizers.FusedAdam):
+    """Adam with decoupled weight decay, bias corrected in the step size: eps and weight decay are scaled along.
+
+    p -= lr sqrt(1 - b2^step) / (1 - b1^step) (m / (sqrt(v) + eps) + wd p); without `bias_correction` p -= lr (...).
+
+    Args:
+        max_grad_norm: the norm of the gradients of a group to clip to, 0: do not clip.
+        eps_inside_sqrt, amsgrad: raise OptimizerError if true.
+        use_mt, amp_scale_adjustment: accepted; gradients hold true values here.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        if eps_inside_sqrt:
+            raise OptimizerError("FusedAdam: eps_inside_sqrt is not offered: leave it out")
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = 1.0,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """Take one step. What FP16_Optimizer passed in the arguments after `closure` raises OptimizerError if given."""
+        return super().step(closure, grads, output_params, None if scale == 1.0 else scale, grad_norms, grad_scaler)
+
+    def _update(self, work: Work) -> None:
+        for group, params, gradients in self._clipped(work):
+            step, (beta1, beta2) = self._count_step(group), group["betas"]
+            corrected = math.sqrt(1 - beta2**step) / (1 - beta1**step) if group["bias_correction"] else 1.0
+            adam_(
+                gradients,
+                params,
+                self._moments(params, "exp_avg"),
+                self._moments(params, "exp_avg_sq"),
+                lr=float(group["lr"]) * corrected,
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                weight_decay=group["weight_decay"],
+                is_decoupled=True,
+                corrects_bias=False,
+            )

@@ -1,0 +1,329 @@
+"""What packages reach for beside Apex's functions: its metadata, its extensions, private names, interfaces of 2019."""
+
+import importlib.metadata
+import math
+
+import pytest
+import torch
+from apex_training import state_of_a_new_process  # noqa: F401 - a fixture
+from torch import nn
+
+import amp_patch
+import amp_patch.apex
+
+
+@pytest.fixture
+def apex():
+    """The stand-in under its name."""
+    with amp_patch.apex.install():
+        import apex
+
+        yield apex
+
+
+# ---- what is imported, and what metadata says -----------------------------------------------------------------------
+
+
+def test_metadata_is_there_while_the_whole_of_apex_is_served():
+    with amp_patch.apex.install():
+        assert importlib.metadata.version("apex") == "0.1"
+        found = importlib.metadata.distribution("apex")
+        assert found.metadata["Name"] == "apex" and found.files is None and not list(found.entry_points)
+        assert "apex" in {one.metadata["Name"] for one in importlib.metadata.distributions()}
+        assert importlib.metadata.version("torch") == torch.__version__
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+@pytest.fixture
+def partial_apex(tmp_path, monkeypatch):
+    """An installed apex of today's kind, which has lost amp."""
+    for part in ("", "normalization", "optimizers"):
+        folder = tmp_path / "apex" / part
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_installed_apex_speaks_for_itself(partial_apex):
+    with amp_patch.apex.install(), pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+def test_parts_are_imported_when_they_are_asked_for(apex):
+    assert apex.contrib.optimizers.FP16_Optimizer is apex.optimizers.FP16_Optimizer
+    assert apex.contrib.clip_grad.clip_grad_norm_ and "optimizers" in dir(apex.contrib)
+    with pytest.raises(AttributeError, match=r"cross_entropy.*label_smoothing"):
+        _ = apex.contrib.xentropy
+    from apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer
+    from apex.contrib.optimizers.fused_adam import FusedAdam
+    from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+
+    assert (FP16_Optimizer, FusedAdam) == (apex.optimizers.FP16_Optimizer, apex.contrib.optimizers.FusedAdam)
+    assert SyncBatchNorm is apex.parallel.SyncBatchNorm
+
+
+@pytest.mark.parametrize(
+    ("statement", "suggestion"),
+    [
+        ("from apex.amp import intialize", "'initialize'"),
+        ("from apex.optimizers import FusedAdm", "'FusedAdam'"),
+        ("from apex import optimizer", "'optimizers'"),
+        ("import apex.amp.frontnd", "'frontend'"),
+        ("from apex.parallel import DistributedDataparallel", "'DistributedDataParallel'"),
+    ],
+)
+def test_a_misspelt_name_gets_a_suggestion(apex, statement, suggestion):
+    with pytest.raises(ImportError, match=f"Did you mean {suggestion}"):
+        exec(statement)
+
+
+def test_names_that_nobody_knows_fail_as_ever(apex):
+    with pytest.raises(ImportError, match="cannot import name 'xyzzy'"):
+        exec("from apex.amp import xyzzy")
+    assert not hasattr(apex.amp, "intialize")
+
+
+# ---- extensions and the hand-driven step -----------------------------------------------------------------------------
+
+
+def test_apex_c(apex):
+    import apex_C
+
+    tensors = [torch.arange(6.0).view(2, 3), torch.ones(()), torch.zeros(0)]
+    flat = apex_C.flatten(tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 1]
+    views = apex_C.unflatten(flat, tensors)
+    assert all(map(torch.equal, views, tensors)) and views[0].untyped_storage() is not tensors[0].untyped_storage()
+    flat.zero_()
+    assert views[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("overflows_at", [None, 1])
+def test_a_step_driven_by_hand(apex, level, overflows_at):
+    """As NVIDIA's BERT does: gradients flattened, scaled again for the reduction, unscaled, judged, stepped on."""
+    import amp_C
+    import apex_C
+
+    amp, history = apex.amp, []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer = apex.optimizers.FusedLAMB(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10
+    overflow_buffer = torch.zeros(1, dtype=torch.int)
+    for step in range(3):
+        loss = model(torch.randn(3, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        scaler = amp._amp_state.loss_scalers[0]
+        gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
+        before = [one.clone() for one in gradients]
+        flat = torch.empty(sum(one.numel() for one in gradients), dtype=torch.float16)
+        views = apex_C.unflatten(flat, gradients)
+        overflow_buffer.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buffer, [gradients, views], scaler.loss_scale())
+        if step == overflows_at:
+            flat[0] = float("inf")  # what another rank has sent
+        overflow_buffer.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buffer, [views, gradients], 1.0 / scaler.loss_scale())
+        old, scaler._overflow_buf = scaler._overflow_buf, overflow_buffer
+        had_overflow = scaler.update_scale()
+        assert scaler._has_overflow is had_overflow
+        scaler._overflow_buf = old
+        if had_overflow == 0:
+            for gradient, original in zip(gradients, before, strict=True):
+                torch.testing.assert_close(gradient, original, rtol=1e-2, atol=1e-6)
+            optimizer.step()
+        history.append((had_overflow, scaler.loss_scale()))
+        for parameter in (*model.parameters(), *amp.master_params(optimizer)):
+            parameter.grad = None
+    expected = [(step == overflows_at, 2.0 ** (10 if overflows_at is None or step < 1 else 9)) for step in range(3)]
+    assert history == expected
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_the_flag_of_a_scaler_may_be_read_and_written(apex):
+    scaler = apex.amp.scaler.LossScaler("dynamic", init_scale=64.0)
+    assert scaler._overflow_buf.tolist() == [0] and scaler._overflow_buf is scaler._overflow_buf
+    scaler.unscale([torch.tensor([float("inf")])], [torch.empty(1)], 64.0)
+    assert scaler._overflow_buf.tolist() == [1] and scaler._has_overflow
+    scaler.clear_overflow_state()
+    assert scaler._overflow_buf.tolist() == [0] and not scaler._has_overflow
+    scaler._has_overflow = True
+    assert scaler.update_scale() and scaler.loss_scale() == 32.0 and scaler._has_overflow
+    scaler.clear_overflow_state()
+    scaler._overflow_buf.fill_(1)
+    assert scaler.update_scale() and scaler.loss_scale() == 16.0
+    scaler.clear_overflow_state()
+    assert not scaler.update_scale() and scaler.loss_scale() == 16.0
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_subclass_that_calls_the_kernel_itself(apex):
+    """As fairseq's FusedAdamV2 does."""
+
+    class Own(apex.optimizers.FusedAdam):
+        def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                lists = [[], [], [], []]
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(name, torch.zeros_like(parameter, dtype=torch.float))
+                    values = (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"])
+                    for one, value in zip(lists, values, strict=True):
+                        one.append(value)
+                beta1, beta2 = group["betas"]
+                apex.multi_tensor_apply.multi_tensor_applier(
+                    self.multi_tensor_adam,
+                    self._dummy_overflow_buf,
+                    lists,
+                    group["lr"],
+                    beta1,
+                    beta2,
+                    group["eps"],
+                    group["step"],
+                    self.adam_w_mode,
+                    1 if group["bias_correction"] else 0,
+                    group["weight_decay"],
+                )
+
+    def train(kind):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    for one, other in zip(train(Own), train(apex.optimizers.FusedAdam), strict=True):
+        torch.testing.assert_close(one, other)
+    assert apex.optimizers.FusedAdam.master_weights is False
+
+
+def test_the_names_of_kernels(apex):
+    import amp_C
+
+    assert apex.optimizers.FusedLAMB.multi_tensor_lamb is amp_C.multi_tensor_lamb
+    assert apex.optimizers.FusedLAMB.multi_tensor_l2norm is amp_C.multi_tensor_l2norm
+    assert apex.optimizers.FusedSGD.multi_tensor_sgd is amp_C.multi_tensor_sgd
+    assert apex.optimizers.FusedAdagrad.multi_tensor_adagrad is amp_C.multi_tensor_adagrad
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize("clips", [0.0, 0.5])
+def test_fused_adam_of_2019(apex, corrects, clips):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(5))
+    value, m, v = parameter.detach().double(), torch.zeros(5).double(), torch.zeros(5).double()
+    optimizer = apex.contrib.optimizers.FusedAdam(
+        [parameter], 0.1, corrects, (0.9, 0.99), 1e-3, False, 0.1, max_grad_norm=clips
+    )
+    for step in range(1, 5):
+        parameter.grad = torch.randn(5)
+        given = parameter.grad.clone()
+        g = given.double()
+        if clips:
+            g = g / max(1.0, (g.norm().item() + 1e-6) / clips)
+        optimizer.step()
+        assert torch.equal(parameter.grad, given)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        rate = 0.1 * (math.sqrt(1 - 0.99**step) / (1 - 0.9**step) if corrects else 1.0)
+        value = value - rate * (m / (v.sqrt() + 1e-3) + 0.1 * value)
+        torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(amp_patch.OptimizerError, match="eps_inside_sqrt"):
+        apex.contrib.optimizers.FusedAdam([parameter], eps_inside_sqrt=True)
+
+
+@pytest.mark.parametrize("updates_itself", [False, True])
+def test_fp16_optimizer_of_2019(apex, updates_itself):
+    """The loops of pytorch-pretrained-bert, and of OpenNMT-py, which unscales and clips by itself."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+    model, reference = make().half(), make()
+    inner = apex.optimizers.FusedAdam(model.parameters(), lr=0.01, bias_correction=False, max_grad_norm=1.0)
+    optimizer = apex.optimizers.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    optimizer.loss_scale = 2.0**8
+    plain = apex.optimizers.FusedAdam(reference.parameters(), lr=0.01, bias_correction=False)
+    for step in range(6):
+        for micro in range(2):
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + micro)).half()
+            loss = model(inputs).float().square().mean() * 8
+            optimizer.backward(loss * float("inf") if step == 2 and micro == 0 else loss)
+            if step != 2:
+                (reference(inputs.float()).square().mean() * 8).backward()
+        if updates_itself:
+            optimizer.update_master_grads()
+            optimizer.clip_master_grads(1.0)
+        optimizer.step()
+        assert optimizer.overflow is (step == 2)
+        if step != 2:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert optimizer.loss_scale == 2.0**7
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.005)
+
+
+# ---- init after initialize, and norms --------------------------------------------------------------------------------
+
+
+class Loss:
+    def compute(self, tensor):
+        return tensor.dtype
+
+
+def test_init_after_initialize_patches_what_was_registered_since(apex):
+    """As ESPnet does for its CTC loss."""
+    amp = apex.amp
+    model = nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    low = model(torch.ones(1, 2))
+    assert low.dtype is torch.float16 and Loss().compute(low) is torch.float16
+    amp.register_float_function(Loss, "compute")
+    handle = amp.init()
+    assert Loss().compute(low) is torch.float32 and handle.is_active()
+    assert amp.init().is_active() and model(torch.ones(1, 2)).dtype is torch.float16
+    amp_patch.reset()
+    assert Loss().compute(low) is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_init_changes_nothing_where_functions_are_not_cast(apex, level, capsys):
+    model = nn.Linear(2, 2)
+    apex.amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    assert not apex.amp.init().is_active()
+    assert "casts no functions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_an_rms_norm_takes_the_dtype_of_a_narrower_weight(apex, low):
+    norm = apex.normalization.FusedRMSNorm(4).to(low)
+    wide = torch.randn(3, 4)
+    assert norm(wide).dtype is low
+    torch.testing.assert_close(norm(wide).float(), nn.functional.rms_norm(wide, (4,)), rtol=1e-2, atol=1e-2)
+    assert apex.normalization.FusedRMSNorm(4)(wide.to(low)).dtype is low
+
+
+def test_the_autograd_functions_of_norms(apex):
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
+
+    x, weight, bias = torch.randn(3, 4, requires_grad=True), torch.randn(4), torch.randn(4)
+    out = FusedLayerNormAffineFunction.apply(x, weight, bias, (4,), 1e-5)
+    torch.testing.assert_close(out, nn.functional.layer_norm(x, (4,), weight, bias, 1e-5))
+    out.sum().backward()
+    assert x.grad is not None
+    out = FusedRMSNormAffineFunction.apply(x, weight, (4,), 1e-5)
+    torch.testing.assert_close(out, nn.functional.rms_norm(x, (4,), weight, 1e-5))
