@@ -8,43 +8,47 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 optimizer.step()
 """
 
-from . import amp as amp
-from .api import (
-    Stats,
-    disable_casts,
-    float_function,
-    get_original,
-    half_function,
-    initialize,
-    is_patched,
-    load_state_dict,
-    master_params,
-    promote_function,
-    refresh,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-    reset,
-    scale,
-    scale_loss,
-    session,
-    state_dict,
-    stats,
-    unscale,
-)
-from .errors import (
-    AmpError,
-    ArgumentTypeError,
-    BannedOpError,
-    CheckpointError,
-    GradientOverflowError,
-    ModelError,
-    OpListError,
-    OptimizerError,
-    PolicyError,
-    SessionError,
-)
-from .fsdp import fsdp_policy
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import amp as amp
+    from .api import (
+        Stats,
+        disable_casts,
+        float_function,
+        get_original,
+        half_function,
+        initialize,
+        is_patched,
+        load_state_dict,
+        master_params,
+        promote_function,
+        refresh,
+        register_float_function,
+        register_half_function,
+        register_promote_function,
+        reset,
+        scale,
+        scale_loss,
+        session,
+        state_dict,
+        stats,
+        unscale,
+    )
+    from .errors import (
+        AmpError,
+        ArgumentTypeError,
+        BannedOpError,
+        CheckpointError,
+        GradientOverflowError,
+        ModelError,
+        OpListError,
+        OptimizerError,
+        PolicyError,
+        SessionError,
+    )
+    from .fsdp import fsdp_policy
 
 __version__ = "0.1.0"
 
@@ -83,6 +87,17 @@ __all__ = [
     "stats",
     "unscale",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what has the name when it is first asked for: commands and starting processes need no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "amp":
+        return importlib.import_module(f"{__name__}.amp")
+    home = "errors" if name.endswith("Error") else "fsdp" if name == "fsdp_policy" else "api"
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,6 @@ from .demo_training import MissingExtraError as MissingExtraError
 from .demo_training import TrainResult, load_digits_tensors, require_extras, train
 from .demo_training import build_model as build_model
 
-SUMMARY = "Train a small network on handwritten digits at each opt_level and compare."
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 COLUMNS = (
     "level",

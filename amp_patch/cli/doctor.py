@@ -17,8 +17,6 @@ from ..doctor import (
     machine_findings,
 )
 
-SUMMARY = "Read training scripts, without running them, for what goes wrong under amp; and look the machine over."
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the doctor's arguments on `parser`."""

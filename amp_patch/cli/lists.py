@@ -8,7 +8,6 @@ from ..config import op_lists
 from . import lists_diff, lists_explain, lists_show
 from .lists_printing import print_lines
 
-SUMMARY = "Show, check, compare and explain op lists."
 _CHECK = "print every fault of list files as file:line:column: text; exit code 1 if there is one"
 
 

@@ -1,67 +1,67 @@
-"""The `amp-patch` command: one parser over the subcommands in `COMMANDS`.
+"""The `amp-patch` command: one parser over the subcommands in `COMMANDS`, each imported when it is asked for.
 
 Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be
 used or an optional extra is missing.
 """
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import AmpError
-from . import demo, doctor, lists, run
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` gets the arguments that `add_arguments` declared; it returns the exit code, or None for 0.
-
-    `is_transparent`: what it raises is its script's, and passes through.
+    """A subcommand, in the module of its name: `add_arguments(parser)`, and `run(arguments)`, which returns the exit
+    code, or None for 0.
     """
 
     name: str
     summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int | None]
-    is_transparent: bool = False
+
+    def load(self) -> Any:
+        """Import its module and return it."""
+        return importlib.import_module(f"{__package__}.{self.name}")
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", demo.SUMMARY, demo.add_arguments, demo.run),
-    Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run),
-    Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
-    Command("run", run.SUMMARY, run.add_arguments, run.run, is_transparent=True),
+    Command("demo", "Train a small network on handwritten digits at each opt_level and compare."),
+    Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
+    Command("lists", "Show, check, compare and explain op lists."),
+    Command("run", "Run a script written for NVIDIA Apex, unmodified."),
 )
 
 
-def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands; parsed arguments carry their `Command` and its parser by those names."""
+def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the arguments of those that `argv` may mean.
+
+    Parsed arguments carry their `Command` and its parser by those names.
+    """
     parser = argparse.ArgumentParser(prog="amp-patch", description="Apex-style mixed precision by reversible patches.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
-        command.add_arguments(subparser)
+        if command.name in argv:
+            command.load().add_arguments(subparser)
         subparser.set_defaults(command=command, parser=subparser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
-    arguments = build_parser().parse_args(argv)
-    command: Command = arguments.command
-    if command.is_transparent:
-        command.run(arguments)
-        return 0
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = build_parser(argv).parse_args(argv)
     try:
-        code = command.run(arguments) or 0
+        code: int = arguments.command.load().run(arguments) or 0
         sys.stdout.flush()
         return code
-    except demo.MissingExtraError as error:
-        print(f"{arguments.parser.prog}: error: {error}", file=sys.stderr)
-        return 2
     except AmpError as error:
-        print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
-        return 1
+        is_extra = isinstance(error, ModuleNotFoundError)
+        print(f"{arguments.parser.prog}: {'error' if is_extra else 'failed'}: {error}", file=sys.stderr)
+        return 2 if is_extra else 1
     except BrokenPipeError:  # what reads our output, such as head, has seen enough
         return 1

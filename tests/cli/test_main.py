@@ -66,7 +66,8 @@ def test_demo_leaves_no_session_open() -> None:
 
 
 def test_levels_may_be_repeated_or_listed() -> None:
-    parsed = build_parser().parse_args(["demo", "--opt-level", "O1", "--opt-level", "O4,O5"])
+    arguments = ["demo", "--opt-level", "O1", "--opt-level", "O4,O5"]
+    parsed = build_parser(arguments).parse_args(arguments)
     assert parsed.levels == ["O1", "O4", "O5"]
 
 

@@ -5,6 +5,7 @@ of the start of the interpreter, or of what is imported before torch, needs a pr
 """
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -88,26 +89,52 @@ def serve() -> dict[str, object] | None:
     return None
 
 
+class Replaced(BaseException):
+    """What `os.execve` raises in a fork: the fork goes on as the interpreter that it asked for."""
+
+
 def become(request: dict[str, object]) -> None:
     """Turn this fork into the interpreter that was asked for, and run its command."""
-    import runpy
-
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
     for file, stream in zip(["/dev/null", *request["files"]], (0, 1, 2), strict=True):
         os.dup2(os.open(file, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT), stream)
+
+    def replace(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        flags = subprocess._args_from_interpreter_flags()
+        raise Replaced(arguments[1 + len(flags) :], environment)
+
+    os.execve = replace
+    try:
+        run_command(request["arguments"])
+        return
+    except Replaced as replaced:
+        arguments, environment = replaced.args
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[1:1] = [entry for entry in environment["PYTHONPATH"].split(os.pathsep) if entry not in known]
+    sys.modules.pop("sitecustomize", None)
+    importlib.import_module("sitecustomize")
+    run_command(arguments)
+
+
+def run_command(arguments: list[str]) -> None:
+    """What `python` does with these arguments."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    option, *rest = request["arguments"]
+    option, *rest = arguments
     sys.path[0] = "" if option == "-c" else os.getcwd()
     if option == "-m":
         sys.argv[:] = ["-m", *rest[1:]]
+        import runpy
+
         runpy._run_module_as_main(rest[0])
         return
     if option == "-c":
         source, name, sys.argv[:] = rest[0], "<string>", ["-c", *rest[1:]]
     else:
-        source, name, sys.argv[:] = Path(option).read_text(), option, request["arguments"]
+        source, name, sys.argv[:] = Path(option).read_text(), option, arguments
         main.__file__ = name
         sys.path[0] = os.path.dirname(os.path.abspath(option))
     exec(compile(source, name, "exec"), vars(main))
