@@ -1,0 +1,117 @@
+"""amp_patch under Hugging Face's Accelerate: an `Accelerator` with an opt_level.
+
+    from amp_patch.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(opt_level="O4", gradient_accumulation_steps=2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import api as amp
+from ..errors import ArgumentTypeError
+from ..session import current
+
+
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Tells our skips: schedules that were prepared do not step after one."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(getattr(self.optimizer, "step_was_skipped", False))
+
+
+class _AmpState:
+    """What `save_state` and `load_state` carry."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return amp.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        amp.load_state_dict(state_dict)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate.Accelerator whose `prepare` initializes amp, whose `backward` scales and whose clipping clips masters.
+
+    `optimizer_step_was_skipped` tells of skipped steps, and `save_state` and `load_state` carry the loss scale. Calls
+    of `backward` between steps (`accumulate`) add up under one scale.
+
+    Args:
+        opt_level: of `amp_patch.initialize`.
+        amp_options: other arguments of it, such as `lists` and `loss_scale`.
+        args, kwargs: of accelerate.Accelerator; without `mixed_precision`, else ArgumentTypeError.
+    """
+
+    def __init__(
+        self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mixed_precision != "no":
+            raise ArgumentTypeError(
+                f"mixed_precision={self.mixed_precision!r}: the opt_level says what is computed in 16 bits; leave it out"
+            )
+        self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}
+        self._amp_models: list[nn.Module] = []
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator) -> None:
+        """Turn an accelerate.Accelerator into one of this class whose user calls `amp_patch.initialize`."""
+        accelerator.__class__ = cls
+        accelerator._amp_options = None
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Initialize amp for the models and optimizers among `args`, on the device of the accelerator, and prepare."""
+        optimizers = [one for one in args if isinstance(one, Optimizer)]
+        if self._amp_options is not None:
+            self._initialize([one for one in args if isinstance(one, nn.Module)], optimizers)
+        prepared = super().prepare(*args, **kwargs)
+        for optimizer in self._optimizers:
+            if type(optimizer) is AcceleratedOptimizer:
+                optimizer.__class__ = _Optimizer
+        if optimizers and not any(isinstance(one, _AmpState) for one in self._custom_objects):
+            self.register_for_checkpointing(_AmpState())
+        return prepared
+
+    def _initialize(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        if self.device_placement:
+            for model in models:
+                model.to(self.device)
+        self._amp_models += models
+        if models or optimizers:
+            amp.initialize(self._amp_models, optimizers, **(self._amp_options or {}))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Go backward from the loss, divided by the accumulation steps and multiplied by the loss scale."""
+        optimizers = [_unwrapped(optimizer) for optimizer in self._optimizers]
+        loss = loss / self.gradient_accumulation_steps
+        with amp.scale_loss(loss, optimizers, delay_unscale=not self.sync_gradients) as scaled_loss:
+            scaled_loss.backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients that the optimizers step on, of the parameters given; return their norm, unscaled."""
+        return super().clip_grad_norm_(_with_masters(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip the values of the gradients that the optimizers step on, of the parameters given."""
+        super().clip_grad_value_(_with_masters(parameters), clip_value)
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _with_masters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return parameters, with their float32 masters in the place of those that have one."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    session = current.state.session
+    masters = [None if session is None else session.find_master(parameter) for parameter in given]
+    return [given[index] if master is None else master for index, master in enumerate(masters)]

@@ -1,0 +1,77 @@
+"""amp_patch under the Trainer of Hugging Face's transformers.
+
+    from amp_patch.integrations.huggingface import AmpTrainerMixin
+
+    class Trainer(AmpTrainerMixin, transformers.Trainer): ...
+
+    Trainer(model=model, args=arguments, train_dataset=data, opt_level="O4").train()
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from .. import api as amp
+from ..errors import ArgumentTypeError
+from .accelerate import Accelerator
+
+STATE_NAME = "amp.pt"
+
+
+class AmpTrainerMixin:
+    """Comes before a Trainer class of transformers in the bases of a subclass.
+
+    Losses are scaled, accumulated gradients add up under one scale, `max_grad_norm` and the `grad_norm` in the logs are
+    of the true gradients, the schedule waits after a skipped step, checkpoints hold amp's state in `amp.pt`, and saved
+    models are float32.
+
+    Args:
+        opt_level: of `amp_patch.initialize`.
+        amp_options: other arguments of it, such as `lists` and `loss_scale`.
+        args, kwargs: of the Trainer; without `fp16` and `bf16` in its arguments, else ArgumentTypeError.
+    """
+
+    def __init__(self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any):
+        self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
+        self._amp_optimizer: Any = None
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Trainer's accelerator one that scales."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if accelerator.mixed_precision != "no":
+            raise ArgumentTypeError("fp16 or bf16 in the arguments: the opt_level says what is computed in 16 bits")
+        Accelerator.adopt(accelerator)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and initialize amp for it and the model."""
+        trainer: Any = self
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer = trainer.optimizer
+        known = self._amp_optimizer
+        if known is None or (optimizer is not known and getattr(optimizer, "optimizer", None) is not known):
+            amp.initialize(trainer.model, optimizer, **self._amp_options, replace=known is not None)
+            self._amp_optimizer = optimizer
+        return trainer.optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            torch.save(amp.state_dict(), os.path.join(output_dir, STATE_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        path = "" if checkpoint is None else os.path.join(checkpoint, STATE_NAME)
+        if os.path.isfile(path):
+            amp.load_state_dict(torch.load(path, weights_only=True))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        trainer: Any = self
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        config = getattr(model, "config", None)
+        if trainer.args.should_save and str(getattr(config, "dtype", None)).endswith("float16"):
+            config.dtype = torch.float32  # that of the weights in the file; transformers wrote that of the parameters
+            config.save_pretrained(trainer.args.output_dir if output_dir is None else output_dir)

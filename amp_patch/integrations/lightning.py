@@ -1,0 +1,97 @@
+"""amp_patch under Lightning, as a precision plugin.
+
+    from amp_patch.integrations.lightning import AmpPrecision
+
+    trainer = lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
+
+Works for `lightning` and for `pytorch_lightning`, whichever was imported first.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import api as amp
+
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
+    from lightning.pytorch.plugins import Precision
+else:
+    from pytorch_lightning.plugins import Precision
+
+
+class AmpPrecision(Precision):  # type: ignore[misc]
+    """Lightning's training at an opt_level, with its clipping, accumulation and checkpoints.
+
+    Every child of the LightningModule that has parameters is a model of amp's, so that `self.net(x)` in a
+    `training_step` is cast as `self(x)` is; parameters of the LightningModule itself stay float32. The closure of a
+    step runs once, before it is decided whether the step is skipped. Schedules of steps wait after a skip. The session
+    outlives the fit, so that its model can be evaluated and saved; `amp_patch.reset()` ends it.
+
+    Args:
+        opt_level: of `amp_patch.initialize`.
+        amp_options: other arguments of it, such as `lists` and `loss_scale`.
+    """
+
+    precision = "32-true"
+
+    def __init__(self, opt_level: str = "O1", **amp_options: Any) -> None:
+        super().__init__()
+        self._options = {"opt_level": opt_level, **amp_options}
+        self._optimizers: list[Any] = []
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
+        """Initialize amp for the children of the LightningModule and the optimizers."""
+        inner = getattr(model, "module", model) if not hasattr(model, "training_step") else model
+        models = [child for child in inner.children() if next(child.parameters(), None) is not None]
+        if optimizers:
+            amp.initialize(models, optimizers, **self._options, replace=bool(self._optimizers))
+            self._optimizers = list(optimizers)
+        for entry in lr_schedulers:
+            kind = type(entry.scheduler)  # not by an attribute, which its state dict would hold
+            if entry.interval == "step" and not issubclass(kind, _WaitingAfterSkips):
+                entry.scheduler.__class__ = type(kind.__name__, (_WaitingAfterSkips, kind), {})
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Go backward from the scaled loss."""
+        optimizers = self._optimizers if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
+        with amp.scale_loss(tensor, optimizers) as scaled_loss:
+            super().backward(scaled_loss, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, then step; under LBFGS, which runs it itself, under a static scale only."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        if result is None and model.automatic_optimization:  # `training_step` has skipped the batch
+            return result
+        optimizer.step(**kwargs)
+        return result
+
+    def main_params(self, optimizer: Any) -> Any:
+        """What is clipped: the float32 masters where there are masters."""
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold of amp."""
+        return amp.state_dict() if self._optimizers else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the loss scale of a checkpoint."""
+        if self._optimizers:
+            amp.load_state_dict(state_dict)
+
+
+class _WaitingAfterSkips:
+    """A schedule does not step after a step that was skipped: it is one of steps taken."""
+
+    optimizer: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self.optimizer, "step_was_skipped", False):
+            super().step(*args, **kwargs)  # type: ignore[misc]
