@@ -9,6 +9,8 @@ optimizer.step()
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,6 +89,21 @@ __all__ = [
     "stats",
     "unscale",
 ]
+
+
+class _Package(types.ModuleType):
+    """This package, whose function `session` has the name of one of its parts: importing that sets no attribute."""
+
+    @property
+    def session(self) -> Any:
+        return importlib.import_module(f"{__name__}.api").session
+
+    @session.setter
+    def session(self, value: Any) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -30,11 +30,32 @@ def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: 
     torch.distributed._broadcast_coalesced(group, tensors, bucket_size, src)  # type: ignore[attr-defined]
 
 
+def get_reduced_dtypes(module: Any) -> set[str]:
+    """Return the names of the dtypes of the parameters that a DistributedDataParallel was made for, as C++ calls them.
+
+    Empty without it: wrappers that were made before their model was cast reduce nothing then, and nobody says so.
+    """
+    read: Any = getattr(module, "_get_ddp_logging_data", dict)
+    return set(filter(None, read().get("dtypes", "").split(", ")))
+
+
 def get_mp_policy(module: Any) -> Any:
     """Return the MixedPrecisionPolicy that `fully_shard` was given for a module. Without it: O2 and O5 cannot tell
     whether shards are used in 16 bits.
     """
     return module._get_fsdp_state()._mp_policy
+
+
+def get_unsharded_gradients(module: Any) -> list[Tensor]:
+    """Return the whole gradients that a module of `fully_shard` holds of passes which were not reduced. Without it:
+    sums over passes of different loss scales are wrong.
+    """
+    found = []
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
 
 
 # The helpers of torch.distributed.checkpoint that name the parameters of an optimizer after the model's. Without them:

@@ -166,7 +166,7 @@ def remove_step_hook(hook: Callable[..., Any], optimizer: Optimizer | None = Non
 
     Its handle cannot be relied on: an interrupt may come before `register_optimizer_step_post_hook` has returned it.
     """
-    hooks = GLOBAL_POST_HOOKS if optimizer is None else getattr(optimizer, STEP_POST_HOOKS)
+    hooks = GLOBAL_POST_HOOKS if optimizer is None else getattr(optimizer, STEP_POST_HOOKS, {})
     for key in [key for key, value in hooks.items() if value is hook]:
         hooks.pop(key, None)
 

@@ -1,7 +1,6 @@
 """Fixtures of every test: after each one, torch must be exactly as it was."""
 
 import gc
-import sys
 
 import hypothesis
 import pytest
@@ -12,6 +11,7 @@ from torch_state import find_changes
 
 import amp_patch
 from amp_patch.patching import search
+from amp_patch.session import current
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")
@@ -46,7 +46,7 @@ def torch_is_left_as_found():
     """Undo after each test, then check identity of every name in the namespaces."""
     yield
     amp_patch.reset()
-    sys.modules["amp_patch.session.current"].state.registered.clear()
+    current.state.registered.clear()
     assert find_changes() == []
 
 

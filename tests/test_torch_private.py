@@ -22,7 +22,15 @@ from amp_patch import torch_distributed, torch_private
 PACKAGE = Path(amp_patch.__file__).parent
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py", PACKAGE / "torch_distributed.py"})
 HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
-NOT_OF_TORCH = {"_amp_stash", "_DummyThread", "_SubParsersAction", "_getframe", "_initializing", "_make"}
+NOT_OF_TORCH = {
+    "_amp_stash",
+    "_args_from_interpreter_flags",
+    "_DummyThread",
+    "_SubParsersAction",
+    "_getframe",
+    "_initializing",
+    "_make",
+}
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
 
@@ -236,6 +244,8 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
     "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),
+    "get_reduced_dtypes": (lambda: call_among_ranks(read_reduced_dtypes), {"c10::BFloat16"}),
+    "get_unsharded_gradients": (lambda: call_among_ranks(read_unsharded_gradients), [[0.0], [1.0]]),
     "init_optim_state": (lambda: read_state_made_for_checkpoint(), ["exp_avg", "exp_avg_sq", "step"]),
     "broadcast_tensors": (lambda: call_among_ranks(broadcast), [2.0]),
     "build_function_tables": (torch_private.build_function_tables, None),
@@ -274,6 +284,21 @@ def read_mp_policy() -> object:
     mesh, layer = dist.device_mesh.init_device_mesh("cpu", (1,)), nn.Linear(1, 1)
     fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     return torch_distributed.get_mp_policy(layer).param_dtype
+
+
+def read_reduced_dtypes() -> set[str]:
+    layer = nn.Linear(1, 1).bfloat16()
+    return torch_distributed.get_reduced_dtypes(nn.parallel.DistributedDataParallel(layer))
+
+
+def read_unsharded_gradients() -> list[list[float]]:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, layer = dist.device_mesh.init_device_mesh("cpu", (1,)), nn.Linear(1, 1)
+    fully_shard(layer, mesh=mesh)
+    layer.set_requires_gradient_sync(False)
+    layer(torch.zeros(1, 1)).sum().backward()
+    return [gradient.flatten().tolist() for gradient in torch_distributed.get_unsharded_gradients(layer)]
 
 
 def call_among_ranks(call: Callable[[], object]) -> object:

@@ -1,9 +1,9 @@
 """amp_patch under Hugging Face's Accelerate: an `Accelerator` with an opt_level.
 
-    from amp_patch.integrations.accelerate import Accelerator
+from amp_patch.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(opt_level="O4", gradient_accumulation_steps=2)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+accelerator = Accelerator(opt_level="O4", gradient_accumulation_steps=2)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 """
 
 from collections.abc import Iterable
@@ -55,7 +55,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":
             raise ArgumentTypeError(
-                f"mixed_precision={self.mixed_precision!r}: the opt_level says what is computed in 16 bits; leave it out"
+                f"mixed_precision={self.mixed_precision!r}: leave it out, the opt_level says what runs in 16 bits"
             )
         self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}
         self._amp_models: list[nn.Module] = []
@@ -103,7 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().clip_grad_value_(_with_masters(parameters), clip_value)
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
+def _unwrapped(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,10 +1,10 @@
 """amp_patch under the Trainer of Hugging Face's transformers.
 
-    from amp_patch.integrations.huggingface import AmpTrainerMixin
+from amp_patch.integrations.huggingface import AmpTrainerMixin
 
-    class Trainer(AmpTrainerMixin, transformers.Trainer): ...
+class Trainer(AmpTrainerMixin, transformers.Trainer): ...
 
-    Trainer(model=model, args=arguments, train_dataset=data, opt_level="O4").train()
+Trainer(model=model, args=arguments, train_dataset=data, opt_level="O4").train()
 """
 
 import os
@@ -71,7 +71,7 @@ class AmpTrainerMixin:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         trainer: Any = self
         model = trainer.accelerator.unwrap_model(trainer.model)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if trainer.args.should_save and str(getattr(config, "dtype", None)).endswith("float16"):
             config.dtype = torch.float32  # that of the weights in the file; transformers wrote that of the parameters
             config.save_pretrained(trainer.args.output_dir if output_dir is None else output_dir)

@@ -55,7 +55,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             kind = type(entry.scheduler)  # not by an attribute, which its state dict would hold
             if entry.interval == "step" and not issubclass(kind, _WaitingAfterSkips):
                 entry.scheduler.__class__ = type(kind.__name__, (_WaitingAfterSkips, kind), {})
-        return super().connect(model, optimizers, lr_schedulers)
+        return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Go backward from the scaled loss."""

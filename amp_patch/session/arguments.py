@@ -11,7 +11,7 @@ from ..config import Policy
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
 from ..training import ids_beside_opaque
-from .sharding import find_sharding_problems, is_zero_redundancy
+from .sharding import find_sharding_problems, is_post_local, is_zero_redundancy
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -188,6 +188,11 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
             problems.append(
                 f"{name} has handed out the model's parameters to the ranks, and would not step on their masters: use a"
                 " plain optimizer, or O1 or O4, or fully_shard with amp_patch.fsdp_policy, which shards masters too"
+            )
+        if use_masters and is_post_local(optimizer):
+            problems.append(
+                f"{name} averages the model's parameters where they have gradients, which masters have in their place:"
+                " use O1 or O4"
             )
         if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
             problems.append(

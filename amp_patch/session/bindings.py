@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Masters, ModelBinding, OptimizerBinding, loss_scaler
 
 
 class Bindings:
@@ -58,6 +58,11 @@ class Bindings:
     def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
         return next((binding for binding in self._optimizers if binding.optimizer is optimizer), None)
+
+    @property
+    def scalers(self) -> Sequence[loss_scaler.LossScaler]:
+        """The loss scalers of the session."""
+        return self._decisions.scalers
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""

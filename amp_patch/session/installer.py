@@ -8,7 +8,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling
 from ..casting import patches as op_patches
-from ..config import OpLists
+from ..config import OpLists, Policy
+from ..dtypes import LOW_DTYPES
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
@@ -24,32 +25,32 @@ class Installer:
     """The patches of one session.
 
     Args:
+        policy: of the session.
         casts, oplists: of a level that casts at ops; None at others.
         products: what computes products in float32, or None.
         cache: the weight cache, or None.
         registered: functions that the user registered.
         bindings: the models, optimizers and masters that the patches serve.
-        scales: whether there are masters or a loss scale.
     """
 
     def __init__(
         self,
+        policy: Policy,
         casts: OpCasts | None,
         products: Products | None,
         oplists: OpLists | None,
         cache: WeightCache | None,
         registered: Sequence[Registration],
         bindings: Bindings,
-        *,
-        scales: bool,
     ) -> None:
+        self._casts_model = policy.cast_model_type in LOW_DTYPES
+        self._scales = bool(policy.master_weights) or policy.loss_scale != 1.0
         self._casts = casts
         self._products = products
         self._oplists = oplists
         self._cache = cache
         self._registered = tuple(registered)
         self._bindings = bindings
-        self._scales = scales
         self.local = LocalGradients()
         self.patcher = Patcher()
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
@@ -57,7 +58,7 @@ class Installer:
 
     def install(self, undo: UndoStack) -> None:
         """Put everything in. `undo` takes it out, also where this fails half-way."""
-        if not (self._patches_ops or self._scales):
+        if not (self._patches_ops or self._scales or self._casts_model):
             return
         late = None
         if self._patches_ops:
@@ -133,7 +134,9 @@ class Installer:
             patcher=self.patcher,
             masters=self._bindings.masters,
             local=self.local,
+            scalers=self._bindings.scalers,
             scales=self._scales,
+            casts_model=self._casts_model,
             on_zero_grad=self._bindings.on_zero_grad,
             fold_gradients=self._bindings.fold_gradients,
             has_deferred_ops=late is not None,

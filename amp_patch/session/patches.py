@@ -5,7 +5,7 @@ and `Optimizer.step_was_skipped`, a property that is absent without a session.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..config import OpLists
 from ..patching import Patch, Patcher
 from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
-from ..training import LocalGradients, Masters
+from ..training import LocalGradients, Masters, loss_scaler
 from ..training import patches as around_gradients
 
 
@@ -33,6 +33,7 @@ class Parts:
         patches_ops: whether ops are patched, be it for casts or for how products are computed.
         cache: the weight cache, or None.
         scales: whether there are masters or a loss scale.
+        casts_model: whether the parameters of models are cast.
         has_deferred_ops: whether packages that are not imported yet have listed ops.
     """
 
@@ -43,7 +44,9 @@ class Parts:
     patcher: Patcher
     masters: Masters
     local: LocalGradients
+    scalers: Sequence[loss_scaler.LossScaler]
     scales: bool
+    casts_model: bool
     on_zero_grad: Callable[[torch.nn.Module], None]
     has_deferred_ops: bool = False
     on_reload: Callable[[str], None] = lambda name: None
@@ -82,6 +85,10 @@ def _casts(parts: Parts) -> bool:
 
 def _scales(parts: Parts) -> bool:
     return parts.scales
+
+
+def _sync(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
+    return around_gradients.sync_masters(original, parts.masters, parts.scalers)
 
 
 def _clip(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
@@ -137,14 +144,10 @@ TABLE = (
     TorchPatch(
         DistributedDataParallel,
         "forward",
-        _scales,
+        lambda parts: parts.scales or parts.casts_model,
         lambda original, parts: around_gradients.note_forward(original, parts.local),
     ),
-    *(
-        TorchPatch(*place, _scales, lambda original, parts: around_gradients.sync_masters(original, parts.masters))
-        for place in [SYNC_MODULE_STATES]
-        if hasattr(*place)
-    ),
+    *(TorchPatch(*place, _scales, _sync) for place in [SYNC_MODULE_STATES] if hasattr(*place)),
 )
 
 

@@ -24,7 +24,7 @@ from ..reporting import warn
 from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
-from .sharding import find_groups
+from .sharding import find_groups, find_unsharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,13 @@ class Session:
             self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
         rules = () if self.oplists is None else self.oplists.modules
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions)
-        scales = bool(policy.master_weights) or policy.loss_scale != 1.0
-        self._installer = Installer(
-            self.casts, products, self.oplists, self._cache, registered, self._bindings, scales=scales
-        )
+        self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self._bindings)
         self._passes = BackwardPasses(
             self._bindings.optimizers,
             self._bindings.parameters_outside,
             self._installer.local,
             self.decisions,
+            lambda: find_unsharded(self.models()),
             self._end_pass,
         )
         self._overflow_group: Any = None
@@ -102,6 +100,7 @@ class Session:
         Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
         """
         float32_data: dict[int, Tensor] = {}
+        self._undo.callback(self._installer.local.warn_of_stale)  # when the models are as they were
         self._undo.callback(self.switch.turn_off)
         self._undo.callback(self._bindings.release)
         self._bindings.bind(models, optimizers, float32_data)
@@ -120,15 +119,19 @@ class Session:
         self._bindings.bind_more(models, optimizers, finish)
 
     def _decide_together(self, overflow_group: Any) -> None:
-        if overflow_group is not None:
-            self._overflow_group = overflow_group
+        given = self._overflow_group if overflow_group is None else overflow_group
         parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]
-        self.decisions.share(find_groups(self.models(), parameters, self._overflow_group))
+        self.decisions.share(find_groups(self.models(), parameters, given))
+        self._overflow_group = given
 
     def decide_with(self, group: Any) -> None:
-        """Decide together with the ranks of a process group, unless the caller or the shards have said otherwise."""
+        """Decide together with the ranks of a process group, unless the caller or the shards have said otherwise.
+
+        The scales are those of its first rank from then on.
+        """
         if self._overflow_group is None and not self.decisions.groups:
             self._decide_together(group)
+            self.decisions.take_scales_of_first(group)
 
     def close(self) -> None:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Policy
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
-from ..torch_distributed import get_mp_policy
+from ..torch_distributed import get_mp_policy, get_unsharded_gradients
 from ..torch_private import BatchNormBase, get_local_tensor
 
 _FSDP = "torch.distributed.fsdp"
@@ -28,6 +28,12 @@ def _is_a(value: Any, module_name: str, class_name: str) -> bool:
 def is_zero_redundancy(optimizer: Any) -> bool:
     """Tell whether an optimizer is torch's ZeroRedundancyOptimizer."""
     return _is_a(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer")
+
+
+def is_post_local(optimizer: Any) -> bool:
+    """Tell whether an optimizer is torch's PostLocalSGDOptimizer, which averages parameters that have a gradient."""
+    module = "torch.distributed.optim.post_localSGD_optimizer"
+    return _is_a(optimizer, module, "PostLocalSGDOptimizer")
 
 
 def find_sharding_problems(model: nn.Module, policy: Policy) -> Iterator[str]:
@@ -95,11 +101,19 @@ def _find_fsdp(model: nn.Module, key: str) -> nn.Module | None:
         path = path.rpartition(".")[0]
 
 
+def find_unsharded(models: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the whole gradients that `fully_shard` holds in models until a pass reduces them."""
+    modules = (module for model in models for module in model.modules() if _is_a(module, _FSDP, "FSDPModule"))
+    return [gradient for module in modules for gradient in get_unsharded_gradients(module)]
+
+
 # ---- who decides together --------------------------------------------------------------------------------------------
 
 
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
     """Return the process groups whose ranks decide together whether a step is skipped; none: each for itself.
+
+    A group that is given and lacks ranks which hold other shards comes before theirs: all of them decide together.
 
     Args:
         models, parameters: of the session; their shards tell.
@@ -111,8 +125,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
         if given:
             raise ArgumentTypeError("overflow_group: torch.distributed has no process group yet")
         return ()
-    if given is not None:
-        return _groups_of(given)
+    groups = () if given is None else _groups_of(given)
     found: dict[frozenset[int], Sequence[Any]] = {}
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
@@ -123,14 +136,18 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
                 group: Any = module.process_group
                 found[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
     if not found:
-        return ()
+        return groups
     largest = max(found, key=len)
     if not all(ranks <= largest for ranks in found):
         raise ModelError(
             "parameters are sharded over meshes neither of which holds the other: pass initialize the process group of"
             " all ranks that step together, as overflow_group"
         )
-    return found[largest]
+    if not groups:
+        return found[largest]
+    if largest <= {rank for group in groups for rank in dist.get_process_group_ranks(group)}:
+        return groups
+    return [*groups, *(group for group in found[largest] if all(group is not one for one in groups))]
 
 
 def _groups_of(given: Any) -> Sequence[Any]:

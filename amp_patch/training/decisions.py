@@ -35,6 +35,14 @@ class Decisions:
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
+    def take_scales_of_first(self, group: Any) -> None:
+        """Give all ranks of a group the loss scales of its first."""
+        for scaler in self.scalers:
+            if scaler.is_dynamic:
+                state = scaler.send_state(torch.device(self._device_type))
+                dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+                scaler.receive_state(state)
+
     @property
     def groups(self) -> Sequence[Any]:
         """The process groups that decide together; none where each process decides for itself."""
@@ -64,6 +72,14 @@ class Decisions:
                 one.overrule(own)
             scaler.follow(due, is_due)
         return judged
+
+    def judge_outside_of_steps(self, passes: Sequence[BackwardPass]) -> None:
+        """Update the scales of passes that no step will judge.
+
+        Where ranks decide together the next step does: it is what all of them have in common.
+        """
+        if not self._groups:
+            self.judge(passes)
 
     def _flags_of(self, scaler: LossScaler, passes: Sequence[BackwardPass]) -> list[Tensor]:
         """Return whether `passes` overflowed, whether any due pass did, and whether there is one: 0-dim float32."""

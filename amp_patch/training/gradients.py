@@ -10,9 +10,10 @@ What lies there when a pass begins may hold an overflow of another pass. Where i
 same optimizers wait for it, that makes no difference: the step is skipped and the scale falls once. Where it does not,
 the earlier sum is set aside until the pass ends, so that the pass is judged on what it added.
 
-Gradients are *held* while they must not be folded into masters: those of a delayed pass, and 16-bit ones that are
-*local*, since no parallel wrapper has reduced them yet (`no_sync`). Neither the end of such a pass nor the beginning of
-the next one touches them, but for a change of scale; they are unscaled at the end of the first pass that is neither.
+Gradients are *held* while they must not be looked at, nor folded into masters: those of a delayed pass, and those that
+are *local*, since no parallel wrapper has reduced them yet (`no_sync`). Neither the end of such a pass nor the
+beginning of the next one touches them, but for a change of scale; they are unscaled at the end of the first pass that
+is neither.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -88,6 +89,16 @@ class GradientSet:
         self.is_held = not self.is_idle
         self._held = list(self._parameters()) if self.is_scaled else []
 
+    def withdraw_passes(self) -> None:
+        """Have nobody look at the passes of gradients that are given up before they were reduced: what one rank alone
+        has found may not change its loss scale.
+        """
+        for one in [one for one in self._passes if not one.is_open]:
+            one.scaled_in = [other for other in one.scaled_in if other is not self]
+            self.drop_pass(one)
+            if not one.scaled_in:
+                one.scaler.discard(one)
+
     def settle(self) -> None:
         """Have the gradients carry no scale outside of a pass, so that parameters may come and go."""
         if self.is_in_block:
@@ -117,6 +128,10 @@ class GradientSet:
     def has_masters(self) -> bool:
         """Whether a parameter has a master."""
         return bool(self._pairs())
+
+    def take_as_reduced(self) -> None:
+        """Say that a step is to be taken on gradients as this rank has them."""
+        self.is_local = False
 
     @property
     def is_unreduced(self) -> bool:

@@ -171,6 +171,16 @@ class LossScaler:
         self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
+    def send_state(self, device: torch.device) -> Tensor:
+        """Return the scale, the good steps since it changed and the overflows left: shape (3,), float32."""
+        state = (self._scale, self._good_steps, self._overflows_left)
+        return torch.stack([value.to(device, torch.float32) for value in state])
+
+    def receive_state(self, state: Tensor) -> None:
+        """Take over what `send_state` returned on another rank. Waits for nothing."""
+        self._scale = state[0].clone()
+        self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
+
     def state_dict(self) -> dict[str, Any]:
         """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes; with a `hysteresis` above 1 also
         `hysteresis_tracker`, the overflows that are left before the scale backs off. Waits for the device.

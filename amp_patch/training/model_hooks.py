@@ -196,6 +196,9 @@ class LoadMasters(_SessionHook):
         for name, parameter in get_own_parameters(module).items():
             value = state_dict.get(prefix + name)
             master = None if parameter is None else masters.get(parameter)
-            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+            if parameter is None or master is None or not isinstance(value, Tensor) or value.shape != master.shape:
+                continue
+            if value.dtype is not parameter.dtype or value.data_ptr() != parameter.data_ptr():
+                # else torch.distributed.checkpoint has filled in what a checkpoint lacks
                 with torch.no_grad():
                     master.copy_(value)

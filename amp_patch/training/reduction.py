@@ -1,10 +1,19 @@
-"""Which gradients a parallel wrapper leaves local, and so which must not be folded into masters yet."""
+"""Gradients that no pass has reduced yet: which a parallel wrapper leaves local, and what `fully_shard` holds whole."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import ModelError
+from ..reporting import warn
+from ..torch_distributed import get_reduced_dtypes
+from .unscaling import rescale_
+
+_NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
 
 
 class LocalGradients:
@@ -17,11 +26,35 @@ class LocalGradients:
 
     def __init__(self) -> None:
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._is_new_pass = True
 
     def on_forward(self, module: DistributedDataParallel) -> None:
-        """Note what a module does with the gradients of the forward that begins."""
+        """Note what a module does with the gradients of the forward that begins.
+
+        Raises ModelError for one that would reduce nothing, since its model has been cast since it was made.
+        """
+        if module not in self._reduces and _is_stale(module):
+            raise ModelError(
+                f"this {type(module).__name__} was made before its model was cast, and would reduce no gradient of the"
+                " cast parameters: call initialize first, and wrap the model then"
+            )
         if torch.is_grad_enabled():
-            self._reduces[module] = bool(module.require_backward_grad_sync)
+            is_prepared = not self._is_new_pass and self._reduces.get(module, False)
+            self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
+            self._is_new_pass = False
+
+    def end_pass(self) -> None:
+        """Say that a backward pass has run: until then a module reduces if any of its forwards said so."""
+        self._is_new_pass = True
+
+    def warn_of_stale(self) -> None:
+        """Warn of modules that reduce nothing from now on, since their models have been cast back."""
+        for module in list(self._reduces):
+            if _is_stale(module):
+                warn(
+                    f"a {type(module).__name__} made under amp reduces no gradients from now on, since its model is"
+                    " float32 again: wrap the model anew"
+                )
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the parameters whose gradients stay local."""
@@ -33,3 +66,33 @@ class LocalGradients:
             if not is_reducing if answer is None else answer:
                 found.update(map(id, module.parameters()))
         return found
+
+
+class UnshardedSums:
+    """What `fully_shard` keeps of passes under `set_requires_gradient_sync(False)`: whole gradients outside of `.grad`,
+    which carry the loss scale of those passes until one is reduced.
+
+    Args:
+        find: returns them.
+    """
+
+    def __init__(self, find: Callable[[], list[Tensor]]) -> None:
+        self._find = find
+        self._scale: Tensor | None = None
+
+    def carry(self, scale: Tensor | None) -> None:
+        """Have the sums carry the scale of the pass that begins: 0-dim; None: 1."""
+        before, self._scale = self._scale, scale
+        if before is scale:
+            return
+        sums = self._find()
+        if sums:
+            old, new = (torch.ones(()) if one is None else one for one in (before, scale))
+            rescale_(sums, new.to(sums[0].device) / old.to(sums[0].device))
+
+
+def _is_stale(module: DistributedDataParallel) -> bool:
+    """Tell whether parameters are of other dtypes than those the module was made for: it hooks what they were."""
+    reduced = get_reduced_dtypes(module)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return bool(reduced) and not {_NAMES.get(one.dtype, "") for one in parameters} - {""} <= reduced

@@ -15,7 +15,7 @@ from .decisions import Decisions
 from .gradients import GradientSet
 from .loss_scaler import LossScaler
 from .optimizer import OptimizerBinding
-from .reduction import LocalGradients
+from .reduction import LocalGradients, UnshardedSums
 
 ENTERING, RUNNING, ENDING = range(3)
 """Where a block is. One that an interrupt left entering or ending is stale: no code of its thread runs it any more."""
@@ -78,12 +78,14 @@ class BackwardPasses:
         parameters_outside: Callable[[], Iterable[Tensor]],
         local: LocalGradients,
         decisions: Decisions,
+        find_unsharded: Callable[[], list[Tensor]],
         on_end: Callable[[], None],
     ) -> None:
         self._get_bindings = get_bindings
         self._outside = GradientSet(parameters_outside, lambda: ())
         self._local = local
         self._decisions = decisions
+        self._unsharded = UnshardedSums(find_unsharded)
         self._on_end = on_end  # called at the end of every pass that is not delayed
         self._open: list[OpenBlock] = []  # outermost first
 
@@ -123,6 +125,7 @@ class BackwardPasses:
             for binding in block.bindings:
                 binding.window.add(backward_pass)
         self._begin_in_all(block)
+        self._unsharded.carry(scale)
         if outer is not None:
             block.handle = outer.refuse_backward(scale)
         return scaled_loss
@@ -165,7 +168,7 @@ class BackwardPasses:
             block.handle.remove()
         self._open = others
         if backward_pass is not None and not block.has_failed and not backward_pass.awaited_by:
-            self._decisions.judge([backward_pass])  # the optimizers all stepped in the middle of the pass
+            self._decisions.judge_outside_of_steps([backward_pass])  # all stepped in the middle of the pass
         if not block.is_delayed:
             self._on_end()
 
@@ -173,12 +176,13 @@ class BackwardPasses:
         is_delayed = block.is_delayed and not block.has_failed
         delayed = [binding.gradients for binding in block.bindings] if is_delayed else ()
         local = self._local.parameter_ids()
+        self._local.end_pass()
         for gradients in self._all_gradients():
             if gradients.is_idle and not gradients.is_in_block:
                 continue  # in this block as in those around it
             gradients.end()
             gradients.is_local = bool(local) and gradients.are_any_of(local)
-            if gradients in delayed or (gradients.is_local and gradients.has_masters):
+            if gradients in delayed or gradients.is_local:
                 gradients.hold()
             else:
                 gradients.unscale()

@@ -67,10 +67,12 @@ class Stepper:
         if self._frame is not None and is_running(self._frame):  # wrappers step optimizers they hold
             return original(*args, **kwargs)
         if self._gradients.is_unreduced:
-            raise OptimizerError(
-                "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
-                " was under no_sync(). Leave the last one of an accumulation window out of it."
-            )
+            if self._gradients.has_masters:
+                raise OptimizerError(
+                    "step() with gradients that were never reduced over the ranks: every backward pass since the last"
+                    " step was under no_sync(). Leave the last one of an accumulation window out of it."
+                )
+            self._gradients.take_as_reduced()
         args, kwargs = self._prepare_closure(args, kwargs)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()

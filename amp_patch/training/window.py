@@ -73,13 +73,15 @@ class Window:
 
     def abandon(self) -> None:
         """The gradients are zeroed: whether they overflowed matters to the loss scale, and no longer to the step."""
+        if self._gradients.is_unreduced:
+            self._gradients.withdraw_passes()
         closed = [one for one in self.passes() if not one.is_open]
         if any(self._gradients in one.scaled_in for one in closed):
             self._gradients.unscale()
             self._gradients.resume()
         self.end(closed)
         if closed:
-            self._decisions.judge(closed)
+            self._decisions.judge_outside_of_steps(closed)
 
     def begin(self) -> None:
         """Say that a pass begins: if there are no gradients (set to None one by one), what was is abandoned.
