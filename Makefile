@@ -3,6 +3,7 @@
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
+# make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
@@ -18,7 +19,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
 
-.PHONY: demo lint test unit test-torch bench install
+.PHONY: demo lint test unit test-torch test-clients bench install
 
 demo: $(STAMP)
 	$(PY) -m amp_patch demo $(DEMO_ARGS)
@@ -37,6 +38,20 @@ unit: $(STAMP)
 test-torch: $(STAMP)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/$(T)
+
+# each has what the tests need and one generation of trainers; --constraint keeps them from bringing another torch
+CLIENTS := 4 5
+
+test-clients: $(CLIENTS:%=.venv-clients-%/.installed)
+	for each in $(CLIENTS); do OMP_NUM_THREADS=1 .venv-clients-$$each/bin/python -m pytest tests/clients || exit; done
+
+.venv-clients-%/.installed: requirements-clients-%.txt requirements-dev.txt setup.py pyproject.toml
+	$(PYTHON) -m venv .venv-clients-$*
+	sed '/^mmengine\|^deepspeed/d' requirements-dev.txt > .venv-clients-$*/requirements.txt
+	.venv-clients-$*/bin/python -m pip install --quiet --requirement .venv-clients-$*/requirements.txt \
+		--requirement requirements-clients-$*.txt
+	.venv-clients-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 bench: $(STAMP)
 	$(PY) benchmarks/overhead.py

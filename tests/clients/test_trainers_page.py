@@ -1,0 +1,23 @@
+"""Every code block of the page on trainers runs as it stands, where its trainer is installed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers.md").read_text()
+BLOCKS = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
+NEEDS = {"Lightning": "lightning", "The Trainer of transformers": "transformers", "Accelerate": "accelerate"}
+
+
+@pytest.mark.parametrize("trainer", NEEDS)
+def test_a_block_runs(trainer, tmp_path, monkeypatch):
+    module = pytest.importorskip(NEEDS[trainer], reason=f"needs {NEEDS[trainer]}: make test-clients")
+    if trainer == "The Trainer of transformers" and module.__version__.startswith("4."):
+        pytest.skip("the mixin is for transformers 5")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS[trainer], "trainers.md", "exec"), {"__name__": "__main__"})
+
+
+def test_there_is_nothing_but_blocks_that_run():
+    assert set(BLOCKS) == set(NEEDS) and PAGE.count("```") == 2 * len(NEEDS)
