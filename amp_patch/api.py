@@ -334,12 +334,12 @@ def get_original(owner: Any, name: str) -> Any:
     return getattr(owner, name) if original is None else original
 
 
-def stats() -> Stats:
+def stats(*, wait: bool = True) -> Stats:
     """Return the level, counts and loss scales of the session in force; zeros and None without one.
 
-    Waits for the device.
+    Waits for the device, unless `wait` is False: steps and scales are then those that the host knows of by now.
     """
     opened = _current.state.session
     if opened is None:
         return Stats(None, None, 0, 0, 0, 0, 0, ())
-    return opened.stats()
+    return opened.stats(wait=wait)

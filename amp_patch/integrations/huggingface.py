@@ -56,6 +56,13 @@ class AmpTrainerMixin:
             self._amp_optimizer = optimizer
         return trainer.optimizer
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with amp's loss scale and skipped steps beside the loss of the steps."""
+        stats = amp.stats(wait=False)
+        if "loss" in logs and stats.loss_scales:
+            logs = {**logs, "amp/loss_scale": stats.loss_scales[0], "amp/steps_skipped": stats.steps_skipped}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save:  # type: ignore[attr-defined]

@@ -195,22 +195,22 @@ class Session:
         self._bindings.masters.sync()
         self._bindings.masters.push()
 
-    def stats(self) -> Stats:
-        """Return what `amp.stats()` returns. Waits for the device."""
+    def stats(self, *, wait: bool = True) -> Stats:
+        """Return what `amp.stats()` returns."""
         low = full = 0
         for parameter in {id(p): p for model in self.models() for p in model.parameters()}.values():
             low += parameter.numel() if parameter.dtype in (torch.float16, torch.bfloat16) else 0
             full += parameter.numel() if parameter.dtype is torch.float32 else 0
-        counted = self._bindings.counted_optimizers()
+        counts = [binding.steps.count(wait=wait) for binding in self._bindings.counted_optimizers()]
         return Stats(
             opt_level=self.policy.opt_level,
             low_dtype=self.policy.low_dtype,
             names_patched=len(self.patcher),
             parameters_low=low,
             parameters_float32=full,
-            steps=sum(binding.steps.taken for binding in counted),
-            steps_skipped=sum(binding.steps.skipped for binding in counted),
-            loss_scales=tuple(scaler.loss_scale() for scaler in self.scalers),
+            steps=sum(taken for taken, _ in counts),
+            steps_skipped=sum(skipped for _, skipped in counts),
+            loss_scales=tuple(scaler.loss_scale() if wait else scaler.known_scale for scaler in self.scalers),
         )
 
     # ---- scaling -----------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class LossScaler:
         self.hysteresis = rule.hysteresis
         start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
         self._scale = torch.tensor(start, dtype=torch.float32)
+        self.known_scale = self._scale.item()  # the last that the host has heard of
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
@@ -169,6 +170,7 @@ class LossScaler:
         if not self.is_shared:
             self.update()
         self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
+        self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
     def send_state(self, device: torch.device) -> Tensor:
@@ -209,6 +211,7 @@ class LossScaler:
         self._unjudged.clear()
         device = self._scale.device
         if self.is_dynamic:
+            self.known_scale = scale
             self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
             # at the interval or beyond it the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)

@@ -40,6 +40,11 @@ class StepResult:
         """Return the scale that a dynamic scaler came to."""
         return self._scales[scaler].value()
 
+    def note_scales(self) -> None:
+        """Have the scalers know on the host what they came to."""
+        for scaler, reading in self._scales.items():
+            scaler.known_scale = reading.value()
+
     def found_inf(self) -> Tensor | None:
         """Return the flag that the optimizer skips by, 0-dim float32, 0.0 or 1.0; None if no pass can skip a step."""
         dynamic = [one for one in self._passes if one.scaler.is_dynamic]
@@ -90,6 +95,12 @@ class Steps:
         self.resolve()
         return self._skipped
 
+    def count(self, *, wait: bool) -> tuple[int, int]:
+        """Return how many steps were taken and skipped: of all so far, or of those that are known without waiting."""
+        if wait:
+            self.resolve()
+        return self._taken, self._skipped
+
     def add(self, result: StepResult) -> None:
         """Take in the result of a step, and tell of all that is known by now.
 
@@ -132,6 +143,7 @@ class Steps:
         result = self._pending.popleft()
         overflowed = result.find_overflowed(is_dynamic=True)
         self._count(is_skip=bool(overflowed))
+        result.note_scales()
         for scaler in overflowed:
             self._tell_of_overflow(scaler, result.get_scale(scaler))
         if not self._has_warned and not overflowed and result.find_overflowed(is_dynamic=False):

@@ -1,0 +1,79 @@
+"""amp's numbers for trackers of experiments: TensorBoard, Weights & Biases, or any function.
+
+from amp_patch.integrations.trackers import Tracker
+
+track = Tracker(SummaryWriter("runs"), every=50)
+...
+track(optimizer)  # after scale_loss, before optimizer.step()
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api as amp
+from ..errors import ArgumentTypeError
+
+Log = Callable[[str, float, int], object]
+
+
+class Tracker:
+    """Logs `amp/loss_scale` (of each scaler, if there are several), `amp/steps_skipped` and `amp/grad_norm`.
+
+    The norm is that of the true gradients which the optimizer is about to step on; of shards, of all of them. It is
+    read when the next one is logged, or in `flush`, so that no step waits for the device; what is logged
+    with it is of that step, as far as the host knew then.
+
+    Args:
+        target: a TensorBoard SummaryWriter (`add_scalar`), Weights & Biases or a run of it (`log`), or a function
+            `log(tag, value, step)`.
+        every: steps between two entries, at least 1.
+    """
+
+    def __init__(self, target: Any, every: int = 50) -> None:
+        if every < 1:
+            raise ArgumentTypeError(f"every={every!r} must be at least 1")
+        self._log = _as_log(target)
+        self._every = every
+        self._step = 0
+        self._pending: tuple[int, dict[str, float | Tensor]] | None = None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
+        """Count a step that is about to be taken, by 1 or as the caller counts, and log if it is its turn."""
+        self._step = self._step + 1 if step is None else step
+        if self._step % self._every:
+            return
+        self.flush()
+        stats = amp.stats(wait=False)
+        values: dict[str, float | Tensor] = {"amp/steps_skipped": float(stats.steps_skipped)}
+        for index, scale in enumerate(stats.loss_scales):
+            values["amp/loss_scale" if len(stats.loss_scales) == 1 else f"amp/loss_scale_{index}"] = scale
+        gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
+        if gradients:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+            together = torch.stack([norm.to(whole[0].device) for norm in whole])
+            values["amp/grad_norm"] = torch.linalg.vector_norm(together)
+        self._pending = self._step, values
+
+    def flush(self) -> None:
+        """Log what waits to be read. Waits for the device."""
+        if self._pending is not None:
+            (step, values), self._pending = self._pending, None
+            for tag, value in values.items():
+                self._log(tag, float(value), step)
+
+
+def _as_log(target: Any) -> Log:
+    if hasattr(target, "add_scalar"):
+        return lambda tag, value, step: target.add_scalar(tag, value, step)
+    if hasattr(target, "log"):
+        return lambda tag, value, step: target.log({tag: value}, step=step)
+    if callable(target):
+        return target  # type: ignore[no-any-return]
+    raise ArgumentTypeError(
+        f"{type(target).__name__} is no tracker: pass a SummaryWriter, a run of Weights & Biases, or a function"
+        " log(tag, value, step)"
+    )

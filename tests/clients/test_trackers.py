@@ -1,0 +1,87 @@
+"""What a `Tracker` logs: to a function, to TensorBoard, to what logs as Weights & Biases does."""
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch as amp
+from amp_patch.integrations.trackers import Tracker
+
+
+def train(track, level, steps=6, spike=None, **options):
+    """The norms of the true gradients, as an O0 run has them."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    for step in range(1, steps + 1):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = net(inputs).float().square().mean() * (float("inf") if step == spike else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        track(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    track.flush()
+    amp.reset()
+
+
+def true_norms(steps):
+    found = []
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    for step in steps:
+        net.zero_grad()
+        net(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        found.append(torch.stack([parameter.grad.norm() for parameter in net.parameters()]).norm().item())
+    return found
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_every_other_step_to_a_function(level):
+    entries = []
+    options = {"loss_scale": {"init": 2.0**8}} if level in ("O1", "O2") else {}
+    train(Tracker(lambda *entry: entries.append(entry), every=2), level, **options)
+    norms = [value for tag, value, _ in entries if tag == "amp/grad_norm"]
+    assert norms == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
+    assert [step for tag, _, step in entries if tag == "amp/loss_scale"] == [2, 4, 6]
+    assert {value for tag, value, _ in entries if tag == "amp/loss_scale"} == {2.0**8 if options else 1.0}
+
+
+def test_a_skipped_step_is_seen():
+    entries = []
+    options = {"loss_scale": {"init": 2.0**8}}
+    train(Tracker(lambda *entry: entries.append(entry), every=1), "O2", spike=2, **options)
+    assert [value for tag, value, _ in entries if tag == "amp/steps_skipped"] == [0, 0, 1, 1, 1, 1]
+    assert [value for tag, value, _ in entries if tag == "amp/loss_scale"] == [256, 256, 128, 128, 128, 128]
+
+
+class Run:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values, step):
+        self.logged.append((values, step))
+
+
+def test_what_logs_as_weights_and_biases_does():
+    run = Run()
+    train(Tracker(run, every=3), "O4", num_losses=2)
+    assert [step for values, step in run.logged if "amp/loss_scale_1" in values] == [3, 6]
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard: make test-clients")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        train(Tracker(writer, every=2), "O4")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("amp/loss_scale")] == [2, 4, 6]
+    assert [event.value for event in events.Scalars("amp/grad_norm")] == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
+
+
+@pytest.mark.parametrize("arguments", [(object(),), (print, 0)], ids=["target", "every"])
+def test_what_is_no_tracker(arguments):
+    with pytest.raises(amp.ArgumentTypeError):
+        Tracker(*arguments)
