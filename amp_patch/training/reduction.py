@@ -33,15 +33,16 @@ class LocalGradients:
 
         Raises ModelError for one that would reduce nothing, since its model has been cast since it was made.
         """
+        if not torch.is_grad_enabled():
+            return
         if module not in self._reduces and _is_stale(module):
             raise ModelError(
                 f"this {type(module).__name__} was made before its model was cast, and would reduce no gradient of the"
                 " cast parameters: call initialize first, and wrap the model then"
             )
-        if torch.is_grad_enabled():
-            is_prepared = not self._is_new_pass and self._reduces.get(module, False)
-            self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
-            self._is_new_pass = False
+        is_prepared = not self._is_new_pass and self._reduces.get(module, False)
+        self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
+        self._is_new_pass = False
 
     def end_pass(self) -> None:
         """Say that a backward pass has run: until then a module reduces if any of its forwards said so."""
