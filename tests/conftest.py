@@ -10,6 +10,7 @@ from ranks import Ranks
 from torch_state import find_changes
 
 import amp_patch
+from amp_patch import reporting
 from amp_patch.patching import search
 from amp_patch.session import current
 
@@ -46,6 +47,7 @@ def torch_is_left_as_found():
     """Undo after each test, then check identity of every name in the namespaces."""
     yield
     amp_patch.reset()
+    reporting.set_verbosity(0)  # what one test was told on stdout, no other is
     current.state.registered.clear()
     assert find_changes() == []
 
