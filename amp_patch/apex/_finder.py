@@ -4,14 +4,13 @@ A module of the stand-in is one object under two names: `sys.modules["apex.amp"]
 `sys.modules["amp_patch.apex.amp"]`.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import logging
 import os
-import pathlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -58,16 +57,6 @@ class _AliasLoader(importlib.abc.Loader):
         for name, below in list(sys.modules.items()):
             if name.startswith(self._real_name + ".") and alias != "apex":
                 sys.modules.setdefault(alias + name.removeprefix(self._real_name), below)
-
-
-class _Distribution(importlib.metadata.Distribution):
-    """The metadata of the stand-in as `apex`: its name, and the version that Apex always had."""
-
-    def read_text(self, filename: str) -> str | None:
-        return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
-
-    def locate_file(self, path: Any) -> Any:
-        return pathlib.Path(__file__).parent.parent / path
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
@@ -163,20 +152,26 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             self._complete_after(elsewhere.loader)
         return elsewhere
 
+    @contextlib.contextmanager
+    def _asking_others(self) -> Iterator[None]:
+        """Have all finders that are asked in turn hear nothing from this one."""
+        self._local.is_asking = True
+        try:
+            yield
+        finally:
+            self._local.is_asking = False
+
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Ask the other finders. Some of them ask all finders in turn, which then hear nothing from this one."""
-        self._local.is_asking = True
-        try:
+        """Ask the other finders."""
+        with self._asking_others():
             for finder in sys.meta_path:
                 if finder is not self and hasattr(finder, "find_spec"):
                     spec = finder.find_spec(fullname, path, target)
                     if spec is not None:
                         return spec
             return None
-        finally:
-            self._local.is_asking = False
 
     def _find_part(self, fullname: str, rest: str) -> ModuleSpec | None:
         spec = self._alias(fullname, rest)
@@ -205,7 +200,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
 
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
         """Yield the metadata of `apex` while all of it is served: libraries ask for its version first."""
         name = getattr(context, "name", None)
         if name not in (None, "apex") or getattr(self._local, "is_asking", False):
@@ -213,7 +208,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if self._is_whole is None:
             self.find_spec("apex")
         if self._is_whole:
-            yield _Distribution()
+            yield importlib.import_module(f"{self._package}._metadata").Metadata()
 
     # ---- an apex that is installed -----------------------------------------------------------------------------------
 
@@ -240,7 +235,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 where,
             )
         elif is_there and not parts:
-            said = _describe_distribution(where)
+            with self._asking_others():
+                said = _describe_distribution(where)
             logger.warning(
                 "amp_patch: the apex in %s%s is not NVIDIA's; the stand-in for that comes before it", where, said
             )
@@ -305,6 +301,8 @@ def _raise_if_misspelt(name: str) -> None:
 
 def _describe_distribution(where: str) -> str:
     """Return ` (apex 1.0: summary)` for the distribution named apex, if it is what lies in `where`."""
+    import importlib.metadata  # not before: every process below `amp-patch run` imports this module as it starts
+
     try:
         distribution = importlib.metadata.distribution("apex")
         if os.path.realpath(str(distribution.locate_file("apex"))) != os.path.realpath(where):

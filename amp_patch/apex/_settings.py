@@ -1,10 +1,9 @@
 """What `amp-patch run` and `install` lay over the arguments of a script's own `amp.initialize` call."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """`opt_level` takes the place of the script's; `lists` are laid over the list `apex`, later ones winning."""
 
     opt_level: str | None = None

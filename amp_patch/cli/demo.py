@@ -15,7 +15,6 @@ from ..errors import did_you_mean
 from ..hardware import explain_products, has_low_products
 from ..tables import format_table
 from .demo_picture import save_plot
-from .demo_training import MissingExtraError as MissingExtraError
 from .demo_training import TrainResult, load_digits_tensors, require_extras, train
 from .demo_training import build_model as build_model
 

@@ -6,7 +6,6 @@ accelerator = Accelerator(opt_level="O4", gradient_accumulation_steps=2)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import accelerate
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 
 from .. import api as amp
 from ..errors import ArgumentTypeError
-from ..session import current
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -38,10 +36,11 @@ class _AmpState:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator whose `prepare` initializes amp, whose `backward` scales and whose clipping clips masters.
+    """accelerate.Accelerator whose `prepare` initializes amp and whose `backward` scales.
 
-    `optimizer_step_was_skipped` tells of skipped steps, and `save_state` and `load_state` carry the loss scale. Calls
-    of `backward` between steps (`accumulate`) add up under one scale.
+    Its clipping is torch's, which clips masters under amp. `optimizer_step_was_skipped` tells of skipped steps, and
+    `save_state` and `load_state` carry the loss scale. Calls of `backward` between steps (`accumulate`) add up under
+    one scale.
 
     Args:
         opt_level: of `amp_patch.initialize`.
@@ -89,29 +88,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Go backward from the loss, divided by the accumulation steps and multiplied by the loss scale."""
-        optimizers = [_unwrapped(optimizer) for optimizer in self._optimizers]
+        optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
         loss = loss / self.gradient_accumulation_steps
         with amp.scale_loss(loss, optimizers, delay_unscale=not self.sync_gradients) as scaled_loss:
             scaled_loss.backward(**kwargs)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradients that the optimizers step on, of the parameters given; return their norm, unscaled."""
-        return super().clip_grad_norm_(_with_masters(parameters), max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip the values of the gradients that the optimizers step on, of the parameters given."""
-        super().clip_grad_value_(_with_masters(parameters), clip_value)
-
-
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
+    """Return the torch optimizer inside of those that Accelerate has prepared."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _with_masters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return parameters, with their float32 masters in the place of those that have one."""
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    session = current.state.session
-    masters = [None if session is None else session.find_master(parameter) for parameter in given]
-    return [given[index] if master is None else master for index, master in enumerate(masters)]

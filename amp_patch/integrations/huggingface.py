@@ -14,7 +14,7 @@ import torch
 
 from .. import api as amp
 from ..errors import ArgumentTypeError
-from .accelerate import Accelerator
+from .accelerate import Accelerator, unwrapped
 
 STATE_NAME = "amp.pt"
 
@@ -49,10 +49,9 @@ class AmpTrainerMixin:
         """Create the optimizer, and initialize amp for it and the model."""
         trainer: Any = self
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        optimizer = trainer.optimizer
-        known = self._amp_optimizer
-        if known is None or (optimizer is not known and getattr(optimizer, "optimizer", None) is not known):
-            amp.initialize(trainer.model, optimizer, **self._amp_options, replace=known is not None)
+        optimizer = unwrapped(trainer.optimizer)
+        if optimizer is not self._amp_optimizer:
+            amp.initialize(trainer.model, optimizer, **self._amp_options, replace=self._amp_optimizer is not None)
             self._amp_optimizer = optimizer
         return trainer.optimizer
 

@@ -73,10 +73,6 @@ class AmpPrecision(Precision):  # type: ignore[misc]
         optimizer.step(**kwargs)
         return result
 
-    def main_params(self, optimizer: Any) -> Any:
-        """What is clipped: the float32 masters where there are masters."""
-        return amp.master_params(optimizer)
-
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints hold of amp."""
         return amp.state_dict() if self._optimizers else {}

@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Masters, ModelBinding, OptimizerBinding, loss_scaler
+from ..training import Decisions, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -37,7 +37,7 @@ class Bindings:
         self._rules = rules
         self._switch = switch
         self._cache = cache
-        self._decisions = decisions
+        self.decisions = decisions
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
@@ -58,11 +58,6 @@ class Bindings:
     def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
         return next((binding for binding in self._optimizers if binding.optimizer is optimizer), None)
-
-    @property
-    def scalers(self) -> Sequence[loss_scaler.LossScaler]:
-        """The loss scalers of the session."""
-        return self._decisions.scalers
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
@@ -103,7 +98,7 @@ class Bindings:
                 use_masters=bool(self._policy.master_weights),
                 switch=self._switch,
                 cache=self._cache,
-                decisions=self._decisions,
+                decisions=self.decisions,
                 get_names=self.names_of,
                 on_new_parameters=self._share_gradients,
             )

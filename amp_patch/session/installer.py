@@ -134,7 +134,7 @@ class Installer:
             patcher=self.patcher,
             masters=self._bindings.masters,
             local=self.local,
-            scalers=self._bindings.scalers,
+            decisions=self._bindings.decisions,
             scales=self._scales,
             casts_model=self._casts_model,
             on_zero_grad=self._bindings.on_zero_grad,

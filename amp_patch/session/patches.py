@@ -5,7 +5,7 @@ and `Optimizer.step_was_skipped`, a property that is absent without a session.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..config import OpLists
 from ..patching import Patch, Patcher
 from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
-from ..training import LocalGradients, Masters, loss_scaler
+from ..training import Decisions, LocalGradients, Masters
 from ..training import patches as around_gradients
 
 
@@ -44,7 +44,7 @@ class Parts:
     patcher: Patcher
     masters: Masters
     local: LocalGradients
-    scalers: Sequence[loss_scaler.LossScaler]
+    decisions: Decisions
     scales: bool
     casts_model: bool
     on_zero_grad: Callable[[torch.nn.Module], None]
@@ -88,7 +88,7 @@ def _scales(parts: Parts) -> bool:
 
 
 def _sync(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
-    return around_gradients.sync_masters(original, parts.masters, parts.scalers)
+    return around_gradients.sync_masters(original, parts.masters, parts.decisions)
 
 
 def _clip(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ and `close` at the end, undoes it all in reverse.
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from ..reporting import warn
 from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
-from .sharding import find_groups, find_unsharded
+from .sharding import find_fsdp_modules, find_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,13 @@ class Session:
         rules = () if self.oplists is None else self.oplists.modules
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions)
         self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self._bindings)
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._passes = BackwardPasses(
             self._bindings.optimizers,
             self._bindings.parameters_outside,
             self._installer.local,
             self.decisions,
-            lambda: find_unsharded(self.models()),
+            self._sharded,
             self._end_pass,
         )
         self._overflow_group: Any = None
@@ -123,6 +125,7 @@ class Session:
         parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]
         self.decisions.share(find_groups(self.models(), parameters, given))
         self._overflow_group = given
+        self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:
         """Decide together with the ranks of a process group, unless the caller or the shards have said otherwise.
@@ -131,7 +134,7 @@ class Session:
         """
         if self._overflow_group is None and not self.decisions.groups:
             self._decide_together(group)
-            self.decisions.take_scales_of_first(group)
+            self.decisions.give_scales(group, 0)
 
     def close(self) -> None:
         """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Policy
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
-from ..torch_distributed import get_mp_policy, get_unsharded_gradients
+from ..torch_distributed import get_mp_policy
 from ..torch_private import BatchNormBase, get_local_tensor
 
 _FSDP = "torch.distributed.fsdp"
@@ -101,10 +101,9 @@ def _find_fsdp(model: nn.Module, key: str) -> nn.Module | None:
         path = path.rpartition(".")[0]
 
 
-def find_unsharded(models: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the whole gradients that `fully_shard` holds in models until a pass reduces them."""
-    modules = (module for model in models for module in model.modules() if _is_a(module, _FSDP, "FSDPModule"))
-    return [gradient for module in modules for gradient in get_unsharded_gradients(module)]
+def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return what `fully_shard` has taken of models."""
+    return [module for model in models for module in model.modules() if _is_a(module, _FSDP, "FSDPModule")]
 
 
 # ---- who decides together --------------------------------------------------------------------------------------------

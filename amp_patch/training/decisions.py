@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_distributed import broadcast_tensors
 from .backward_pass import BackwardPass, combine_found_inf
 from .loss_scaler import LossScaler
 
@@ -35,13 +36,14 @@ class Decisions:
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
-    def take_scales_of_first(self, group: Any) -> None:
-        """Give all ranks of a group the loss scales of its first."""
-        for scaler in self.scalers:
-            if scaler.is_dynamic:
-                state = scaler.send_state(torch.device(self._device_type))
-                dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
-                scaler.receive_state(state)
+    def give_scales(self, group: Any, source: int) -> None:
+        """Give all ranks of a process group the loss scales of one, by its number in the group. Waits for nothing."""
+        dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
+        states = [scaler.send_state(torch.device(self._device_type)) for scaler in dynamic]
+        if states:
+            broadcast_tensors(group, states, sum(state.nbytes for state in states), source)
+        for scaler, state in zip(dynamic, states, strict=True):
+            scaler.receive_state(state)
 
     @property
     def groups(self) -> Sequence[Any]:

@@ -129,10 +129,6 @@ class GradientSet:
         """Whether a parameter has a master."""
         return bool(self._pairs())
 
-    def take_as_reduced(self) -> None:
-        """Say that a step is to be taken on gradients as this rank has them."""
-        self.is_local = False
-
     @property
     def is_unreduced(self) -> bool:
         """Whether gradients wait for a pass that reduces them over the ranks; until then nobody looks at them."""

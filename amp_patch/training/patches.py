@@ -1,6 +1,6 @@
 """Replacements of what touches gradients and steps in torch."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ..casting import compiling
 from ..interrupts import UndoStack
 from ..torch_distributed import broadcast_tensors
-from .loss_scaler import LossScaler
+from .decisions import Decisions
 from .masters import Masters
 from .reduction import LocalGradients
 
@@ -48,7 +48,7 @@ def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[
     return clip
 
 
-def sync_masters(original: Callable[..., Any], masters: Masters, scalers: Sequence[LossScaler]) -> Callable[..., Any]:
+def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
     """Giving all ranks the parameters of one gives them its masters: 16-bit parameters would round theirs.
 
     And its loss scales: ranks that were given different numbers of batches, or of which one has loaded a checkpoint,
@@ -73,12 +73,7 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scalers: Sequen
         if sent:
             broadcast_tensors(process_group, sent, broadcast_bucket_size, src)
             masters.push()
-        device = next((parameter.device for parameter in module.parameters()), None)
-        states = [scaler.send_state(device) for scaler in scalers if scaler.is_dynamic and device is not None]
-        if states:
-            broadcast_tensors(process_group, states, broadcast_bucket_size, src)
-            for scaler, state in zip([one for one in scalers if one.is_dynamic], states, strict=True):
-                scaler.receive_state(state)
+        decisions.give_scales(process_group, src)
 
     return sync_module_states
 

@@ -1,16 +1,17 @@
 """Gradients that no pass has reduced yet: which a parallel wrapper leaves local, and what `fully_shard` holds whole."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ModelError
 from ..reporting import warn
-from ..torch_distributed import get_reduced_dtypes
+from ..torch_distributed import get_reduced_dtypes, get_unsharded_gradients
 from .unscaling import rescale_
 
 _NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
@@ -74,11 +75,11 @@ class UnshardedSums:
     which carry the loss scale of those passes until one is reduced.
 
     Args:
-        find: returns them.
+        modules: those that it has taken, read anew at each change of scale.
     """
 
-    def __init__(self, find: Callable[[], list[Tensor]]) -> None:
-        self._find = find
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = modules
         self._scale: Tensor | None = None
 
     def carry(self, scale: Tensor | None) -> None:
@@ -86,7 +87,7 @@ class UnshardedSums:
         before, self._scale = self._scale, scale
         if before is scale:
             return
-        sums = self._find()
+        sums = [gradient for module in self._modules for gradient in get_unsharded_gradients(module)]
         if sums:
             old, new = (torch.ones(()) if one is None else one for one in (before, scale))
             rescale_(sums, new.to(sums[0].device) / old.to(sums[0].device))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SessionError
@@ -78,14 +79,14 @@ class BackwardPasses:
         parameters_outside: Callable[[], Iterable[Tensor]],
         local: LocalGradients,
         decisions: Decisions,
-        find_unsharded: Callable[[], list[Tensor]],
+        sharded: Iterable[Module],
         on_end: Callable[[], None],
     ) -> None:
         self._get_bindings = get_bindings
         self._outside = GradientSet(parameters_outside, lambda: ())
         self._local = local
         self._decisions = decisions
-        self._unsharded = UnshardedSums(find_unsharded)
+        self._unsharded = UnshardedSums(sharded)
         self._on_end = on_end  # called at the end of every pass that is not delayed
         self._open: list[OpenBlock] = []  # outermost first
 

@@ -72,7 +72,7 @@ class Stepper:
                     "step() with gradients that were never reduced over the ranks: every backward pass since the last"
                     " step was under no_sync(). Leave the last one of an accumulation window out of it."
                 )
-            self._gradients.take_as_reduced()
+            self._gradients.is_local = False  # the step is one of this rank alone
         args, kwargs = self._prepare_closure(args, kwargs)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()

@@ -36,10 +36,6 @@ class StepResult:
         found = [one.scaler for one, flag in pairs if one.scaler.is_dynamic is is_dynamic and flag.value()]
         return list(dict.fromkeys(found))
 
-    def get_scale(self, scaler: LossScaler) -> float:
-        """Return the scale that a dynamic scaler came to."""
-        return self._scales[scaler].value()
-
     def note_scales(self) -> None:
         """Have the scalers know on the host what they came to."""
         for scaler, reading in self._scales.items():
@@ -82,18 +78,6 @@ class Steps:
         self._skipped = 0
         self._skips_in_a_row = 0
         self._has_warned = False
-
-    @property
-    def taken(self) -> int:
-        """How many steps were taken. Waits for the device."""
-        self.resolve()
-        return self._taken
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped. Waits for the device."""
-        self.resolve()
-        return self._skipped
 
     def count(self, *, wait: bool) -> tuple[int, int]:
         """Return how many steps were taken and skipped: of all so far, or of those that are known without waiting."""
@@ -145,7 +129,7 @@ class Steps:
         self._count(is_skip=bool(overflowed))
         result.note_scales()
         for scaler in overflowed:
-            self._tell_of_overflow(scaler, result.get_scale(scaler))
+            self._tell_of_overflow(scaler)
         if not self._has_warned and not overflowed and result.find_overflowed(is_dynamic=False):
             names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
             self._warn(
@@ -162,7 +146,8 @@ class Steps:
             self._taken += 1
             self._skips_in_a_row = 0
 
-    def _tell_of_overflow(self, scaler: LossScaler, scale: float) -> None:
+    def _tell_of_overflow(self, scaler: LossScaler) -> None:
+        scale = scaler.known_scale
         say(
             "Gradient overflow.  Skipping step, loss scaler %d %s %s",
             list(self._scalers).index(scaler),

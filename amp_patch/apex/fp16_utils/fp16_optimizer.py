@@ -35,6 +35,8 @@ class FP16_Optimizer:
     Waits for the device in `update_master_grads` if the scale is dynamic.
     """
 
+    dynamic_loss_defaults: Mapping[str, Any] = {}
+
     def __init__(
         self,
         init_optimizer: Optimizer,
@@ -46,7 +48,7 @@ class FP16_Optimizer:
         self.optimizer = init_optimizer
         if verbose:
             set_verbosity(1)
-        self._dynamic_loss_args = dict(dynamic_loss_args or {})
+        self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
         self._carried: Tensor | None = None  # the scale of the gradients of 16-bit parameters

@@ -92,28 +92,13 @@ def _normalize(
 class FusedLayerNormAffineFunction:
     """The autograd function that Apex had under this name, as its `apply`."""
 
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        normalized_shape: Shape,
-        eps: float = 1e-6,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """`fused_layer_norm_affine`."""
-        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedRMSNormAffineFunction:
     """The same for RMSNorm."""
 
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-    ) -> Tensor:
-        """`fused_rms_norm_affine`."""
-        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_rms_norm_affine)
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
@@ -17,16 +16,7 @@ class FP16_Optimizer(_FP16Optimizer):
     Apex.
     """
 
-    def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        bounds = {"scale_window": 1000, "min_loss_scale": 1.0, **(dynamic_loss_args or {})}
-        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, bounds, verbose)
+    dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}
 
     def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
         """Go backward from the scaled loss."""

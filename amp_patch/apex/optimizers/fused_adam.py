@@ -100,14 +100,20 @@ class FusedAdam(FusedOptimizer):
                 params,
                 self._moments(params, "exp_avg"),
                 self._moments(params, "exp_avg_sq"),
-                lr=float(group["lr"]),
                 betas=group["betas"],
                 eps=group["eps"],
-                step=self._count_step(group),
                 weight_decay=group["weight_decay"],
-                is_decoupled=self.adam_w_mode,
-                corrects_bias=bool(group["bias_correction"]),
+                **self._options_of_step(group, self._count_step(group)),
             )
+
+    def _options_of_step(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        """Return the arguments of the formula that depend on the kind of FusedAdam."""
+        return {
+            "lr": float(group["lr"]),
+            "step": step,
+            "is_decoupled": self.adam_w_mode,
+            "corrects_bias": bool(group["bias_correction"]),
+        }
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """torch's Adam counts steps for each parameter, and knows in its groups whether weight decay is decoupled."""

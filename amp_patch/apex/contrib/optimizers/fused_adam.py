@@ -6,8 +6,6 @@ from typing import Any
 
 from ....errors import OptimizerError
 from ... import optimizers
-from ...optimizers.base import Work
-from ...updates import adam_
 
 
 class FusedAdam(optimizers.FusedAdam):
@@ -60,20 +58,9 @@ class FusedAdam(optimizers.FusedAdam):
         """Take one step. What FP16_Optimizer passed in the arguments after `closure` raises OptimizerError if given."""
         return super().step(closure, grads, output_params, None if scale == 1.0 else scale, grad_norms, grad_scaler)
 
-    def _update(self, work: Work) -> None:
-        for group, params, gradients in self._clipped(work):
-            step, (beta1, beta2) = self._count_step(group), group["betas"]
-            corrected = math.sqrt(1 - beta2**step) / (1 - beta1**step) if group["bias_correction"] else 1.0
-            adam_(
-                gradients,
-                params,
-                self._moments(params, "exp_avg"),
-                self._moments(params, "exp_avg_sq"),
-                lr=float(group["lr"]) * corrected,
-                betas=group["betas"],
-                eps=group["eps"],
-                step=step,
-                weight_decay=group["weight_decay"],
-                is_decoupled=True,
-                corrects_bias=False,
-            )
+    def _options_of_step(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        options = super()._options_of_step(group, step)
+        if options["corrects_bias"]:
+            beta1, beta2 = group["betas"]
+            options["lr"] *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        return {**options, "corrects_bias": False}
