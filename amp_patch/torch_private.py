@@ -37,6 +37,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt
 
+# The kernels of torch.optim with `fused=True`. Without them: the foreach ones, and a step that may skip waits.
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
+fused_adam_: Callable[..., None] = torch._fused_adam_
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
+
 # Unscaling with the check for inf and NaN, and the growth rule of the scale: GradScaler's kernels.
 # Without them: isfinite, mul and where, which read the gradients twice.
 foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

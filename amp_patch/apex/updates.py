@@ -2,12 +2,15 @@
 
 Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are
 only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
-copied to float32, and what was changed is rounded once, when it is copied back. Nothing here waits for the device. Call
-under `torch.no_grad()`.
+copied to float32, and what was changed is rounded once, when it is copied back. Call under `torch.no_grad()`.
+
+Adam, SGD and Adagrad run as torch's fused kernels where those take the tensors, and change nothing where `found_inf`,
+None or a 0-dim float32 tensor, is 1. Nothing here waits for the device, but for these two without a kernel.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +29,10 @@ from ..torch_private import (
     foreach_norm,
     foreach_sqrt,
 )
+from . import kernels
+from .kernels import Part
 
 Tensors = Sequence[Tensor]
-Part = list[Tensor] | tuple[Tensor, ...]
-"""Tensors of one device and dtype: what foreach functions take, and return."""
 
 
 def full_dtype(tensor: Tensor) -> torch.dtype:
@@ -112,6 +115,7 @@ def sgd_(
     is_first: bool,
     decays_late: bool = False,
     gradient_factor: float = 1.0,
+    found_inf: Tensor | None = None,
 ) -> None:
     """SGD with momentum, as in torch.optim.SGD.
 
@@ -121,9 +125,22 @@ def sgd_(
     `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
     """
     with_momenta = momentum != 0 and momenta is not None
+    options = {
+        "lr": lr,
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": is_nesterov,
+        "is_first_step": is_first,
+        "found_inf": found_inf,
+    }
     for g, p, *rest in in_full(gradients, params, *([momenta] if with_momenta and momenta is not None else [])):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
+        if not decays_late and kernels.sgd_(g, p, rest[0] if rest else None, **options):
+            continue
+        if _is_to_skip(found_inf):
+            return
         if weight_decay and not decays_late:
             g = foreach_add(g, p, alpha=weight_decay)
         step = g
@@ -148,20 +165,35 @@ def adam_(
     lr: float,
     betas: tuple[float, float],
     eps: float,
-    step: int,
+    step: int | Tensor,
     weight_decay: float,
     is_decoupled: bool,
     corrects_bias: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1.
 
     `is_decoupled` takes the weight decay of Loshchilov & Hutter (arXiv:1711.05101).
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
-    `step` counts from 1.
+    `step` counts from 1; it may be a 0-dim tensor.
     """
-    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    options: dict[str, Any] = {
+        "lr": lr,
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "is_decoupled": is_decoupled,
+        "step": step if corrects_bias else math.inf,
+        "found_inf": found_inf,
+    }
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
+        if kernels.adam_(g, p, m, v, **options):
+            continue
+        if _is_to_skip(found_inf):
+            return
+        correction1, correction2 = _bias_corrections(betas, int(step), corrects_bias)
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
         _update_moments_(m, v, g, betas, 1 - betas[0])
@@ -274,12 +306,18 @@ def adagrad_(
     eps: float,
     weight_decay: float,
     is_decoupled: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal.
 
     h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
     """
+    options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "found_inf": found_inf}
     for g, p, h in in_full(gradients, params, sums):
+        if not is_decoupled and kernels.adagrad_(g, p, h, **options):
+            continue
+        if _is_to_skip(found_inf):
+            return
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
         foreach_addcmul_(h, g, g, 1.0)
@@ -288,6 +326,10 @@ def adagrad_(
         denominators = foreach_sqrt(h)
         foreach_add_(denominators, eps)
         foreach_addcdiv_(p, g, denominators, -lr)
+
+
+def _is_to_skip(found_inf: Tensor | None) -> bool:
+    return found_inf is not None and bool(found_inf)
 
 
 def _bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:

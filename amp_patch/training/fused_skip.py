@@ -1,4 +1,4 @@
-"""Whether an optimizer's `step` can skip on the device by itself, given the flag: torch's fused ones read it there."""
+"""Whether an optimizer's `step` can skip on the device by itself, given the flag: fused ones read it there."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -58,10 +58,10 @@ class PushHook(StepHook):
 
 class DeviceSkip:
     """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
-    flag on the device.
+    flag on the device, and so do the stand-in's that name their `step_by_flag`.
 
-    Only for torch's own `step` methods: what a subclass does around one would not be skipped. The same goes for hooks
-    on its steps.
+    Only for these very `step` methods: what a subclass does around one would not be skipped. The same goes for hooks on
+    its steps.
 
     Args:
         optimizer: the optimizer.
@@ -71,17 +71,21 @@ class DeviceSkip:
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         is_scheduled = is_wrapped_by_scheduler(step)  # a plain function then, around the method
         function = getattr(step, "__wrapped__" if is_scheduled else "__func__", None)
-        is_torchs = function is type(optimizer).step and inspect.unwrap(function) in _STEPS
-        self._is_fused = is_torchs and reads_found_inf(optimizer)
+        own = inspect.unwrap(function) if function is not None and function is type(optimizer).step else None
+        self._is_torchs = own in _STEPS and reads_found_inf(optimizer)
+        self._is_ours = own is not None and own is getattr(type(optimizer), "step_by_flag", None)
 
     def is_possible(self, optimizer: Any) -> bool:
         """Tell whether the next step can skip by itself."""
-        if not self._is_fused or not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
+        if not (self._is_torchs or (self._is_ours and optimizer.reads_flag)):
+            return False
+        if not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
             return False
         if GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in GLOBAL_POST_HOOKS.values()):
             return False
         return all(
-            group.get("fused") and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))
+            (self._is_ours or group.get("fused"))
+            and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))
             for group in optimizer.param_groups
         )
 

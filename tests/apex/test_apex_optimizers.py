@@ -14,6 +14,7 @@ from reference import make_batches, make_model
 from training import train
 
 import amp_patch as amp
+from amp_patch.apex import kernels
 from amp_patch.apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -271,6 +272,96 @@ def test_steps_follow_the_formula(cls, by_hand, options, dtype):
     else:
         tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {}
         assert_same(found, expected, **tolerance)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+LAYOUTS = {
+    "transposed gradient": lambda p, g: (p, g.t().contiguous().t()),
+    "transposed parameter": lambda p, g: (p.t().contiguous().t(), g),
+    "transposed both": lambda p, g: (p.t().contiguous().t(), g.t().contiguous().t()),
+    "every other column": lambda p, g: (p, g.repeat_interleave(2, dim=1)[:, ::2]),
+    "expanded gradient": lambda p, g: (p, g[:1].expand_as(g)),
+    "negative view": lambda p, g: (p, torch._neg_view(-g)),
+    "subclass": lambda p, g: (p.as_subclass(Subclass), g),
+    "channels last": lambda p, g: tuple(
+        t.reshape(3, 4, 2, 2).contiguous(memory_format=torch.channels_last) for t in (p, g)
+    ),
+    "channels last gradient": lambda p, g: (
+        p.reshape(3, 4, 2, 2),
+        g.reshape(3, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+    ),
+    "empty": lambda p, g: (p[:0], g[:0]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cls", ALL)
+def test_how_tensors_lie_in_memory_changes_no_number(cls, layout):
+    """The kernels behind `fused=True` go through memory as it lies: a transposed gradient would be read crosswise."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = torch.randn(12, 4, generator=generator), torch.randn(12, 4, generator=generator)
+    lying, its_gradient = LAYOUTS[layout](start.clone(), gradient.clone())
+    found = torch.nn.Parameter(lying)
+    expected = torch.nn.Parameter(lying.as_subclass(torch.Tensor).double().contiguous())
+    for parameter, dtype in ((found, torch.float32), (expected, torch.float64)):
+        optimizer = build(cls, [parameter], weight_decay=0.1)
+        for _ in range(3):
+            parameter.grad = its_gradient if dtype is torch.float32 else its_gradient.double().contiguous()
+            optimizer.step()
+    assert_same([found.as_subclass(torch.Tensor)], [expected])
+
+
+@pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam, FusedSGD])
+def test_without_a_kernel_for_the_device_the_formula_steps_and_skips(cls, monkeypatch):
+    """Training with `found_inf`, as amp sets it, by the kernels and by the formulas."""
+
+    def no_kernel(*args, **options):
+        raise NotImplementedError("Could not run 'aten::_fused_' with arguments from this backend")
+
+    def train():
+        optimizer = build(cls, make_params(), weight_decay=0.1)
+        for number, gradients in enumerate(make_gradients(4)):
+            optimizer.found_inf = torch.tensor(float(number == 2)) if number else None
+            run(optimizer, [gradients])
+        return [p.detach() for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
+
+    by_kernel, state = train()
+    for name in ("fused_adagrad_", "fused_adam_", "fused_adamw_", "fused_sgd_"):
+        monkeypatch.setattr(kernels, name, no_kernel)
+    by_formula, its_state = train()
+    assert_same(by_kernel, by_formula)
+    steps = [group.get("step") for each in (state, its_state) for group in each["param_groups"]]
+    assert steps == ([3, 3] if cls is FusedAdam else [None, None])
+    optimizer = build(cls, make_params(), weight_decay=0.1)
+    run(optimizer, [g for n, g in enumerate(make_gradients(4)) if n != 2])
+    assert_same(by_kernel, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def test_steps_that_were_counted_on_the_device_go_on_and_are_saved_as_a_number():
+    found, expected = (FusedAdam(make_params(), lr=0.01) for _ in range(2))
+    for optimizer in (found, expected):
+        run(optimizer, make_gradients(2))
+    found.param_groups[0]["step"] = torch.tensor(2.0)
+    saved = found.state_dict()["param_groups"][0]["step"]
+    assert (saved, type(saved)) == (2, int)
+    for optimizer in (found, expected):
+        run(optimizer, make_gradients(3))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*[o.param_groups[0]["params"] for o in (found, expected)], strict=True)
+    )
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_weights_that_a_step_edits_have_a_new_version(cls):
+    """By which autograd refuses a backward through edited weights, and amp knows its copies of weights as outdated."""
+    parameter = torch.nn.Parameter(torch.randn(4, 4))
+    output = (torch.randn(2, 4, requires_grad=True) @ parameter).sum()
+    run(build(cls, [parameter]), [[torch.ones(4, 4)]])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_state import VERSION
 
 import amp_patch as amp
+from amp_patch.apex.contrib import optimizers as contrib
+from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 from amp_patch.training.backward_pass import EarlyReading
 
 OPTIMIZERS = {
@@ -26,6 +28,11 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "SGD-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1),
+    "FusedAdam-L2": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False, bias_correction=False),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.1),
+    "FusedSGD-momentum": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1),
 }
 LEVELS = ("O1", "O2", "O5")
 OVERFLOWS = (2, 5, 6)
@@ -86,6 +93,7 @@ def values(model, optimizer):
     return [
         *model.state_dict().values(),
         *(value for state in states for value in state.values() if torch.is_tensor(value)),
+        *(torch.tensor(group.get("step", 0)) for group in optimizer.state_dict()["param_groups"]),
     ]
 
 
@@ -186,6 +194,16 @@ class Plain(torch.optim.AdamW):
     """An optimizer with torch's step."""
 
 
+class Counting(FusedAdam):
+    """One of the stand-in's that does more in its step."""
+
+    steps_of_mine = 0
+
+    def step(self, closure=None):
+        self.steps_of_mine += 1
+        return super().step(closure)
+
+
 def hooked(parameters):
     optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -223,10 +241,18 @@ def scheduled(parameters):
         (with_two_kinds_of_group, True),
         (with_own_step, True),
         (scheduled, False),
+        (lambda p: Counting(p, lr=0.01), True),
+        (lambda p: FusedLAMB(p, lr=0.01), True),
+        (lambda p: FusedSGD(p, lr=0.01, weight_decay=0.1, wd_after_momentum=True), True),
+        (lambda p: FusedAdagrad(p, lr=0.01, adagrad_w_mode=True), True),
+        (lambda p: contrib.FusedAdam(p, lr=0.01), True),
     ],
-    ids=["foreach", "own step", "subclass", "hook", "one group not fused", "instance step", "LR scheduler"],
+    ids=[
+        *("foreach", "own step", "subclass", "hook", "one group not fused", "instance step", "LR scheduler"),
+        *("own step around FusedAdam", "FusedLAMB", "late decay", "decoupled decay", "FusedAdam of 2019"),
+    ],
 )
-def test_only_torchs_own_fused_steps_are_trusted_to_skip(build, waits, late):
+def test_only_fused_steps_that_are_known_are_trusted_to_skip(build, waits, late):
     model, optimizer = make(build)
     step(model, optimizer, 0)
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -19,10 +19,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises
     OptimizerError in `step`.
+
+    `found_inf`: a flag on the device that amp sets for one step, which does nothing where it is 1.
     """
 
     # attributes beside the groups, which copies must take along
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    found_inf: Tensor | None = None
+    reads_flag = False
+    """Whether `_update` obeys `found_inf`."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         for name in ("lr", "eps", "weight_decay", "momentum"):
@@ -53,6 +58,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._update(self._collect())
         return loss
+
+    step_by_flag = step
+    """The `step` that amp may call with a flag, which one of a subclass is not."""
 
     def _update(self, work: Work) -> None:
         raise NotImplementedError
@@ -87,19 +95,35 @@ class FusedOptimizer(torch.optim.Optimizer):
             moments.append(moment)
         return moments
 
-    def _count_step(self, group: dict[str, Any]) -> int:
+    def _count_step(self, group: dict[str, Any]) -> int | Tensor:
+        """Count a step of the group and return its number, from 1.
+
+        A step that a flag may skip is counted on the device: the number is a 0-dim float32 tensor from then on, but an
+        int again where reading it is no wait.
+        """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 f"{type(self).__name__} counts steps in Python, which a CUDA graph would freeze: use"
                 " torch.optim.AdamW(capturable=True) in a graph"
             )
-        group["step"] = int(group.get("step", 0)) + 1
-        return int(group["step"])
+        step: int | Tensor = group.get("step", 0) + 1
+        counted = step if self.found_inf is None else step - self.found_inf
+        is_at_hand = not isinstance(counted, Tensor) or counted.device.type == "cpu"
+        group["step"] = int(counted) if is_at_hand else counted
+        return step
 
     # ---- copies and checkpoints --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as Apex does, with the steps of a group as an int: waits for the device."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if isinstance(group.get("step"), Tensor):
+                group["step"] = int(group["step"])
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, here or in Apex, or in the torch optimizer of the same formulas.

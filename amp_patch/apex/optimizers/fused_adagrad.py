@@ -28,6 +28,11 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
         self.adagrad_w_mode = bool(adagrad_w_mode)
 
+    @property
+    def reads_flag(self) -> bool:  # type: ignore[override]
+        """No kernel decouples the weight decay."""
+        return not self.adagrad_w_mode
+
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
             adagrad_(
@@ -38,4 +43,5 @@ class FusedAdagrad(FusedOptimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 is_decoupled=self.adagrad_w_mode,
+                found_inf=self.found_inf,
             )

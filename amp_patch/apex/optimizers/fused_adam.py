@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from ...errors import CheckpointError, OptimizerError
 from .. import amp_C
 from ..updates import adam_, clipped
@@ -26,6 +28,7 @@ class FusedAdam(FusedOptimizer):
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "capturable")
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     master_weights = False
+    reads_flag = True
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError("FusedAdam.step takes no grad_scaler: call grad_scaler.step(optimizer)")
         return super().step(closure)
 
+    step_by_flag = step
+
     @staticmethod
     def _clipped(work: Work) -> Work:
         """Return the work with copies of the gradients where a group clips them."""
@@ -103,10 +108,11 @@ class FusedAdam(FusedOptimizer):
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
+                found_inf=self.found_inf,
                 **self._options_of_step(group, self._count_step(group)),
             )
 
-    def _options_of_step(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+    def _options_of_step(self, group: dict[str, Any], step: int | Tensor) -> dict[str, Any]:
         """Return the arguments of the formula that depend on the kind of FusedAdam."""
         return {
             "lr": float(group["lr"]),

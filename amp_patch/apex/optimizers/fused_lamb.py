@@ -66,7 +66,7 @@ class FusedLAMB(FusedOptimizer):
                 lr=float(group["lr"]),
                 betas=group["betas"],
                 eps=group["eps"],
-                step=self._count_step(group),
+                step=int(self._count_step(group)),
                 weight_decay=group["weight_decay"],
                 is_decoupled=self.adam_w_mode,
                 corrects_bias=bool(group["bias_correction"]),

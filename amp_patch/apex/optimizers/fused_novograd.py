@@ -71,7 +71,7 @@ class FusedNovoGrad(FusedOptimizer):
                 lr=float(group["lr"]),
                 betas=group["betas"],
                 eps=group["eps"],
-                step=self._count_step(group),
+                step=int(self._count_step(group)),
                 weight_decay=group["weight_decay"],
                 decays_inside=self.moment_mode == 0,
                 corrects_bias=bool(group["bias_correction"]),

@@ -62,6 +62,11 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
+    @property
+    def reads_flag(self) -> bool:  # type: ignore[override]
+        """No kernel adds weight decay to the step."""
+        return not self.wd_after_momentum
+
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
             is_first = [
@@ -81,4 +86,5 @@ class FusedSGD(FusedOptimizer):
                     is_nesterov=group["nesterov"],
                     is_first=first,
                     decays_late=self.wd_after_momentum,
+                    found_inf=self.found_inf,
                 )

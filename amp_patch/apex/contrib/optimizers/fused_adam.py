@@ -19,6 +19,8 @@ class FusedAdam(optimizers.FusedAdam):
         use_mt, amp_scale_adjustment: accepted; gradients hold true values here.
     """
 
+    reads_flag = False  # lr follows the count of steps, which only the host has
+
     def __init__(
         self,
         params: Any,
@@ -58,7 +60,7 @@ class FusedAdam(optimizers.FusedAdam):
         """Take one step. What FP16_Optimizer passed in the arguments after `closure` raises OptimizerError if given."""
         return super().step(closure, grads, output_params, None if scale == 1.0 else scale, grad_norms, grad_scaler)
 
-    def _options_of_step(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+    def _options_of_step(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         options = super()._options_of_step(group, step)
         if options["corrects_bias"]:
             beta1, beta2 = group["betas"]
