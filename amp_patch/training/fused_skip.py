@@ -1,11 +1,13 @@
-"""Whether an optimizer's `step` can skip on the device by itself, given the flag: fused ones read it there."""
+"""What the `step` of an optimizer does by itself: skip on the device, given the flag, as fused ones do, or call a
+closure before all else.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ..torch_private import (
     GLOBAL_POST_HOOKS,
@@ -56,6 +58,19 @@ class PushHook(StepHook):
         return PushHook(lambda: None)  # a copied optimizer is under no session
 
 
+def evaluates_closure_first(step: Callable[..., Any]) -> bool:
+    """Tell whether a bound `step` calls its closure once, at first: torch's do, but LBFGS, and the stand-in's."""
+    function = _get_function(step)
+    if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
+        return False
+    return str(function.__module__).startswith(("torch.optim.", "amp_patch.apex."))
+
+
+def _get_function(step: Callable[..., Any]) -> Any:
+    """Return the function of a bound `step`, around which an LR scheduler may have put another, or None."""
+    return getattr(step, "__wrapped__" if is_wrapped_by_scheduler(step) else "__func__", None)
+
+
 class DeviceSkip:
     """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
     flag on the device, and so do the stand-in's that name their `step_by_flag`.
@@ -69,8 +84,7 @@ class DeviceSkip:
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        is_scheduled = is_wrapped_by_scheduler(step)  # a plain function then, around the method
-        function = getattr(step, "__wrapped__" if is_scheduled else "__func__", None)
+        function = _get_function(step)
         own = inspect.unwrap(function) if function is not None and function is type(optimizer).step else None
         self._is_torchs = own in _STEPS and reads_found_inf(optimizer)
         self._is_ours = own is not None and own is getattr(type(optimizer), "step_by_flag", None)

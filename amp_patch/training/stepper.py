@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..casting import Mode, Switch
@@ -16,7 +17,7 @@ from ..reporting import warn
 from ..torch_private import mark_step_called
 from .backward_pass import BackwardPass
 from .decisions import Decisions
-from .fused_skip import DeviceSkip, skip_by
+from .fused_skip import DeviceSkip, evaluates_closure_first, skip_by
 from .gradients import GradientSet
 from .masters import OptimizerMasters
 from .steps import StepResult, Steps
@@ -66,6 +67,9 @@ class Stepper:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
         if self._frame is not None and is_running(self._frame):  # wrappers step optimizers they hold
             return original(*args, **kwargs)
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure) and any(scaler.is_dynamic for scaler in self._decisions.scalers):
+            return self._step_after(closure, original, args, kwargs)
         if self._gradients.is_unreduced:
             if self._gradients.has_masters:
                 raise OptimizerError(
@@ -73,7 +77,8 @@ class Stepper:
                     " step was under no_sync(). Leave the last one of an accumulation window out of it."
                 )
             self._gradients.is_local = False  # the step is one of this rank alone
-        args, kwargs = self._prepare_closure(args, kwargs)
+        if callable(closure):
+            args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()
         self._masters.masters.pull()
@@ -167,16 +172,29 @@ class Stepper:
         self._masters.push()
         self._is_pushed = True
 
-    def _prepare_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        closure = kwargs.get("closure", args[0] if args else None)
-        if closure is None or not callable(closure):
-            return args, kwargs
-        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+    def _step_after(
+        self,
+        closure: Callable[[], Any],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call the closure, then step or skip: which of them must be known before the optimizer's own step begins."""
+        if not evaluates_closure_first(original):
             raise OptimizerError(
-                "step(closure) does not work with a dynamic loss scale: whether to skip must be known before the"
-                " optimizer calls the closure. Call step() without a closure, or give initialize a static loss_scale,"
-                " or use a bfloat16 level (O4, O5)."
+                f"step(closure) of {type(self._get_optimizer()).__name__} does not work with a dynamic loss scale:"
+                " whether to skip must be known before the optimizer calls the closure, and only those of torch.optim"
+                " but LBFGS are known to call it once, at first. Call step() without a closure, or give initialize a"
+                " static loss_scale, or use a bfloat16 level (O4, O5)."
             )
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = _replace_closure(None, args, kwargs)
+        self.step(original, *args, **kwargs)
+        return loss
+
+    def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure as it is to be called in the step: by the lists, on what the step has made so far."""
 
         def evaluate() -> Any:
             with self._switch.region(Mode.BY_LISTS):
@@ -186,6 +204,13 @@ class Stepper:
             self._gradients.resume()
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluate}
-        return (evaluate, *args[1:]), kwargs
+        return evaluate
+
+
+def _replace_closure(
+    closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a `step` with another closure."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (closure, *args[1:]), kwargs

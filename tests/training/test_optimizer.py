@@ -1,6 +1,7 @@
 """Optimizers in a session: masters, the replaced methods, schedulers, closures, groups."""
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_patch as amp
+from amp_patch.apex.optimizers import FusedAdam, FusedLAMB
 from amp_patch.training.masters import Masters
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -196,10 +198,83 @@ def test_closures_work_when_no_step_can_be_skipped(level):
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-def test_a_closure_with_a_step_that_may_be_skipped_is_refused():
-    _model, optimizer = initialize("O1", loss_scale="dynamic")
-    with pytest.raises(amp.OptimizerError, match=r"step\(closure\) does not work with a dynamic loss scale"):
+class Twice(torch.optim.SGD):
+    """An optimizer that evaluates its closure where it likes, as SAM does."""
+
+    def step(self, closure=None):
+        super().step()
+        return closure() if closure else None
+
+
+def scheduled(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    return optimizer
+
+
+EVALUATING_FIRST = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "under a schedule": scheduled,
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", EVALUATING_FIRST)
+def test_a_closure_is_called_before_a_step_that_may_be_skipped(name, level):
+    batch = make_batches(1)[0]
+    results = []
+    for with_closure in (False, True):
+        model, optimizer = initialize(level, lambda m: EVALUATING_FIRST[name](m.parameters()), loss_scale="dynamic")
+        losses, factors = [], iter((1.0, math.inf, 1.0, 1.0))
+
+        def evaluate(model=model, optimizer=optimizer, factors=factors):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch[0]), batch[1]) * next(factors)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return loss
+
+        for number in range(4):
+            if with_closure:
+                with torch.no_grad():
+                    losses.append(optimizer.step(evaluate) if number else optimizer.step(closure=evaluate))
+            else:
+                losses.append(evaluate())
+                optimizer.step()
+            assert optimizer.step_was_skipped is (number == 1)
+        results.append([*copy.deepcopy(model.state_dict()).values(), torch.stack(losses)])
+        assert next(factors, None) is None
+        amp.reset()
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda p: Twice(p, lr=0.1), lambda p: EVALUATING_FIRST["SGD"](p)],
+    ids=["step of its own", "patched"],
+)
+def test_a_closure_that_may_be_called_at_any_time_is_refused_where_a_step_may_be_skipped(build, request):
+    model = nn.Linear(2, 2)
+    optimizer = build(model.parameters())
+    if "patched" in request.node.name:
+        step = optimizer.step
+        optimizer.step = lambda closure=None: step(closure)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    with pytest.raises(amp.OptimizerError, match=r"step\(closure\) of .* does not work with a dynamic loss scale"):
         optimizer.step(lambda: 1 / 0)
+
+
+def test_a_closure_that_raises_takes_no_step():
+    model, optimizer = initialize("O1", loss_scale="dynamic")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, optimizer, make_batches(2))
+    assert amp.stats().steps == 2
 
 
 def test_lbfgs_trains_where_it_can():
