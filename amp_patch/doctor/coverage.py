@@ -8,6 +8,8 @@ from pathlib import Path
 
 import amp_patch
 
+from ..errors import did_you_mean
+
 EXTENSIONS = frozenset(
     {"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda", "fused_dense_cuda"}
 )
@@ -52,6 +54,20 @@ class Coverage:
             if where.is_file():
                 return parts[index + 1] in _bound_names(where)
         return True
+
+    def suggest(self, dotted: str) -> str:
+        """Return ` Did you mean 'x'?` for a misspelt name in a module that the stand-in has, or an empty string."""
+        parts = dotted.split(".")[1:]
+        where = self._package
+        while len(parts) > 1 and (file := _module_file(where / parts[0])) is not None:
+            where = where / parts.pop(0) if file.name == "__init__.py" else file
+        file = where / "__init__.py" if where.is_dir() else where
+        if not parts or not file.is_file():
+            return ""
+        modules = [path.stem for path in where.iterdir()] if where.is_dir() else []
+        return did_you_mean(
+            parts[0], [name for name in (*sorted(modules), *sorted(_bound_names(file))) if name[0] != "_"]
+        )
 
     def advice(self, dotted: str) -> str | None:
         """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today.

@@ -3,6 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+import amp_patch
+
+from ..errors import did_you_mean
 from .context import Context
 from .coverage import EXTENSIONS, has_public_name
 from .findings import Fault
@@ -78,7 +81,8 @@ def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
     fix = (
         f"It was {advice}."
         if advice
-        else "Apex never had it under this name, or amp_patch replaces it by nothing: look in today's torch."
+        else context.coverage.suggest(name).strip()
+        or "The stand-in has no such name, and knows of none in Apex: look in today's torch."
     )
     if _has_fallback(context.script, node):
         return Fault(
@@ -98,7 +102,10 @@ def _has_fallback(script: Script, node: ast.AST) -> bool:
 
 
 def _absent(node: ast.AST, name: str) -> Fault:
-    return Fault(node, "error", f"amp_patch has no {name!r}", "See `help(amp_patch)` for the names there are.")
+    suggestion = did_you_mean(name, dir(amp_patch)).strip()
+    return Fault(
+        node, "error", f"amp_patch has no {name!r}", suggestion or "See `help(amp_patch)` for the names there are."
+    )
 
 
 def _listed(names: list[str]) -> str:

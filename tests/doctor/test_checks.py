@@ -769,6 +769,28 @@ def test_a_part_that_is_gone_is_advised_upon_as_the_standin_does(
     assert (advice or "look in today's torch") in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("source", "fix"),
+    [
+        ("from apex.amp import intialize", "Did you mean 'initialize'?"),
+        ("from apex.optimizers import FusedAdamm", "Did you mean 'FusedAdam'?"),
+        ("from apex.contrib.optimizers import FP16_Optimiser", "Did you mean 'FP16_Optimizer'?"),
+        ("from apex import optimisers", "Did you mean 'optimizers'?"),
+        ("from apex.optimisers import FusedAdam", "Did you mean 'optimizers'?"),
+        ("import apex.paralell", "Did you mean 'parallel'?"),
+        ("from amp_patch import initialise", "Did you mean 'initialize'?"),
+        ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "fully_shard"),
+        ("from apex.amp import zzz", "look in today's torch"),
+    ],
+)
+def test_a_misspelt_name_is_told_the_right_one(source: str, fix: str, tmp_path: Path) -> None:
+    """By the stand-in that is installed, not the small one of the other tests."""
+    path = tmp_path / "script.py"
+    path.write_text(source + "\n")
+    (finding,) = diagnose_files([path], coverage.get_coverage())
+    assert finding.code == "AMP102" and fix in finding.fix
+
+
 def test_without_a_standin_nothing_is_covered(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import apex\nfrom apex import amp\n")
