@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         OpListError,
         OptimizerError,
         PolicyError,
+        RecordError,
         SessionError,
     )
     from .fsdp import fsdp_policy
@@ -64,6 +65,7 @@ __all__ = [
     "OpListError",
     "OptimizerError",
     "PolicyError",
+    "RecordError",
     "SessionError",
     "Stats",
     "amp",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .casting import Mode, cast_tree
-from .config import Policy, make_policy
+from .config import Policy
 from .config import presets as _presets
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .reporting import say, set_verbosity
-from .session import Session, Stats, as_enabled, as_models, as_optimizers, hold
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, hold
 from .session import current as _current
 from .user_functions import (
     float_function,
@@ -125,7 +125,7 @@ def initialize(
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
-    policy = make_policy(opt_level, arguments, presets=presets)
+    policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
     opened = _current.initialize(policy, model_list, optimizer_list, **options)
     _announce(policy, opened)

@@ -75,6 +75,10 @@ class CheckpointError(AmpError, ValueError):
     """A saved amp state does not fit the session it is loaded into."""
 
 
+class RecordError(AmpError, ValueError):
+    """A file is no recording of `amp_patch.insight`."""
+
+
 def did_you_mean(word: object, allowed: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
     if not isinstance(word, str):

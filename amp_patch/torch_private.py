@@ -37,7 +37,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt
 
-# The kernels of torch.optim with `fused=True`. Without them: the foreach ones, and a step that may skip waits.
+# What `fused=True` of torch.optim runs. Without them: the foreach kernels, and a step that may skip waits.
 fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_: Callable[..., None] = torch._fused_adam_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
@@ -219,8 +219,7 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 # Where a trace of torch.jit starts, below what Dynamo wraps for good. Without it: patch torch.jit.trace.
 JIT_TRACE = (torch.jit._trace, "_trace_impl")
 
-# Which backward pass is running, and what has a function called at its end, in the thread that runs it.
-# Without them: reducing gradients after backward has to be asked for.
+# Which backward pass is running, and what its thread calls at its end. Without them: reducing must be asked for.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

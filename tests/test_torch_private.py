@@ -17,10 +17,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import amp_patch
-from amp_patch import torch_distributed, torch_private
+from amp_patch import torch_dispatch, torch_distributed, torch_private
 
 PACKAGE = Path(amp_patch.__file__).parent
-MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_private.py", PACKAGE / "torch_distributed.py"})
+PRIVATE = {PACKAGE / f"{name}.py" for name in ("torch_private", "torch_distributed", "torch_dispatch")}
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - PRIVATE)
 HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {
     "_amp_stash",
@@ -195,6 +196,38 @@ def run_backward(inside: Callable[[], Any]) -> list[Any]:
     return seen
 
 
+def nodes_in_backward() -> list[Any]:
+    """The nodes that run where torch calls a function of ours in a backward pass."""
+    seen: list[Any] = []
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_dispatch.get_current_node())
+            return gradient
+
+    y = Looking.apply(torch.zeros(1, requires_grad=True))
+    y.sum().backward()
+    assert [one.name() for one in seen] == [y.grad_fn.name()]
+    return seen
+
+
+def count_what_an_op_adds() -> int:
+    before = torch_dispatch.count_nodes()
+    torch.zeros(1, requires_grad=True).exp()
+    return torch_dispatch.count_nodes() - before
+
+
+def find_number_of_next_node() -> bool:
+    """Whether a node has the number that was the count before it was made."""
+    before = torch_dispatch.count_nodes()
+    return torch_dispatch.get_node_number(torch.zeros(1, requires_grad=True).exp().grad_fn) == before
+
+
 def count_ends_of_backward() -> int:
     ends: list[int] = []
     run_backward(lambda: torch_private.queue_after_backward(lambda: ends.append(1)))
@@ -242,6 +275,9 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     ),
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
+    "get_current_node": (lambda: (torch_dispatch.get_current_node(), len(nodes_in_backward())), (None, 1)),
+    "count_nodes": (lambda: count_what_an_op_adds(), 1),
+    "get_node_number": (lambda: find_number_of_next_node(), True),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
     "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),
     "get_reduced_dtypes": (lambda: call_among_ranks(read_reduced_dtypes), {"c10::BFloat16"}),
@@ -423,7 +459,7 @@ def test_the_marks_are_those_that_torch_looks_for() -> None:
 
 
 def test_each_function_is_tried_and_each_name_is_there() -> None:
-    modules = (torch_private, torch_distributed)
+    modules = (torch_private, torch_distributed, torch_dispatch)
     values = {key: value for module in modules for key, value in vars(module).items() if not key.startswith("_")}
     tried = {*READINGS, "get_storage_address", "put_first"}
     functions = {

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..script_settings import Settings, in_force
 from . import _finder
 from ._finder import ApexFinder
-from ._settings import Settings, in_force
 
 __all__ = ["DeprecatedFeatureWarning", "Installed", "install", "uninstall"]
 

@@ -80,7 +80,7 @@ class FastPaths:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) < 2 or has_torch_function(args) or is_dynamo_compiling() or count_dispatch_modes():
-                return walk(*args, **kwargs)
+                return walk(*args, **kwargs)  # a mode that only watches sees the same from there
             if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
                 return walk(*args)
             count = len(args)

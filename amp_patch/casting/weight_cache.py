@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, TensorCast
+from ..events import count_watching_modes
 from ..multi_tensor import copy_, group
 from ..torch_private import (
     count_dispatch_modes,
@@ -128,7 +129,7 @@ class WeightCache:
         valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling() or id(tensor) not in owned or count_dispatch_modes():
+            if is_dynamo_compiling() or id(tensor) not in owned or count_dispatch_modes() > count_watching_modes():
                 return plain_cast(tensor)
             entry = valid.get(id(tensor))
             if (

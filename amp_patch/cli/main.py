@@ -31,6 +31,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "Train a small network on handwritten digits at each opt_level and compare."),
     Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
+    Command("explain", "Run a script for a step, and say which op ran in which precision, and why."),
     Command("lists", "Show, check, compare and explain op lists."),
     Command("run", "Run a script written for NVIDIA Apex, unmodified."),
 )

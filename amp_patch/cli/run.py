@@ -22,6 +22,11 @@ STARTUP = Path(__file__).with_name("startup")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
     parser.usage = "%(prog)s [--opt-level LEVEL] [--lists LIST] [--force] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    add_script(parser)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Declare what names a script, and what is laid over it."""
     parser.add_argument(
         "--opt-level", type=_opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
     )
@@ -32,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LIST",
         help=(
-            "an op list (a shipped name or a .yaml file) to lay over the list apex at O1 and O4; may be repeated, and"
-            " later ones win"
+            "an op list (a shipped name or a .yaml file) to lay over the script's, or over the list apex for a script"
+            " of Apex, at O1 and O4; may be repeated, and later ones win"
         ),
     )
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
@@ -66,6 +71,11 @@ def _oplist(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
+    start(*prepare(arguments))
+
+
+def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of `python`, and its environment, that run the script. `more` goes to sitecustomize."""
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     command = script if arguments.module is None else ["-m", *arguments.module]
     if command in ([], ["-m"]):
@@ -79,14 +89,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
                 f" script and the processes that it starts: leave {flag} out"
             )
     options = {"opt_level": arguments.opt_level, "lists": arguments.lists, "force": arguments.force}
-    start([*subprocess._args_from_interpreter_flags(), *command], make_environment(options))  # type: ignore[attr-defined]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*flags, *command], make_environment(options, **more)
 
 
-def make_environment(options: dict[str, object]) -> dict[str, str]:
+def make_environment(options: dict[str, object], **more: object) -> dict[str, str]:
     """Return the environment of this process, in which Python installs the stand-in with these options of `install`."""
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [entry for entry in inherited if entry and os.path.abspath(entry) != str(STARTUP)]
-    settings = {"root": str(STARTUP.parent.parent.parent), "options": options}
+    settings = {"root": str(STARTUP.parent.parent.parent), "options": options, **more}
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *others]),

@@ -100,6 +100,7 @@ class Patcher:
         self._by_target: dict[tuple[int, str], list[_Installed]] = {}
         self._redirected: list[Redirection] = []
         self._redirected_attributes: dict[tuple[int, Any], Redirection] = {}
+        self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each is around
 
     def __len__(self) -> int:
         return len(self._installed) + len(self._redirected)
@@ -184,21 +185,61 @@ class Patcher:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Put the originals back inside the block, for what reads functions instead of calling them."""
-        items = [item for item in reversed(self._installed) if vars(item.owner).get(item.name) is item.replacement]
+        covers = dict(self._covers)
+        items = [
+            (item, held)
+            for item in reversed(self._installed)
+            if (held := vars(item.owner).get(item.name)) is item.replacement
+            or (held is not None and held is covers.get(id(item.replacement)))
+        ]
         redirections = [
-            redirection for redirection in reversed(self._redirected) if redirection.slot.read() is redirection.after
+            (redirection, held)
+            for redirection in reversed(self._redirected)
+            if (held := redirection.slot.read()) is redirection.after
+            or (held is not None and held is covers.get(id(redirection.after)))
         ]
         try:
-            for redirection in redirections:
+            for redirection, _ in redirections:
                 redirection.slot.write(redirection.before)
-            for item in items:
+            for item, _ in items:
                 _put_back(item)
             yield
         finally:
-            for item in reversed(items):
-                setattr(item.owner, item.name, item.replacement)
-            for redirection in reversed(redirections):
-                redirection.slot.write(redirection.after)
+            for item, held in reversed(items):
+                setattr(item.owner, item.name, held)
+            for redirection, held in reversed(redirections):
+                redirection.slot.write(held)
+
+    @contextlib.contextmanager
+    def covered(self, cover: Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]) -> Iterator[None]:
+        """Put a function around each replacement inside the block, wherever it is referred to: `cover(owner, name,
+        replacement)`, or leave it alone for None. It must call what it covers. Such blocks do not nest.
+        """
+        covers = self._covers
+        for item in self._installed:
+            is_function = inspect.isfunction(item.replacement) and id(item.replacement) not in covers
+            if is_function and (made := cover(item.owner, item.name, item.replacement)):
+                covers[id(item.replacement)] = functools.update_wrapper(made, item.replacement)
+        held = [
+            (item.owner, item.name, item.replacement, covers[id(item.replacement)])
+            for item in self._installed
+            if id(item.replacement) in covers and vars(item.owner).get(item.name) is item.replacement
+        ]
+        slots = [one for one in self._redirected if id(one.after) in covers and one.slot.read() is one.after]
+        try:
+            for owner, name, _, made in held:
+                setattr(owner, name, made)
+            for one in slots:
+                one.slot.write(covers[id(one.after)])
+            yield
+        finally:
+            for one in slots:
+                if one.slot.read() is covers[id(one.after)]:
+                    one.slot.write(one.after)
+            for owner, name, replacement, made in held:
+                if vars(owner).get(name) is made:
+                    setattr(owner, name, replacement)
+            covers.clear()
 
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""

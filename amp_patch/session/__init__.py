@@ -4,6 +4,7 @@ from . import current as current
 from .arguments import as_enabled as as_enabled
 from .arguments import as_models as as_models
 from .arguments import as_optimizers as as_optimizers
+from .arguments import choose_policy as choose_policy
 from .arguments import hold as hold
 from .session import Session as Session
 from .session import Stats as Stats

@@ -1,15 +1,18 @@
 """The arguments of the public functions: read, and judged before anything is changed."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config import Policy
+from ..config import Policy, make_policy
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
+from ..reporting import say
+from ..script_settings import in_force
 from ..training import ids_beside_opaque
 from .sharding import find_sharding_problems, is_post_local, is_zero_redundancy
 
@@ -220,3 +223,15 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
                 " an eps of 1e-4 or more, or use a level with float32 master weights"
             )
     return found
+
+
+def choose_policy(opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None) -> Policy:
+    """Return the policy of the arguments, with what a command lays over them."""
+    settings = in_force.settings
+    level, overrides, told = settings.lay_over(opt_level, arguments)
+    if told:
+        say("%s", told)
+    policy = make_policy(level, overrides, presets=presets)
+    if settings.lists and policy.patch_torch_functions:
+        policy = make_policy(level, {**overrides, "lists": (*policy.lists, *settings.lists)}, presets=presets)
+    return policy

@@ -47,6 +47,10 @@ class Bindings:
         """Return the bound models that are still alive."""
         return [model for binding in self._models if (model := binding.model) is not None]
 
+    def find_rule(self, module: nn.Module) -> ModuleRule | None:
+        """Return the module rule that decides how a module of a bound model runs, or None."""
+        return next((binding.rules[module] for binding in self._models if module in binding.rules), None)
+
     def optimizers(self) -> list[OptimizerBinding]:
         """Return the bindings of the optimizers that are still alive."""
         return [binding for binding in self._optimizers if binding.optimizer is not None]

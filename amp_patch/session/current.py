@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..casting import Registration
 from ..config import Policy
 from ..errors import ModelError, OptimizerError, SessionError
+from ..events import watchers
 from ..reporting import warn
 from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems, find_vanishing_eps
 from .session import Session
@@ -60,6 +61,8 @@ def initialize(
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
             session.adopt(models, optimizers, overflow_group)
+            for watcher in tuple(watchers):
+                watcher.session_opened(session)
             return session
         with (
             session.patcher.suspended() if session is not None else contextlib.nullcontext()
@@ -80,6 +83,8 @@ def _open(
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
+        for watcher in tuple(watchers):
+            watcher.session_opened(session)
     except BaseException:
         _close()
         raise
@@ -188,6 +193,8 @@ def _close() -> None:
     if session is None:
         return
     try:
+        for watcher in tuple(watchers):
+            watcher.session_closing(session)
         session.close()
     finally:
         if session.is_undone:

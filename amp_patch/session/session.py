@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import OpCasts, Products, Registration, Switch, WeightCache
-from ..config import OpLists, Policy, load_oplists
+from ..config import ModuleRule, OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, PolicyError, SessionError
 from ..interrupts import UndoStack
@@ -168,6 +168,10 @@ class Session:
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
         return self._bindings.models()
+
+    def find_rule(self, module: nn.Module) -> ModuleRule | None:
+        """Return the module rule that decides how a module runs, or None."""
+        return self._bindings.find_rule(module)
 
     def bindings(self) -> list[OptimizerBinding]:
         """Return the bindings of the optimizers that are still alive."""

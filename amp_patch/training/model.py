@@ -29,7 +29,7 @@ from .model_hooks import (
     SyncMasters,
     TakeAnyInput,
 )
-from .module_runs import decide_runs, find_borders
+from .module_runs import decide_rules, find_borders
 
 
 class ModelBinding:
@@ -52,7 +52,9 @@ class ModelBinding:
         self._masters = masters
         self._cache = cache
         self._switch = switch
-        self._runs, self.used_rules = decide_runs(model, rules)
+        decided, self.used_rules = decide_rules(model, rules)
+        self._runs = {module: rule.run for module, rule in decided.items()}
+        self.rules: Mapping[nn.Module, ModuleRule] = weakref.WeakKeyDictionary(decided)
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
         }

@@ -7,8 +7,8 @@ from torch import nn
 from ..config import ModuleRule
 
 
-def decide_runs(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, str], set[ModuleRule]]:
-    """Return how each covered module is to run, and the rules that choose some module of this model."""
+def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
+    """Return the rule that each covered module is to run by, and the rules that choose some module of this model."""
     decided: dict[nn.Module, int] = {}
     used: set[ModuleRule] = set()
 
@@ -22,7 +22,7 @@ def decide_runs(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.
 
     if rules:
         visit(model, "", -1)
-    return {module: rules[index].run for module, index in decided.items() if index >= 0}, used
+    return {module: rules[index] for module, index in decided.items() if index >= 0}, used
 
 
 def find_borders(model: nn.Module, runs: dict[nn.Module, str]) -> dict[nn.Module, str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
+from ..events import watchers
 from ..interrupts import is_running
 from ..reporting import warn
 from ..torch_private import mark_step_called
@@ -86,12 +87,15 @@ class Stepper:
         passes = self._window.passes()
         try:
             self._frame = sys._getframe()
-            return self._step_or_skip(passes, original, args, kwargs)
+            result = self._step_or_skip(passes, original, args, kwargs)
         finally:
             self._frame = None
             self._gradients.resume()
             if self._gradients.is_in_block and passes:  # the rest of the pass under way is for the next step
                 self._window.add(BackwardPass(passes[-1].scaler, passes[-1].found_inf.device))
+        for watcher in tuple(watchers):
+            watcher.step_ended(self._get_optimizer())
+        return result
 
     def _step_or_skip(
         self,

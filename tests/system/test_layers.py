@@ -12,11 +12,14 @@ PACKAGE = Path(amp_patch.__file__).parent
 GROUND = (
     "dtypes",
     "errors",
+    "events",
     "hardware",
     "interrupts",
     "multi_tensor",
     "reporting",
+    "script_settings",
     "tables",
+    "torch_dispatch",
     "torch_distributed",
     "torch_private",
 )
@@ -28,6 +31,7 @@ FLOORS = (
     "casting",
     "training",
     "session",
+    "insight",
     "user_functions",
     "fsdp",
     "api",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...script_settings import in_force
 from .._core import SessionView, api, make_policy, parse_loss_scale, replace_registered
-from .._settings import in_force
 from ._amp_state import _amp_state, maybe_print
 from .frontend import *  # noqa: F403
 from .handle import AmpHandle, NoOpHandle

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ...dtypes import parse_dtype
 from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean
 from ...reporting import say
+from ...script_settings import in_force
 from .._core import (
     Policy,
     SessionView,
@@ -29,7 +30,6 @@ from .._core import (
     make_policy,
     parse_loss_scale,
 )
-from .._settings import in_force
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._process_optimizer import attach_apex_names
 from .handle import AmpHandle
@@ -44,7 +44,6 @@ OPTIONS = (
     "master_weights",
     "loss_scale",
 )
-_MODEL_OPTIONS = frozenset({"cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"})
 
 
 class Properties:
@@ -226,21 +225,15 @@ def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
 
     The level is the script's, or the one laid over it.
     """
-    overrides = {name: value for name, value in given.items() if value is not None}
-    level = in_force.settings.opt_level
-    if level is None:
-        if opt_level not in opt_levels:
-            raise PolicyError(
-                f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}; the first character is"
-                f" the letter O).{did_you_mean(opt_level, opt_levels)} For others run the script by `amp-patch run"
-                " --opt-level`."
-            )
-        level = opt_level
-    elif level != opt_level:
-        dropped = sorted(_MODEL_OPTIONS & overrides.keys())
-        overrides = {name: value for name, value in overrides.items() if name not in _MODEL_OPTIONS}
-        ignored = f" and ignore {', '.join(dropped)}" if dropped else ""
-        maybe_print(f"amp: told to use opt_level {level} instead of {opt_level}{ignored}", rank0=True)
+    if in_force.settings.opt_level is None and opt_level not in opt_levels:
+        raise PolicyError(
+            f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}; the first character is"
+            f" the letter O).{did_you_mean(opt_level, opt_levels)} For others run the script by `amp-patch run"
+            " --opt-level`."
+        )
+    level, overrides, told = in_force.settings.lay_over(opt_level, given)
+    if told:
+        maybe_print(told, rank0=True)
     properties = Properties()
     _apply_level(properties, level)
     _print_options(

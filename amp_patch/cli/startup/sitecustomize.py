@@ -1,5 +1,5 @@
 """Imported by every Python that starts below `amp-patch run`, which puts this folder on PYTHONPATH: installs the
-stand-in for `apex`, then runs the `sitecustomize` that would have been imported without it.
+stand-in for `apex`, and what records steps, then runs the `sitecustomize` that would have been imported without it.
 """
 
 import importlib.util
@@ -20,6 +20,10 @@ def _install() -> None:
     from amp_patch.apex import install
 
     install(**settings["options"])
+    if "explain" in settings:
+        from amp_patch.cli.recording import record
+
+        record(**settings["explain"])
 
 
 def _run_the_next() -> None:

@@ -1,0 +1,39 @@
+"""What a session tells to those who watch it: in each step, not in each op, and nothing while nobody watches."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Watcher(Protocol):
+    """Somebody who is told. What it raises leaves the call that told it."""
+
+    def session_opened(self, session: Any) -> None:
+        """A session is in force, or has more models."""
+
+    def session_closing(self, session: Any) -> None:
+        """A session is about to undo what it has done."""
+
+    def step_ended(self, optimizer: Any) -> None:
+        """A `step` of a bound optimizer has been taken, or skipped."""
+
+
+watchers: list[Watcher] = []
+
+_local = threading.local()
+
+
+def count_watching_modes() -> int:
+    """Return how many dispatch modes of this thread only watch: everything is to run as it does without them."""
+    return getattr(_local, "modes", 0)
+
+
+def add_watching_modes(number: int) -> None:
+    """Count so many more, or with a negative number fewer."""
+    _local.modes = count_watching_modes() + number
+
+
+def watch(watcher: Watcher) -> Callable[[], None]:
+    """Have a watcher told from now on; returns what ends that, once or twice."""
+    watchers.append(watcher)
+    return lambda: watchers.remove(watcher) if watcher in watchers else None

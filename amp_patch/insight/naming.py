@@ -1,0 +1,122 @@
+"""Where in a script something runs: in which module, and called from which line."""
+
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_OURS = f"{Path(__file__).parent.parent}/"
+_BY = {
+    f"{_TORCH}optim/": "optimizer",
+    f"{_OURS}insight/": "",
+    f"{_OURS}casting/": "cast",
+    f"{_OURS}training/model_hooks.py": "border",
+    _OURS: "amp",
+    _TORCH: "",
+}
+_LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
+
+
+class Site(NamedTuple):
+    """The innermost line of the user's code, and what of amp_patch or torch is between it and the op: "" (nothing that
+    matters), "cast", "border" (casts of what goes into a module), "amp" (scales, gradients, masters) or "optimizer".
+    """
+
+    place: str
+    by: str
+
+
+def find_site() -> Site:
+    """Return where the code that is running was called from; without a place outside of any script, as in the threads
+    of autograd.
+    """
+    found = ""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        by = next((by for folder, by in _BY.items() if file.startswith(folder)), None)
+        if by is None and not file.startswith(_LIBRARIES):
+            return Site(f"{Path(file).name}:{frame.f_lineno}", found)
+        found = by or found if found in ("", "cast") or by == "optimizer" else found
+        frame = frame.f_back
+    return Site("", found)
+
+
+class ModuleStack:
+    """The modules whose `forward` is running, in each thread, by two hooks on all modules.
+
+    Args:
+        models: those whose modules have names; of several, each name begins with that of its model.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._names = dict(_name_all(list(models)))
+        self._local = threading.local()
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks. Harmless twice."""
+        for handle in self._handles:
+            handle.remove()
+
+    def here(self) -> str:
+        """Return the name of the innermost module that is running in this thread, "" outside of all."""
+        running = self._running()
+        return running[-1][1] if running else ""
+
+    def module_here(self) -> nn.Module | None:
+        """Return that module."""
+        running = self._running()
+        return running[-1][0] if running else None
+
+    def _running(self) -> list[tuple[nn.Module, str]]:
+        try:
+            return self._local.running  # type: ignore[no-any-return]
+        except AttributeError:
+            self._local.running = []
+            return self._local.running  # type: ignore[no-any-return]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        running = self._running()
+        running.append((module, self._name(module, running)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        running = self._running()
+        while running and running.pop()[0] is not module:  # a forward that raised before its hooks were on
+            pass
+
+    def _name(self, module: nn.Module, running: list[tuple[nn.Module, str]]) -> str:
+        known = self._names.get(id(module))
+        if known is not None:
+            return known[1]
+        if running:  # of a replica or a copy: by what it is to the module that calls it
+            outer, name = running[-1]
+            for key, child in outer.named_children():
+                if child is module:
+                    return f"{name}.{key}" if name else key
+        return f"({type(module).__name__})"
+
+
+def _name_all(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+    kinds = [type(model).__name__ for model in models]
+    for number, model in enumerate(models):
+        is_only = kinds.count(kinds[number]) == 1
+        prefix = "" if len(models) == 1 else kinds[number] if is_only else f"{kinds[number]}[{number}]"
+        for name, module in model.named_modules():
+            yield id(module), (module, ".".join(itertools.filterfalse(lambda part: not part, (prefix, name))))

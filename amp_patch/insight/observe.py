@@ -1,0 +1,272 @@
+"""`Observer`: sees every call of a listed op from above, and every op that torch dispatches from below.
+
+A cover around each replacement that the session installed knows what was called, by which line of which list, and what
+it was given; a dispatch mode below knows what the kernels got. The cover of a call is on a stack while it runs, and
+autograd numbers the nodes that it makes, by which ops of the backward pass are told to the call that they are of.
+
+No tensor is kept and none is read: a recorded run computes what it computes without.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..casting import Mode, compiling
+from ..config import op_lists
+from ..dtypes import CASTABLE
+from ..events import add_watching_modes
+from ..session import Session
+from ..torch_dispatch import (
+    COPIES,
+    TO_COPY,
+    WITHOUT_KERNEL,
+    TorchDispatchMode,
+    count_nodes,
+    get_current_node,
+    get_node_number,
+)
+from ..torch_private import disabled_torch_dispatch
+from .folding import Call, Folding
+from .naming import ModuleStack, Site, find_site
+from .rules import RuleFinder, short, spelled
+
+_SILENT = frozenset({"profiler", "prim", "prims"})
+
+
+class Observer:
+    """Observes one session until `stop`.
+
+    Args:
+        session: whose ops are observed.
+        folding: takes the calls in.
+    """
+
+    def __init__(self, session: Session, folding: Folding) -> None:
+        self._switch = session.switch
+        self._rules = RuleFinder(session)
+        self._running = ModuleStack(session.models())
+        self._folding = folding
+        self._local = threading.local()
+        self._by_node: dict[int, Call] = {}
+        self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
+        self._below = _Below(self)
+        self._undo = contextlib.ExitStack()
+        self._session = session
+
+    def start(self) -> None:
+        """Observe from now on, in this thread what is unlisted too."""
+        self._undo.enter_context(self._session.patcher.covered(self._cover))
+        self._undo.callback(self._running.close)
+        self._running.open()
+        self._local.is_below = True
+        self._undo.enter_context(self._below)
+
+    def stop(self) -> None:
+        """Leave everything as it was. Harmless twice. In the thread that called `start`."""
+        self._undo.close()
+        self._local.is_below = False
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Forget what belongs to the step: nodes and storages of the next are others."""
+        self._by_node.clear()
+        self._writers.clear()
+
+    # ---- from above --------------------------------------------------------------------------------------------------
+
+    def _cover(self, owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any] | None:
+        if not self._rules.is_op(owner, name, replacement):
+            return None
+        op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
+
+        def cover(*args: Any, **kwargs: Any) -> Any:
+            if self._calls() or compiling.is_dynamo_compiling():
+                return replacement(*args, **kwargs)
+            site = find_site()
+            if site.by == "amp":
+                return replacement(*args, **kwargs)
+            call = self._begin(op, spelling, site, [*args, *kwargs.values()])
+            below = contextlib.nullcontext() if self._is_below() else self._below_here()
+            try:
+                with below:
+                    result = replacement(*args, **kwargs)
+                call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
+            finally:  # a recomputation is stopped by an exception
+                self._calls().pop()
+                self._end(call)
+            return result
+
+        return cover
+
+    def _begin(self, op: str, spelling: op_lists.Spelling | None, site: Site, values: Sequence[Any]) -> Call:
+        module = self._running.module_here()
+        call = Call(op, self._running.here(), site, self._phase(None, site))
+        call.given = tuple(short(tensor.dtype) for tensor in tensors_in(values))
+        self._calls().append(call)
+        if spelling is None:
+            call.rule, call.entry = self._rules.find_rule_of_unlisted(site, module)
+            return call
+        call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
+        mode = self._switch.mode_here()
+        if mode is not Mode.BY_LISTS:
+            call.region = "off" if mode is Mode.OFF else mode.name.lower()
+            if module is not None and mode is not Mode.OFF:
+                rule, entry = self._rules.find_module_rule(module)
+                call.rule, call.entry = (rule, entry) if rule else (call.rule, call.entry)
+        target = self._rules.target(spelling.kind, mode)
+        call.target = target
+        # what differs from the target and is not copied is avoided
+        call.sources = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors_in(values)
+            if target is not None and tensor.dtype in CASTABLE and tensor.dtype is not target and _has_storage(tensor)
+        }
+        return call
+
+    def _end(self, call: Call) -> None:
+        call.avoided = len(call.sources - call.copied) if call.target is not None else 0
+        self._folding.add(call)
+
+    def _calls(self) -> list[Call]:
+        try:
+            return self._local.calls  # type: ignore[no-any-return]
+        except AttributeError:
+            self._local.calls = []
+            return self._local.calls  # type: ignore[no-any-return]
+
+    def _is_below(self) -> bool:
+        return getattr(self._local, "is_below", False)
+
+    @contextlib.contextmanager
+    def _below_here(self) -> Iterator[None]:
+        """Look below one call in another thread than that of `start`: modes belong to threads."""
+        with self._below:
+            yield
+
+    # ---- from below --------------------------------------------------------------------------------------------------
+
+    def note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Take in one op that torch has dispatched, of this thread."""
+        packet = function.overloadpacket
+        if function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view:
+            return  # a view has the storage of what it is of
+        node = get_current_node()
+        calls = self._calls()
+        inputs, outputs = list(tensors_in([*args, *kwargs.values()])), list(tensors_in([result]))
+        cast = _find_cast(packet, inputs, outputs)
+        if calls and node is None:
+            self._by_node.setdefault(count_nodes() - 1, calls[-1])  # not what made no node
+        if calls:
+            self._note_inside(calls[-1], cast, inputs)
+        call = calls[-1] if calls else self._note_alone(packet, cast, node, inputs, outputs)
+        if call is not None:
+            self._writers |= {tensor.untyped_storage().data_ptr(): call for tensor in outputs if _has_storage(tensor)}
+
+    def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
+        if cast is None:
+            call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
+            return
+        source, copy = cast
+        call.casts += 1
+        address = source.untyped_storage().data_ptr() if _has_storage(source) else 0
+        call.copied.add(address)
+        call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
+        producer = self._writers.get(address)
+        if copy.dtype is not call.target or producer is None or producer is call:
+            return
+        outside, between = short(copy.dtype), short(source.dtype)
+        if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
+            self._folding.add_undone(producer, call, outside, between)
+
+    def _note_alone(
+        self,
+        packet: Any,
+        cast: tuple[Tensor, Tensor] | None,
+        node: Any,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Call | None:
+        """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
+        of = self._by_node.get(get_node_number(node)) if node is not None else None
+        if of is not None:
+            call = Call(of.op, of.module, of.site, "backward")
+            call.rule, call.entry, call.region = of.rule, of.entry, of.region
+        else:
+            site = find_site()
+            if site.by == "amp":
+                return None
+            call = Call(f"aten.{packet.__name__}", self._running.here(), site, self._phase(node, site))
+            call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
+            if node is None:
+                self._by_node.setdefault(count_nodes() - 1, call)
+        call.given = tuple(short(tensor.dtype) for tensor in inputs)
+        call.out = tuple(short(tensor.dtype) for tensor in outputs)
+        call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
+        call.casts = int(cast is not None)
+        if any(tensor.is_floating_point() for tensor in (*inputs, *outputs)):
+            self._folding.add(call)
+        return call
+
+    def _phase(self, node: Any, site: Site) -> str:
+        if site.by == "optimizer":
+            return "step"
+        if node is not None or get_current_node() is not None:
+            return "recompute" if self._calls() or self._running.here() else "backward"
+        return "forward"
+
+
+class _Below(TorchDispatchMode):
+    """Shows every op to an observer after it has run."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+
+    def __enter__(self) -> Self:
+        add_watching_modes(1)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        add_watching_modes(-1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_answers_itself(kind) for kind in types):  # it is asked first, and shows what it is made of
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self._observer.note(func, args, kwargs or {}, result)
+        return result
+
+
+def _answers_itself(kind: type) -> bool:
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not disabled_torch_dispatch
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in lists, tuples and dictionaries of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
+def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return what an op copied and the copy, if it is a cast from one floating dtype to another."""
+    if packet not in COPIES or not inputs:
+        return None
+    source, copy = (inputs[0], outputs[0]) if packet is TO_COPY else (inputs[-1], inputs[0])
+    is_cast = source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point()
+    return (source, copy) if is_cast else None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"

@@ -1,0 +1,162 @@
+"""`Recorder`: records the ops of some steps of a run, from the events of its session."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import events
+from ..errors import SessionError
+from ..session import Session, current
+from .folding import Folding
+from .observe import Observer
+from .records import Recording, RunRecord, StepRecord
+from .rules import short
+
+
+class Recorder:
+    """Records steps `first` up to and without `last` of whatever session is opened.
+
+    A step ends with `step()` of the optimizer that steps first: a GAN's two optimizers take one step together.
+
+    Args:
+        first, last: numbers of steps from 0; None: until `stop`.
+        on_end: called when step `last` begins.
+    """
+
+    def __init__(self, first: int = 0, last: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+        self._first = first
+        self._last = last
+        self._on_end = on_end
+        self._folding = Folding()
+        self._observer: Observer | None = None
+        self._steps: list[StepRecord] = []
+        self._optimizer: int | None = None
+        self._count = 0
+        self.run: RunRecord | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+        if self.run is None:
+            raise SessionError("nothing was recorded: amp.initialize has not been called")
+        return Recording(self.run, self._folding.ops(), self._folding.undone(), list(self._steps))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether ops are recorded now."""
+        return self._observer is not None
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended since the session was opened, recorded or not."""
+        return self._count
+
+    def session_opened(self, session: Session) -> None:
+        """Begin, or see to more models."""
+        self.run = _describe(session)
+        if self._observer is not None:
+            self._leave()
+        if self._is_in_window():
+            self._observe(session)
+
+    def session_closing(self, session: Session) -> None:
+        """End: nothing of ours may be on patches that are to be taken out."""
+        self._leave()
+        self._optimizer = None
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count a step."""
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if id(optimizer) != self._optimizer:
+            return
+        session = current.require()
+        if self._is_in_window():
+            is_at_hand = session.device_type == "cpu"  # else the host may have to wait
+            skipped = bool(getattr(optimizer, "step_was_skipped", False)) if is_at_hand else None
+            scales = session.stats(wait=is_at_hand).loss_scales
+            self._steps.append(StepRecord(self._folding.step, skipped, scales))
+            self._folding.step += 1
+        self._count += 1
+        if self._observer is not None:
+            self._observer.end_step()
+        if self._is_in_window():
+            if self._observer is None:
+                self._observe(session)
+        elif self._observer is not None:
+            self._leave()
+            self._on_end()
+
+    def stop(self) -> None:
+        """Record nothing more. Harmless twice."""
+        self._leave()
+
+    def _is_in_window(self) -> bool:
+        return self._first <= self._count and (self._last is None or self._count < self._last)
+
+    def _observe(self, session: Session) -> None:
+        self._observer = Observer(session, self._folding)
+        self._observer.start()
+
+    def _leave(self) -> None:
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.stop()
+
+
+def _describe(session: Session) -> RunRecord:
+    policy, oplists = session.policy, session.oplists
+    return RunRecord(
+        torch=torch.__version__,
+        device=session.device_type,
+        opt_level=policy.opt_level or "",
+        low="" if policy.low_dtype is None else short(policy.low_dtype),
+        lists=() if oplists is None else tuple(map(str, oplists.names)),
+        digest="" if oplists is None else oplists.digest,
+        rank=int(os.environ.get("RANK", "0")),
+    )
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Record all ops that run in the block, under the session in force.
+
+    The recording is filled in when the block ends, also by an exception. Ops of other threads are recorded where they
+    are on a list. Blocks do not nest. What runs is bitwise what runs without; code of torch.compile runs as it was
+    written.
+
+    Raises:
+        SessionError: there is no session, or a recording is under way.
+    """
+    session = current.require()
+    if any(isinstance(watcher, Recorder) and watcher.is_recording for watcher in events.watchers):
+        raise SessionError("a recording is under way: leave its block first")
+    recorder = Recorder()
+    recorder.session_opened(session)
+    found = recorder.recording
+    stop_watching = events.watch(recorder)
+    try:
+        yield found
+    finally:
+        stop_watching()
+        recorder.stop()
+        ended = recorder.recording
+        found.ops[:], found.undone[:], found.steps[:] = ended.ops, ended.undone, ended.steps
+
+
+def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:
+    """Call `step` `warmup` times as it is, then `steps` times recorded, and return the recording.
+
+    `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
+    step makes the low copies of weights that later ones find: hence the warm-up.
+    """
+    for _ in range(warmup):
+        step()
+    with recording() as found:
+        for _ in range(steps):
+            step()
+    return found

@@ -1,0 +1,156 @@
+"""What is recorded of a run: one frozen schema, written as lines of JSON and read again.
+
+A file holds a line for each record, `{"kind": "run" | "op" | "step", ...}`, the run first; each rank writes its own.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import RecordError
+
+SCHEMA = 1
+"""The version of the schema, which goes up with every change that an older reader would misread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists."""
+
+    kind: ClassVar[str] = "run"
+
+    torch: str
+    device: str
+    opt_level: str
+    low: str
+    lists: tuple[str, ...]
+    digest: str
+    rank: int
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """Calls that are alike in everything but their number.
+
+    Attributes:
+        step: of the recording, from 0.
+        phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
+        module: qualified name of the innermost module that ran; "" outside of all.
+        op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
+        rule: the list the op is on, or what else decided; "" if nothing did.
+        entry: `file.yaml:line` of the rule, "" without one.
+        region: "low", "float32" or "off" where a region decided in the place of the lists, else "".
+        given, ran, out: dtypes of the tensors that the caller gave, of the floating ones that kernels got, and of those
+            that came out; in order, but `ran`, which has each once.
+        site: `file.py:line` of the user's code.
+        calls, casts, avoided: how many there were; casts that copied a tensor to another dtype; tensors that would
+            have been cast, but for a copy that was there already.
+    """
+
+    kind: ClassVar[str] = "op"
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    rule: str
+    entry: str
+    region: str
+    given: tuple[str, ...]
+    ran: tuple[str, ...]
+    out: tuple[str, ...]
+    site: str
+    calls: int = 1
+    casts: int = 0
+    avoided: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UndoneCastRecord:
+    """Casts that undo each other: from `outside` to `between` for `producer`, and what it gave back for `consumer`."""
+
+    kind: ClassVar[str] = "undone"
+
+    step: int
+    module: str
+    producer: str
+    consumer: str
+    outside: str
+    between: str
+    calls: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The end of a step: the loss scales by then, and whether it was skipped; None where the host does not know yet."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    skipped: bool | None
+    loss_scales: tuple[float, ...]
+
+
+Record = RunRecord | OpRecord | UndoneCastRecord | StepRecord
+_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (RunRecord, OpRecord, UndoneCastRecord, StepRecord)}
+
+
+@dataclass(slots=True)
+class Recording:
+    """The records of one process, in order."""
+
+    run: RunRecord
+    ops: list[OpRecord]
+    undone: list[UndoneCastRecord]
+    steps: list[StepRecord]
+
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Write all records to a file, a line of JSON each."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            records: list[Record] = [self.run, *self.ops, *self.undone, *self.steps]
+            for record in records:
+                file.write(json.dumps({"kind": record.kind, **asdict(record)}) + "\n")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Recording":
+        """Read what `to_jsonl` wrote. Raises RecordError, with the line, for anything else."""
+        run, ops, undone, steps = None, [], [], []
+        for record in _read(Path(path)):
+            if isinstance(record, RunRecord):
+                run = record
+            elif isinstance(record, OpRecord):
+                ops.append(record)
+            elif isinstance(record, UndoneCastRecord):
+                undone.append(record)
+            else:
+                steps.append(record)
+        if run is None:
+            raise RecordError(f"{path}: no record of kind 'run': this is no recording, or only a part of one")
+        return cls(run, ops, undone, steps)
+
+
+def _read(path: Path) -> Iterator[Record]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            data = json.loads(line)
+            kind = _KINDS.get(data.pop("kind", None))
+            if kind is not None:  # a later version may have others
+                yield kind(**{name: _frozen(data[name]) for name in data if name in _names(kind)})
+        except (ValueError, AttributeError, TypeError) as error:
+            raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
+
+
+def _names(kind: type[Record]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,92 @@
+"""Which rule made an op run as it did: a line of a list, a module rule, or a property of the level."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting import Mode
+from ..config import op_lists
+from ..session import Session
+from ..torch_private import BatchNormBase
+from .naming import Site
+
+_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
+_OWNERS = {
+    **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
+    **dict.fromkeys(("torch.Tensor", "torch._C.TensorBase"), "Tensor"),
+}
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype as tables show it, such as "bf16" and "i64"."""
+    return _SHORT.get(dtype) or str(dtype).removeprefix("torch.").replace("uint", "u").replace("int", "i")
+
+
+def spelled(owner: Any, name: str) -> str:
+    """Return an attribute as scripts write it: `F.linear`, `Tensor.exp`, `torch.exp`."""
+    owner_name = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{_OWNERS.get(owner_name, owner_name)}.{name}"
+
+
+class RuleFinder:
+    """Finds the rules of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        oplists = session.oplists
+        spellings = () if oplists is None or session.casts is None else (*oplists.spellings, *oplists.deferred)
+        self._by_key = {(one.owner_name, one.name): one for one in spellings}
+        self._by_owner = {(id(one.owner), one.name): one for one in spellings if one.owner is not None}
+        self._by_replacement: dict[int, op_lists.Spelling] = {}
+
+    def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
+        """Tell whether a patched attribute is an op: on a list, or a product."""
+        is_listed = self.find_spelling(owner, name, replacement) is not None
+        return is_listed or op_lists.is_product(name) or op_lists.is_without_kernel(name)
+
+    def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
+        """Return the line for an attribute that the session patched, or None: it is on no list."""
+        known = self._by_replacement.get(id(replacement))
+        owner_name = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        found = self._by_owner.get((id(owner), name)) or self._by_key.get((owner_name, name)) or known
+        if found is not None:
+            self._by_replacement.setdefault(id(replacement), found)
+        return found
+
+    def describe(self, spelling: op_lists.Spelling) -> str:
+        """Return `file.yaml:line` of the entry that decides."""
+        return f"{Path(spelling.entry.path).name}:{spelling.entry.line}"
+
+    def target(self, kind: str, mode: Mode) -> torch.dtype | None:
+        """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
+        low = self._session.policy.low_dtype
+        if mode is Mode.OFF:
+            return None
+        if mode is not Mode.BY_LISTS and kind in ("whitelist", "blacklist"):
+            return low if mode is Mode.LOW else torch.float32
+        return low if kind == "whitelist" else torch.float32 if kind == "blacklist" else None
+
+    def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
+        """Return what the module rule that covers a module says, and where it stands; empty without one."""
+        rule = self._session.find_rule(module)
+        return ("", "") if rule is None else (f"run: {rule.run}", f"{Path(rule.path).name}:{rule.line}")
+
+    def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
+        """Return what decided on the dtypes of an op that no list names, and where that stands."""
+        policy = self._session.policy
+        if site.by == "border":
+            return "border of the cast", policy.opt_level or ""
+        if module is None or policy.cast_model_type is None:
+            return "", ""
+        rule, entry = self.find_module_rule(module)
+        if rule:
+            return rule, entry
+        own = next(module.parameters(recurse=False), None)
+        if own is None:
+            return "", ""
+        if isinstance(module, BatchNormBase) and policy.keep_batchnorm_fp32 and own.dtype is torch.float32:
+            return "keep_batchnorm_fp32", policy.opt_level or ""
+        return "cast_model_type", policy.opt_level or ""

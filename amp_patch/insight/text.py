@@ -1,0 +1,150 @@
+"""A recording as text: a row for each kind of call, equal layers in one."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from ..tables import format_table
+from .records import OpRecord, Recording
+
+Key = Callable[[OpRecord], tuple[str, ...]]
+By = Literal["module", "op", "entry"]
+_NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
+
+
+def format_recording(recording: Recording, by: By = "module", *, with_all: bool = False) -> str:
+    """Return the rows of the forward pass by module, or in sums by op or by line of the lists, and what there is to
+    say of the whole.
+
+    `with_all` gives each layer a row of its own and shows unlisted ops that give what they were given.
+    """
+    ops = list(merge_steps(recording.ops))
+    rows = list(ops if with_all else fold_layers(op for op in ops if _is_of_interest(op)))
+    forward = [op for op in rows if op.phase in ("forward", "recompute")]
+    table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
+    if any(map(_is_computed_in_float32, forward)) and by == "module":
+        table += "\n* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
+    return "\n".join([_heading(recording), table, "", *_sums(ops), *_undone(recording)])
+
+
+def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
+    """Yield records that differ in their step alone as one."""
+    return _merge(replace(op, step=0) for op in ops)
+
+
+def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
+    """Yield records whose modules differ in their numbers alone as one, with `*` in the place of these."""
+    known: dict[OpRecord, set[str]] = {}
+    kept = list(ops)
+    for op in kept:
+        known.setdefault(_without_number(op), set()).add(op.module)
+    return _merge(_starred(op) if len(known[_without_number(op)]) > 1 else op for op in kept)
+
+
+def _starred(op: OpRecord) -> OpRecord:
+    return replace(op, module=_NUMBER.sub("*", op.module))
+
+
+def _without_number(op: OpRecord) -> OpRecord:
+    return replace(_starred(op), calls=0, casts=0, avoided=0)
+
+
+def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
+    merged: dict[OpRecord, OpRecord] = {}
+    for op in ops:
+        key = replace(op, calls=0, casts=0, avoided=0)
+        known = merged.get(key, key)
+        merged[key] = replace(
+            op, calls=known.calls + op.calls, casts=known.casts + op.casts, avoided=known.avoided + op.avoided
+        )
+    yield from merged.values()
+
+
+def _is_of_interest(op: OpRecord) -> bool:
+    """Tell whether an op is listed, casts, mixes dtypes or runs in 16 bits: the rest is what plain torch does."""
+    floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
+    return bool(op.entry or op.casts or op.rule or len(floating) > 1 or floating & {"f16", "bf16"})
+
+
+def _is_computed_in_float32(op: OpRecord) -> bool:
+    return op.ran == ("f32",) and any(dtype in ("f16", "bf16") for dtype in op.out) and not op.op.startswith("aten.")
+
+
+def _heading(recording: Recording) -> str:
+    run = recording.run
+    what = f"{run.opt_level or 'session'}, {run.low or 'no casts'} on {run.device}, torch {run.torch}"
+    steps = f"{len(recording.steps)} step{'' if len(recording.steps) == 1 else 's'}"
+    return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "") + "\n"
+
+
+def _by_module(ops: list[OpRecord]) -> str:
+    heading = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
+    return format_table(
+        heading,
+        [
+            (
+                op.module or "(no module)",
+                op.op + (" (again)" if op.phase == "recompute" else ""),
+                op.rule + (f" ({op.region})" if op.region else "") or "-",
+                op.entry or "-",
+                _dtypes(op.given),
+                _dtypes(op.ran) + ("*" if _is_computed_in_float32(op) else ""),
+                _dtypes(op.out),
+                *map(str, (op.calls, op.casts, op.avoided)),
+                op.site or "-",
+            )
+            for op in ops
+        ],
+        left=7,
+    )
+
+
+def _by_op(ops: list[OpRecord]) -> str:
+    return _grouped(ops, ("op", "rule", "ran"), lambda op: (op.op, op.rule or "-", _dtypes(op.ran)))
+
+
+def _by_entry(ops: list[OpRecord]) -> str:
+    return _grouped(ops, ("line", "rule", "op"), lambda op: (op.entry or "-", op.rule or "-", op.op))
+
+
+def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key) -> str:
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for op in ops:
+        total = sums.setdefault(key(op), [0, 0, 0])
+        for index, value in enumerate((op.calls, op.casts, op.avoided)):
+            total[index] += value
+    rows = sorted(sums.items(), key=lambda item: -item[1][0])
+    return format_table(
+        (*heading, "calls", "casts", "avoided"),
+        [(*names, *map(str, total)) for names, total in rows],
+        left=len(heading),
+    )
+
+
+def _dtypes(names: tuple[str, ...]) -> str:
+    """`f32,f32,i64`; more than four alike as `f32 x 8`."""
+    if len(names) > 4 and len(set(names)) == 1:
+        return f"{names[0]} x {len(names)}"
+    return ",".join(names[:6]) + (",..." if len(names) > 6 else "") or "-"
+
+
+def _sums(ops: list[OpRecord]) -> Iterator[str]:
+    steps = {phase: [op for op in ops if op.phase == phase] for phase in ("forward", "recompute", "backward", "step")}
+    for phase, of_phase in steps.items():
+        if of_phase:
+            casts, avoided = sum(op.casts for op in of_phase), sum(op.avoided for op in of_phase)
+            calls = sum(op.calls for op in of_phase)
+            told = f"{phase}: {calls} calls, {casts} casts"
+            yield told + (f", {avoided} avoided by copies that were there" if avoided else "")
+
+
+def _undone(recording: Recording) -> Iterator[str]:
+    sums: dict[tuple[str, ...], int] = {}
+    for one in recording.undone:
+        key = (_NUMBER.sub("*", one.module) or "(no module)", one.producer, one.consumer, one.outside, one.between)
+        sums[key] = sums.get(key, 0) + one.calls
+    if sums:
+        yield "\ncasts that undo each other:"
+        for (module, producer, consumer, outside, between), calls in sums.items():
+            yield f"  {module}: {outside} -> {between} for {producer}, back to {outside} for {consumer}, {calls} times"

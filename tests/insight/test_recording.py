@@ -1,0 +1,355 @@
+"""What a recording says of a step, and that the step is what it is without one."""
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpt import make_gpt
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch import insight
+from amp_patch.config import load_oplists
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def initialize(model, level, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def train(model, optimizer, steps, seed=0, micro_batches=1):
+    losses = []
+    for number in range(steps):
+        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(seed + number))
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def forward(recording, op):
+    return [record for record in recording.ops if record.phase == "forward" and record.op == op]
+
+
+def line_of(oplist, op):
+    """`file.yaml:line` of what is written of an op in a shipped list."""
+    entry = next(one.entry for one in load_oplists(oplist).spellings if one.name == op)
+    return f"{entry.path.rpartition('/')[2]}:{entry.line}"
+
+
+# ---- nothing changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_recorded_run_is_bitwise_the_plain_one(level):
+    plain, state = None, None
+    for is_recorded in (False, True):
+        model, optimizer = initialize(make_gpt(), level)
+        random = torch.get_rng_state()
+        if is_recorded:
+            with insight.recording() as found:
+                losses = train(model, optimizer, 4, micro_batches=2)
+            assert found.ops and len(found.steps) == 4
+        else:
+            losses = train(model, optimizer, 4, micro_batches=2)
+        assert torch.equal(torch.get_rng_state(), random)
+        if plain is None:
+            plain, state = losses, copy.deepcopy(model.state_dict())
+        assert torch.equal(losses, plain)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        amp.reset()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_block_leaves_every_function_as_it_was(level):
+    model, optimizer = initialize(make_gpt(), level)
+    before = {name: vars(F)[name] for name in vars(F)}, dict(vars(torch.Tensor)), dict(vars(torch._C._nn))
+    for _ in range(2):
+        with insight.recording():
+            train(model, optimizer, 1)
+        with pytest.raises(ZeroDivisionError), insight.recording():
+            train(model, optimizer, 1)
+            raise ZeroDivisionError
+        assert ({name: vars(F)[name] for name in vars(F)}, dict(vars(torch.Tensor)), dict(vars(torch._C._nn))) == before
+    amp.reset()
+    assert not find_changes()
+
+
+def test_a_reset_in_a_block_ends_the_recording():
+    model, optimizer = initialize(make_gpt(), "O4")
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+        amp.reset()
+        assert not find_changes()
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert sum(record.calls for record in forward(found, "F.layer_norm")) == 4
+
+
+def test_blocks_do_not_nest_and_need_a_session():
+    with pytest.raises(amp.SessionError, match="initialize has not been called"), insight.recording():
+        pass
+    initialize(make_gpt(), "O4")
+    with insight.recording(), pytest.raises(amp.SessionError, match="under way"), insight.recording():
+        pass
+
+
+def test_no_tensor_is_kept():
+    model, optimizer = initialize(make_gpt(), "O4")
+    train(model, optimizer, 1)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    with insight.recording():
+        train(model, optimizer, 1)
+        first = count()
+        train(model, optimizer, 3)
+        assert count() == first
+
+
+def test_importing_the_package_imports_no_insight():
+    code = "import sys, amp_patch; amp_patch.initialize; print(any('insight' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_each_op_has_its_rule_line_dtypes_casts_and_place():
+    model, optimizer = initialize(make_gpt(layers=2), "O4", compute="native")
+    train(model, optimizer, 1)
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+    rows = {(record.module, record.op): record for record in found.ops if record.phase == "forward"}
+    qkv = rows["blocks.0.attention.qkv", "F.linear"]
+    assert (qkv.rule, qkv.entry) == ("whitelist", line_of("bfloat16", "linear"))
+    assert (qkv.given, qkv.ran, qkv.out) == (("f32",) * 3, ("bf16",), ("bf16",))
+    assert (qkv.calls, qkv.casts, qkv.avoided) == (1, 3, 0)
+    assert qkv.site.startswith("gpt.py:")
+    norm = rows["blocks.1.norm", "F.layer_norm"]
+    assert (norm.rule, norm.entry, norm.casts) == ("blacklist", line_of("bfloat16", "layer_norm"), 0)
+    softmax = rows["blocks.0.attention", "Tensor.softmax"]
+    assert (softmax.given, softmax.ran, softmax.out, softmax.casts) == (("bf16",), ("f32",), ("f32",), 1)
+    loss = rows["", "F.cross_entropy"]
+    assert (loss.given, loss.ran, loss.casts) == (("bf16", "i64"), ("f32",), 1)
+    assert loss.site.startswith("test_recording.py:")
+    unlisted = rows["blocks.0", "aten.gelu"]
+    assert (unlisted.rule, unlisted.entry, unlisted.ran) == ("", "", ("bf16",))
+    undone = {(one.module, one.producer, one.consumer, one.outside, one.between): one.calls for one in found.undone}
+    assert undone["blocks.0.attention", "Tensor.softmax", "Tensor.__matmul__", "bf16", "f32"] == 1
+
+
+def test_casts_of_the_recorded_step_are_those_that_torch_dispatches():
+    """Counted once more, by a mode of our own that knows nothing of ops, rules and calls."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        casts = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten._to_copy and args[0].is_floating_point():
+                self.casts += result.is_floating_point() and result.dtype is not args[0].dtype
+            return result
+
+    model, optimizer = initialize(make_gpt(layers=3), "O4")
+    train(model, optimizer, 1)
+    with insight.recording() as found:
+        train(model, optimizer, 1, seed=7)
+    with Counting() as counting:
+        train(model, optimizer, 1, seed=7)
+    assert sum(record.casts for record in found.ops) == counting.casts > 30
+
+
+def test_casts_that_a_copy_made_needless_are_avoided():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.inner(self.inner(x))
+
+    model, _ = initialize(Twice(), "O4")
+    with insight.recording() as found:
+        model(torch.ones(2, 4))
+    first, second = forward(found, "F.linear")
+    assert (first.given, first.casts, first.avoided) == (("f32", "f32", "f32"), 3, 0)
+    assert (second.given, second.casts, second.avoided) == (("bf16", "f32", "f32"), 0, 2)
+
+
+def test_ops_of_the_backward_pass_are_told_to_the_call_that_they_are_of():
+    model, optimizer = initialize(make_gpt(layers=1), "O4")
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+    backward = [record for record in found.ops if record.phase == "backward"]
+    of_calls = [record for record in backward if not record.op.startswith("aten.")]
+    listed = {"F.linear", "F.layer_norm", "Tensor.__matmul__", "Tensor.softmax", "F.cross_entropy"}
+    assert {record.op for record in of_calls} == listed
+    head = [record for record in of_calls if record.module == "head"]
+    assert sum(record.calls for record in head if record.ran == ("bf16",)) >= 3  # two products and a sum
+    assert {record.site for record in head} == {forward(found, "F.linear")[-1].site}
+
+
+def test_a_recomputed_forward_is_told_apart():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, optimizer = initialize(Checkpointed(), "O4")
+    with insight.recording() as found:
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    phases = [record.phase for record in found.ops if record.op == "F.linear" and record.given]
+    assert [phases.count(phase) for phase in ("forward", "recompute")] == [1, 1]
+    assert {record.module for record in found.ops if record.op == "F.linear"} == {"inner"}
+
+
+def test_models_that_are_cast_say_what_kept_a_module_in_its_dtype(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("extends: null\nmodules:\n  - {match: last, run: float32}\n")
+    model = nn.Sequential()
+    for name, part in {"first": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "last": nn.Linear(4, 2)}.items():
+        model.add_module(name, part)
+    model, optimizer = initialize(model, "O5", lists=str(path), compute="native")
+    with insight.recording() as found:
+        with amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    rules = {
+        record.module: (record.rule, record.entry)
+        for record in found.ops
+        if record.phase == "forward" and record.op in ("aten.addmm", "aten.native_batch_norm", "F.linear")
+    }
+    assert rules == {
+        "first": ("cast_model_type", "O5"),
+        "norm": ("keep_batchnorm_fp32", "O5"),
+        "last": ("run: float32", "my.yaml:3"),
+    }
+    borders = [record for record in found.ops if record.rule == "border of the cast"]
+    assert {(record.module, record.given, record.out) for record in borders} >= {("last", ("bf16",), ("f32",))}
+
+
+def test_a_region_is_told_with_the_line_of_its_module_rule(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("extends: bfloat16\nmodules:\n  - {match: blocks.*.attention, run: float32}\n")
+    model, optimizer = initialize(make_gpt(layers=1), "O4", lists=str(path))
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+    (row,) = [record for record in forward(found, "F.linear") if record.module == "blocks.0.attention.qkv"]
+    assert (row.region, row.rule, row.entry, row.ran) == ("float32", "run: float32", "my.yaml:3", ("f32",))
+    with insight.recording() as found, amp.disable_casts():
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert {(record.region, record.ran) for record in forward(found, "F.linear")} == {("off", ("f32",))}
+
+
+def test_modules_of_several_models_have_the_name_of_their_model():
+    class Generator(nn.Linear):
+        pass
+
+    class Critic(nn.Linear):
+        pass
+
+    models, _ = amp.initialize(
+        [Generator(2, 2), Critic(2, 1)], torch.optim.SGD([torch.zeros(1)], lr=1.0), opt_level="O4", verbosity=0
+    )
+    with insight.recording() as found:
+        models[1](models[0](torch.ones(1, 2)))
+    assert [record.module for record in forward(found, "F.linear")] == ["Generator", "Critic"]
+
+
+def test_listed_ops_of_other_threads_are_recorded():
+    model, _ = initialize(make_gpt(layers=1), "O4", compute="native")
+    with insight.recording() as found:
+        thread = threading.Thread(target=lambda: model(torch.zeros(1, 4, dtype=torch.long)))
+        thread.start()
+        thread.join()
+    rows = {record.module: record for record in forward(found, "F.linear")}
+    assert rows["head"].ran == ("bf16",) and rows["head"].casts == 3
+
+
+def test_originals_are_compiled_by_torchscript_in_a_block():
+    initialize(make_gpt(layers=1), "O4")
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(x, dim=-1)
+
+    with insight.recording():
+        scripted = torch.jit.script(act)
+        held = F.softmax
+        torch.jit.script(act)
+        assert F.softmax is held
+    assert torch.equal(scripted(torch.ones(3)), torch.full((3,), 1 / 3))
+
+
+def test_explain_warms_up_and_records():
+    model, optimizer = initialize(make_gpt(layers=1), "O2")
+    found = insight.explain(lambda: train(model, optimizer, 1), steps=2, warmup=1)
+    assert [step.step for step in found.steps] == [0, 1]
+    assert {record.step for record in found.ops if record.module == "head"} == {0, 1}
+    assert amp.stats().steps + amp.stats().steps_skipped == 3
+    assert [step.skipped for step in found.steps] == [False, False]
+
+
+# ---- files and text --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    model, optimizer = initialize(make_gpt(layers=1), "O1")
+    with insight.recording() as found:
+        train(model, optimizer, 2)
+    path = tmp_path / "rec.jsonl"
+    found.to_jsonl(path)
+    assert insight.Recording.read(path) == found
+    path.write_text(path.read_text() + '{"kind": "of a later version", "x": 1}\n')
+    assert insight.Recording.read(path) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no record of kind 'run'"),
+        ("not json\n", r"rec\.jsonl:1: not a line of a recording"),
+        ('{"kind": "op", "step": 1}\n', r"rec\.jsonl:1: not a line of a recording"),
+        ("[1]\n", r"rec\.jsonl:1: not a line of a recording"),
+    ],
+)
+def test_what_is_no_recording_is_refused_with_its_line(text, message, tmp_path):
+    path = tmp_path / "rec.jsonl"
+    path.write_text(text)
+    with pytest.raises(amp.RecordError, match=message):
+        insight.Recording.read(path)
+
+
+def test_equal_layers_are_one_row_unless_all_are_asked_for():
+    model, optimizer = initialize(make_gpt(layers=2), "O4")
+    found = insight.explain(lambda: train(model, optimizer, 1))
+    folded = insight.format_recording(found)
+    assert "blocks.*.attention.qkv" in folded and "blocks.0." not in folded
+    assert "casts that undo each other:" in folded
+    unfolded = insight.format_recording(found, with_all=True)
+    assert "blocks.0.attention.qkv" in unfolded and "blocks.1.attention.qkv" in unfolded
+    (row,) = [line for line in insight.format_recording(found, "op").splitlines() if line.startswith("F.linear ")]
+    calls, casts, avoided = map(int, row.split()[-3:])
+    records = forward(found, "F.linear")
+    assert (calls, casts, avoided) == (len(records), sum(one.casts for one in records), 0)
+    assert line_of("bfloat16", "linear") in insight.format_recording(found, "entry")
