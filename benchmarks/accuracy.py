@@ -26,7 +26,7 @@ from timing import environment, format_table, write_json
 from torch import Tensor, nn
 from workloads import Transformer
 
-from amp_patch.cli.demo import build_model, load_digits_tensors
+from amp_patch.demos.digits_training import build_model, load_digits_tensors
 
 LAST = 20  # steps whose training losses are averaged into the final one
 LOSS_WEIGHT = 1e-6  # puts most gradients of the small network below what float16 can hold

@@ -1,90 +1,87 @@
-"""`amp-patch demo`: handwritten digits at every opt_level, as a table and, if asked for, a picture.
+"""`amp-patch demo`: the technique of that name as a run, with a table and, if asked for, a picture.
 
-scikit-learn brings the data, tqdm the progress bar, matplotlib the picture: the extra `amp_patch[demo]`.
+The demos themselves are in `amp_patch.demos`; theirs and torch's import wait until the command line has been read.
 """
 
 import argparse
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import amp_patch as amp
 
-from ..dtypes import dtype_name
+from ..demos import DEMOS, Demo, Options, find_demo, require_packages
 from ..errors import did_you_mean
-from ..hardware import explain_products, has_low_products
-from ..tables import format_table
-from .demo_picture import save_plot
-from .demo_training import TrainResult, load_digits_tensors, require_extras, train
-from .demo_training import build_model as build_model
+from ..tables import align
+
+if TYPE_CHECKING:
+    import torch
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-COLUMNS = (
-    "level",
-    "low dtype",
-    "accuracy",
-    "final loss",
-    "ms/step",
-    "skipped",
-    "loss scale",
-    "names patched",
-    "params low",
-    "params float32",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the demo's options on `parser`."""
+    """Declare the name and the options on `parser`; options that a demo does not take are refused by `run`."""
+    parser.usage = "%(prog)s [NAME] [options]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "the demos:\n" + "\n".join(f"  {line}" for line in align(map(_describe, DEMOS)))
     parser.add_argument(
-        "--opt-level", dest="levels", action="extend", type=_levels, metavar="LEVEL[,LEVEL]", help="default: all six"
+        "demo", nargs="?", type=_demo, default=DEMOS[0].name, metavar="NAME", help=f"default: {DEMOS[0].name}"
+    )
+    parser.add_argument(
+        "--opt-level", dest="levels", action="extend", type=_levels, metavar="LEVEL[,LEVEL]", help="default: see below"
     )
     parser.add_argument("--device", type=_device, default=None, help="default: cuda where there is one, else cpu")
-    parser.add_argument("--steps", type=_positive, default=300, help="optimizer steps per level (default: %(default)s)")
+    parser.add_argument("--steps", type=_positive, help="optimizer steps of each run (default: see below)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument(
-        "--plot", type=_png, metavar="FILE.png", help="write the loss curves of all levels into one picture"
-    )
+    parser.add_argument("--seeds", type=_positive, help="how many, from --seed on (default: see below)")
+    parser.add_argument("--plot", type=_png, metavar="FILE.png", help="draw what was measured into one picture")
+    parser.set_defaults(refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train at each level asked for, in order; print the table, write the picture, close amp's session."""
-    require_extras(["sklearn", "tqdm", *(["matplotlib"] if arguments.plot else [])])
-    from tqdm import tqdm
-
-    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    levels = list(dict.fromkeys(arguments.levels or LEVELS))
-    digits = load_digits_tensors(device)
-    results = []
+    """Run the demo, and close amp's session. Raises MissingExtraError before torch is imported."""
+    demo: Demo = arguments.demo
+    for option in ("levels", "seeds"):
+        if getattr(arguments, option) and getattr(demo, option) in ((), 1):
+            arguments.refuse(f"the demo {demo.name} takes no {'--opt-level' if option == 'levels' else '--seeds'}")
+    require_packages([*demo.packages, *(["matplotlib"] if arguments.plot else [])], demo.extra)
     try:
-        with tqdm(total=len(levels) * arguments.steps, unit="step", leave=False, disable=None) as bar:
-            for level in levels:
-                bar.set_description(level)
-                results.append(train(level, digits, steps=arguments.steps, seed=arguments.seed, on_step=bar.update))
+        demo.load().run(
+            Options(
+                levels=tuple(dict.fromkeys(arguments.levels or demo.levels)),
+                device=arguments.device or _default_device(),
+                steps=arguments.steps or demo.steps,
+                seed=arguments.seed,
+                seeds=arguments.seeds or demo.seeds,
+                plot=arguments.plot,
+            )
+        )
     finally:
         amp.reset()
-    print(format_table(COLUMNS, map(_cells, results), left=2))
-    for low in dict.fromkeys(result.low_dtype for result in results):
-        if low is not None and not has_low_products(device.type, low):
-            print(f"\n{explain_products(device.type, low)}; for speed here, use O0")
-    if arguments.plot:
-        save_plot(results, arguments.plot)
-        print(f"\nloss curves: {arguments.plot}")
 
 
-def _cells(result: TrainResult) -> tuple[str, ...]:
-    """The cells of one level, in the order of `COLUMNS`."""
-    return (
-        result.level,
-        dtype_name(result.low_dtype),
-        f"{result.accuracy:.2f} %",
-        f"{result.final_loss:.4f}",
-        f"{result.ms_per_step:.2f}",
-        str(result.steps_skipped),
-        f"{result.loss_scale:g}",
-        str(result.names_patched),
-        f"{result.parameters_low:,}",
-        f"{result.parameters_float32:,}",
-    )
+def _describe(demo: Demo) -> tuple[str, str]:
+    """The cells of the help: name, and what it shows with the defaults of its options."""
+    defaults = [f"--steps {demo.steps}"]
+    if demo.levels:
+        defaults.append(f"--opt-level {','.join(demo.levels)}")
+    if demo.seeds > 1:
+        defaults.append(f"--seeds {demo.seeds}")
+    return demo.name, f"{demo.summary} ({' '.join(defaults)})"
+
+
+def _demo(text: str) -> Demo:
+    """The demo of that name."""
+    try:
+        return find_demo(text)
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(error.args[0]) from None
+
+
+def _default_device() -> "torch.device":
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _levels(text: str) -> list[str]:
@@ -105,8 +102,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _device(text: str) -> torch.device:
+def _device(text: str) -> "torch.device":
     """A device that this machine can put a tensor on."""
+    import torch
+
     try:
         device = torch.device(text)
         torch.empty(0, device=device)

@@ -1,6 +1,5 @@
-"""The `amp-patch` command: the demo's table and picture, and what bad usage is told."""
+"""The `amp-patch` command: which demo runs, and what bad usage is told."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 import amp_patch as amp
-from amp_patch.cli import demo
 from amp_patch.cli.main import build_parser, main
+from amp_patch.demos import DEMOS, digits
 from amp_patch.errors import AmpError
 
-pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
+ROOT = Path(__file__).parent.parent.parent
 
-STEPS = 12
-PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
 
 
 @pytest.fixture(autouse=True)
@@ -27,35 +25,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def cells(output: str) -> dict[str, list[str]]:
-    """The table's rows by level, each as the texts between the gaps of two spaces or more."""
-    rows = (re.split(r"\s{2,}", line) for line in output.splitlines() if re.match(r"O\d\s", line))
-    return {row[0]: row for row in rows}
-
-
-def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--seed", "3"]) == 0
-    output = capsys.readouterr().out
-    assert tuple(re.split(r"\s{2,}", output.splitlines()[0])) == demo.COLUMNS
-    rows = cells(output)
-    assert list(rows) == ["O0", "O4"]
-    assert {len(row) for row in rows.values()} == {len(demo.COLUMNS)}
-    low, patched = demo.COLUMNS.index("low dtype"), demo.COLUMNS.index("names patched")
-    assert (rows["O0"][patched], rows["O4"][low]) == ("0", "bfloat16")
-    assert int(rows["O4"][patched]) > 0
-
-
-@pytest.mark.parametrize("has_products", [True, False])
-def test_demo_says_which_products_are_computed_in_float32(
-    has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "has_low_products", lambda device_type, low: has_products)
-    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "products are computed in float32" in line]
-    assert len(told) == (0 if has_products else 1)
-    assert all("rounded to bfloat16" in line and line.endswith("for speed here, use O0") for line in told)
 
 
 def test_demo_leaves_no_session_open() -> None:
@@ -71,13 +40,6 @@ def test_levels_may_be_repeated_or_listed() -> None:
     assert parsed.levels == ["O1", "O4", "O5"]
 
 
-def test_plot_writes_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "curves.png"
-    assert main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(PNG_MAGIC)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -87,6 +49,9 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
         pytest.param(["--opt-level", "O1,O9"], "'O9' is not an opt_level", id="level-in-list"),
         pytest.param(["--steps", "0"], "'0' is not a whole number of 1 or more", id="steps"),
         pytest.param(["--device", "abacus"], "device 'abacus' cannot be used here", id="device"),
+        pytest.param(["digitz"], "'digitz' is not a demo", id="name"),
+        pytest.param(["digitz"], "Did you mean 'digits'?", id="name-meant"),
+        pytest.param(["--seeds", "2"], "the demo digits takes no --seeds", id="seeds"),
         pytest.param(["--plot", "curves.jpg"], "'curves.jpg' must be a .png file in a folder that exists", id="plot"),
     ],
 )
@@ -113,30 +78,36 @@ def test_failure_of_the_work_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     def fail(*args: object, **kwargs: object) -> None:
         raise AmpError("no luck")
 
-    monkeypatch.setattr(demo, "train", fail)
+    monkeypatch.setattr(digits, "train", fail)
     assert main(["demo", "--steps", "1", "--device", "cpu"]) == 1
     assert capsys.readouterr().err.endswith("amp-patch demo: failed: no luck\n")
 
 
-@pytest.mark.slow
-def test_every_level_reaches_the_accuracy_of_float32() -> None:
-    digits = demo.load_digits_tensors()
-    accuracy = {level: demo.train(level, digits, steps=60, seed=0).accuracy for level in demo.LEVELS}
-    assert accuracy["O0"] > 97.0
-    assert {level: reached for level, reached in accuracy.items() if abs(reached - accuracy["O0"]) > 1.0} == {}
+def test_the_first_demo_is_the_one_without_a_name() -> None:
+    named = [[], ["--steps", "3"], ["digits", "--steps", "3"]]
+    parsed = [build_parser(["demo", *each]).parse_args(["demo", *each]) for each in named]
+    assert [each.demo for each in parsed] == [DEMOS[0]] * 3
+    assert DEMOS[0].name == "digits"
 
 
-def test_same_seed_same_losses() -> None:
-    digits = demo.load_digits_tensors()
-    first, again, other = (demo.train("O4", digits, steps=3, seed=seed).losses for seed in (5, 5, 6))
-    assert first == again
-    assert first != other
+def test_help_names_every_demo_and_takes_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"  {demo.name} " in said and demo.summary in said for demo in DEMOS)
+    script = (
+        "import sys\nfrom amp_patch.cli import main\n"
+        "try: main(['demo', 'digits', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("False\n"), done.stdout + done.stderr
 
 
 def test_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "amp_patch", "--help"],
-        cwd=Path(__file__).parent.parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

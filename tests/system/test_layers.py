@@ -40,6 +40,7 @@ FLOORS = (
     "apex",
     "integrations",
     "doctor",
+    "demos",
     "cli",
     "__main__",
 )

@@ -1,16 +1,16 @@
-"""What the demo trains: a small convolutional network with BatchNorm, on handwritten digits, at one opt_level.
+"""What the demo `digits` trains: a small convolutional network with BatchNorm, on handwritten digits, at one opt_level.
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
 
-These three lines are all that a user writes. scikit-learn brings the data: 1,797 images of 8x8.
+These three lines, the last two in `training.take_step`, are all that a user writes. scikit-learn brings the data: 1,797
+images of 8x8.
 """
 
-import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,16 +20,12 @@ from torch.nn import functional
 
 import amp_patch as amp
 
-from ..errors import AmpError
+from .catalogue import require_packages
+from .picture import mean_of_last
+from .training import draw_batches, synchronize, take_step
 
 BATCH_SIZE = 96
 LEARNING_RATE = 0.1
-FINAL_LOSS_STEPS = 20
-"""A final loss is the mean of so many."""
-
-
-class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package that only the demo needs is not installed."""
 
 
 class Digits(NamedTuple):
@@ -58,15 +54,6 @@ class TrainResult:
     losses: tuple[float, ...]
 
 
-def require_extras(names: Sequence[str]) -> None:
-    """Raise `MissingExtraError` naming every module of `names` that is not installed."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(
-            f'the demo needs {", ".join(missing)}, not installed here; run: pip install "amp_patch[demo]"'
-        )
-
-
 def build_model() -> nn.Sequential:
     """Return the network, float32 on the CPU: `[n, 1, 8, 8]` images to `[n, 10]` logits."""
     return nn.Sequential(
@@ -88,7 +75,7 @@ def build_model() -> nn.Sequential:
 
 def load_digits_tensors(device: torch.device | str = "cpu") -> Digits:
     """Return the digits on `device`: every third image is for testing (599 of 1,797), whatever the seed."""
-    require_extras(["sklearn"])
+    require_packages(["sklearn"])
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -125,32 +112,17 @@ def train(
 
     losses, seconds = [], []
     model.train()
-    for rows in _batches(len(digits.train_labels), steps, seed, device):
+    for rows in draw_batches(len(digits.train_labels), BATCH_SIZE, steps, seed, device):
         started = time.perf_counter()
         loss = functional.cross_entropy(model(digits.train_images[rows]), digits.train_labels[rows])
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         scheduler.step()
-        _synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
         losses.append(loss.detach())
         on_step()
 
     return _report(level, _accuracy(model, digits), torch.stack(losses).float().tolist(), seconds)
-
-
-def _batches(rows: int, steps: int, seed: int, device: torch.device) -> list[Tensor]:
-    """Row indices of each step's batch, drawn without replacement; the same for every level and device of one seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randperm(rows, generator=generator)[:BATCH_SIZE].to(device) for _ in range(steps)]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for the work of an accelerator; the CPU has none waiting."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _accuracy(model: nn.Module, digits: Digits) -> float:
@@ -168,7 +140,7 @@ def _report(level: str, accuracy: float, losses: list[float], seconds: list[floa
         level=level,
         low_dtype=stats.low_dtype,
         accuracy=accuracy,
-        final_loss=statistics.fmean(losses[-FINAL_LOSS_STEPS:]),
+        final_loss=mean_of_last(losses),
         ms_per_step=1e3 * statistics.median(seconds[len(seconds) // 10 :]),
         steps_skipped=stats.steps_skipped,
         loss_scale=stats.loss_scales[0],

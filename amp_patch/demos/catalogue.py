@@ -1,0 +1,76 @@
+"""Which demos there are, what each shows, needs and runs by default. Nothing here imports torch."""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AmpError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MissingExtraError(AmpError, ModuleNotFoundError):
+    """A package that only a demo needs is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a demo is asked for: optimizer steps of each run, the first seed and how many, and where to draw."""
+
+    levels: tuple[str, ...]
+    device: "torch.device"
+    steps: int
+    seed: int
+    seeds: int
+    plot: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo, in the module of its name: `run(options)` prints its table and writes its picture.
+
+    `steps`, `levels` and `seeds` are what it runs by default; without `levels` it chooses them itself, and with one
+    seed it takes no more. `packages` are modules that the extra `extra` of this package installs.
+    """
+
+    name: str
+    summary: str
+    steps: int
+    levels: tuple[str, ...] = ()
+    seeds: int = 1
+    packages: tuple[str, ...] = ("sklearn", "tqdm")
+    extra: str = "demo"
+
+    def load(self) -> Any:
+        """Import its module, and torch with it, and return it."""
+        return importlib.import_module(f"{__package__}.{self.name}")
+
+
+DEMOS: tuple[Demo, ...] = (
+    Demo(
+        "digits", "a small network on handwritten digits at each opt_level", 300, ("O0", "O1", "O2", "O3", "O4", "O5")
+    ),
+)
+"""The first is the one that `amp-patch demo` runs without a name."""
+
+
+def find_demo(name: str) -> Demo:
+    """Return the demo of that name. Raises KeyError with the names there are."""
+    for demo in DEMOS:
+        if demo.name == name:
+            return demo
+    names = [demo.name for demo in DEMOS]
+    raise KeyError(f"{name!r} is not a demo ({', '.join(names)}).{did_you_mean(name, names)}")
+
+
+def require_packages(names: Sequence[str], extra: str = "demo") -> None:
+    """Raise `MissingExtraError`, which names the extra, if a module of `names` is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f'the demo needs {", ".join(missing)}, not installed here; run: pip install "amp_patch[{extra}]"'
+        )
