@@ -52,6 +52,10 @@ def draw_losses(axes: "Axes", curves: Sequence[Curve]) -> None:
         width = 1 + 0.9 * (len(curves) - 1 - order)
         axes.plot(range(1, len(losses) + 1), losses, color=curve.colour, linewidth=width)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 10 * low:  # too short for powers of ten alone, which matplotlib would write as 2.3 x 10^0
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("step")
     axes.set_ylabel(f"training loss (mean of the last {SMOOTHED_STEPS} steps)")
     axes.set_xlim(1, max(map(len, smoothed)))

@@ -1,5 +1,7 @@
 """What the demos' training loops share."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,3 +35,14 @@ def make_bar(steps: int) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=steps, unit="step", leave=False, disable=None)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one core: a network this small gains nothing by more, and a busy machine makes it wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
