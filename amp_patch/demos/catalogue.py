@@ -50,11 +50,17 @@ class Demo:
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
 DEMOS: tuple[Demo, ...] = (
-    Demo(
-        "digits", "a small network on handwritten digits at each opt_level", 300, ("O0", "O1", "O2", "O3", "O4", "O5")
-    ),
+    Demo("digits", "a small network on handwritten digits at each opt_level", 300, LEVELS),
     Demo("mlp", "a table of measurements classified, float32 against mixed", 200, ("O0", "O1", "O2", "O4"), seeds=5),
+    Demo(
+        "checkpointing",
+        "activations computed again in backward: memory against time",
+        10,
+        ("O0", "O1", "O2", "O4", "O5"),
+    ),
     Demo("paper", "what master weights and loss scaling are for, as the paper on mixed precision found it", 500),
 )
 """The first is the one that `amp-patch demo` runs without a name."""
