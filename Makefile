@@ -1,4 +1,4 @@
-# make demo   train at every level and print the table
+# make demo   train at every level and print the table; make demo DEMO=paper: another demo, DEMO_ARGS goes to it
 # make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
@@ -14,6 +14,7 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DEMO ?= digits
 DEMO_ARGS ?=
 # tests that share what is slow to start go to one process
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
@@ -21,8 +22,13 @@ BENCH_ARGS ?=
 
 .PHONY: demo lint test unit test-torch test-clients bench install
 
-demo: $(STAMP)
-	$(PY) -m amp_patch demo $(DEMO_ARGS)
+demo: $(STAMP) $(if $(filter qlora,$(DEMO)),$(VENV)/.installed-qlora)
+	$(PY) -m amp_patch demo $(DEMO) $(DEMO_ARGS)
+
+# what the extra qlora has; --constraint keeps it from bringing another torch
+$(VENV)/.installed-qlora: requirements-dev.txt $(STAMP)
+	$(PY) -m pip install --quiet --constraint requirements-dev.txt bitsandbytes==0.50.2 peft==0.21.2
+	touch $@
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -62,6 +62,13 @@ DEMOS: tuple[Demo, ...] = (
         ("O0", "O1", "O2", "O4", "O5"),
     ),
     Demo("paper", "what master weights and loss scaling are for, as the paper on mixed precision found it", 500),
+    Demo(
+        "qlora",
+        "a language model in 4 bits, fine-tuned by adapters at O4",
+        150,
+        packages=("bitsandbytes", "peft", "tqdm"),
+        extra="qlora",
+    ),
 )
 """The first is the one that `amp-patch demo` runs without a name."""
 

@@ -183,7 +183,7 @@ def _draw_pairs(axes: "Axes", pairs: dict[str, tuple[float, ...]]) -> None:
     for side, (name, colour) in enumerate(zip(NAMES, COLOURS, strict=True)):
         places = [column + 0.4 * (side - 0.5) for column in range(len(pairs))]
         bars = axes.bar(places, [pair[side] for pair in pairs.values()], 0.38, color=colour, label=name)
-        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+        axes.bar_label(bars, fmt="%.0f" if max(map(max, pairs.values())) > 100 else "%.1f", fontsize=8, padding=2)
     axes.set_xticks(range(len(pairs)), list(pairs))
     axes.grid(visible=False, axis="x")
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the legend

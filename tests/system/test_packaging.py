@@ -108,6 +108,8 @@ def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     }
     demo = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .demo.", line)}
     assert demo == {"scikit-learn", "matplotlib", "tqdm"}
+    qlora = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .qlora.", line)}
+    assert qlora == {"bitsandbytes", "peft", "matplotlib", "tqdm"}
 
 
 def test_wheel_declares_the_command(wheel: zipfile.ZipFile) -> None:
