@@ -26,8 +26,8 @@ demo: $(STAMP) $(if $(filter qlora,$(DEMO)),$(VENV)/.installed-qlora)
 	$(PY) -m amp_patch demo $(DEMO) $(DEMO_ARGS)
 
 # what the extra qlora has; --constraint keeps it from bringing another torch
-$(VENV)/.installed-qlora: requirements-dev.txt $(STAMP)
-	$(PY) -m pip install --quiet --constraint requirements-dev.txt bitsandbytes==0.50.2 peft==0.21.2
+$(VENV)/.installed-qlora: requirements-qlora.txt $(STAMP)
+	$(PY) -m pip install --quiet --constraint requirements-dev.txt --requirement requirements-qlora.txt
 	touch $@
 
 lint: $(STAMP)

@@ -29,7 +29,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "Train a small network on handwritten digits at each opt_level and compare."),
+    Command("demo", "Run a technique on real data: by default handwritten digits, trained at each opt_level."),
     Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
     Command("explain", "Run a script for a step, and say which op ran in which precision, and why."),
     Command("lists", "Show, check, compare and explain op lists."),

@@ -65,7 +65,7 @@ DEMOS: tuple[Demo, ...] = (
     Demo(
         "qlora",
         "a language model in 4 bits, fine-tuned by adapters at O4",
-        150,
+        120,
         packages=("bitsandbytes", "peft", "tqdm"),
         extra="qlora",
     ),

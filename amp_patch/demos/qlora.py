@@ -123,9 +123,11 @@ def _draw_losses(axes: "Axes", losses: dict[str, dict[str, float]]) -> None:
     for text, colour in zip(TEXTS, (COLOURS["O0"], COLOURS["O4"]), strict=True):
         values = [stage[text] for stage in losses.values()]
         axes.plot(list(losses), values, "o-", color=colour, linewidth=2)
-        for place, value in enumerate(values):
-            axes.annotate(f"{value:.3f}", (place, value), (0, 8), textcoords="offset points", color=colour, ha="center")
-        axes.annotate(text, (2, values[-1]), (24, -3), textcoords="offset points", color=colour)
+        labels = [f"{value:.3f}" for value in values[:-1]] + [f"{values[-1]:.3f}  {text}"]
+        for place, (value, label) in enumerate(zip(values, labels, strict=True)):
+            # the last stands beside its point, clear of a line that falls
+            offset, side = ((10, -4), "left") if place == len(values) - 1 else ((0, 8), "center")
+            axes.annotate(label, (place, value), offset, textcoords="offset points", color=colour, ha=side)
     axes.margins(x=0.12, y=0.12)
     axes.set_ylabel("loss (nats a character)")
     axes.set_title("Loss on unseen text; tuned on Python source", loc="left")

@@ -118,10 +118,10 @@ def test_wheel_declares_the_command(wheel: zipfile.ZipFile) -> None:
 
 
 def pinned() -> dict[str, str]:
-    """Name and exact version of every development requirement."""
-    lines = [
-        line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and not line.startswith("#")
-    ]
+    """Name and exact version of every requirement of development and of the extra qlora."""
+    files = ("requirements-dev.txt", "requirements-qlora.txt")
+    written = [line for file in files for line in (ROOT / file).read_text().splitlines()]
+    lines = [line for line in written if line and not line.startswith("#")]
     return dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines)  # type: ignore[union-attr]
 
 
