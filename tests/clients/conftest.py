@@ -3,13 +3,17 @@
 import importlib.util
 
 import pytest
+import torchvision_kernels
 from torch_state import find_changes
 
 import amp_patch
 import amp_patch.apex
 
-if importlib.util.find_spec("transformers") is not None:  # it looks for apex once, as it is imported
+CLIENTS_OF_APEX = ("transformers", "timm", "ignite")  # they look for it once, as they are imported
+
+if any(importlib.util.find_spec(name) is not None for name in CLIENTS_OF_APEX):
     amp_patch.apex.install()
+torchvision_kernels.define_missing()
 
 OF_OTHERS = {"torch.compile replaced"}  # Lightning, as it is imported
 
