@@ -4,7 +4,7 @@
 
     trainer = lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
 
-Works for `lightning` and for `pytorch_lightning`, whichever was imported first.
+Works for `lightning`, and for `pytorch_lightning` where that has been imported and `lightning` has not.
 """
 
 import sys

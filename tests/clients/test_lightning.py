@@ -1,6 +1,8 @@
-"""`AmpPrecision` under Lightning, unmodified."""
+"""`AmpPrecision` under Lightning, unmodified: under `lightning` and under `pytorch_lightning`."""
 
+import importlib
 import logging
+import sys
 
 import pytest
 import torch
@@ -8,15 +10,27 @@ from torch import nn
 
 import amp_patch as amp
 
-lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: make test-clients")
-
-from amp_patch.integrations.lightning import AmpPrecision  # noqa: E402
-
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings("ignore:.*(num_workers|log_every_n_steps|weights_only).*")
+OURS = "amp_patch.integrations.lightning"
 
 
-class Net(lightning.LightningModule):
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def kit(request, monkeypatch):
+    """The package, a LightningModule of it, and the plugin as a process gets it that has imported no other package."""
+    package = pytest.importorskip(request.param, reason=f"needs {request.param}: make test-clients")
+    for other in {"lightning.pytorch", "pytorch_lightning"} - {request.param}:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    monkeypatch.setattr("amp_patch.integrations.lightning", None, raising=False)
+    plugin = importlib.import_module(OURS).AmpPrecision
+    assert issubclass(plugin, package.plugins.Precision)
+    yield package, type("Net", (Net, package.LightningModule), {}), plugin
+    del sys.modules[OURS]
+
+
+class Net:
     """Calls its parts directly, and has a parameter of its own."""
 
     def __init__(self, spike=None):
@@ -52,11 +66,12 @@ def make_loader():
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
 
 
-def fit(level, epochs, folder, resume_from=None, spike=None, accumulate=1, **options):
-    net = Net(spike)
-    trainer = lightning.Trainer(
+def fit(kit, level, epochs, folder, resume_from=None, spike=None, accumulate=1, **options):
+    package, kind, plugin = kit
+    net = kind(spike)
+    trainer = package.Trainer(
         max_epochs=epochs,
-        plugins=[] if level is None else [AmpPrecision(level, verbosity=0, **options)],
+        plugins=[] if level is None else [plugin(level, verbosity=0, **options)],
         gradient_clip_val=0.5,
         accumulate_grad_batches=accumulate,
         accelerator="cpu",
@@ -78,20 +93,20 @@ LEVELS = {"O1": {"loss_scale": {"init": 2.0**10}}, "O2": {"loss_scale": {"init":
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
-def test_it_trains_clips_accumulates_and_resumes(level, accumulate, tmp_path):
-    plain, plain_net = fit(None, 2, tmp_path / "plain", accumulate=accumulate)
-    weights, net = fit(level, 2, tmp_path, accumulate=accumulate, **LEVELS[level])
+def test_it_trains_clips_accumulates_and_resumes(kit, level, accumulate, tmp_path):
+    plain, plain_net = fit(kit, None, 2, tmp_path / "plain", accumulate=accumulate)
+    weights, net = fit(kit, level, 2, tmp_path, accumulate=accumulate, **LEVELS[level])
     assert net.rates == plain_net.rates and net.norms == pytest.approx(plain_net.norms, rel=0.1)
     for one, other in zip(weights, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.05)
-    fit(level, 1, tmp_path, accumulate=accumulate, **LEVELS[level])
-    again, _ = fit(level, 2, tmp_path, tmp_path / "1.ckpt", accumulate=accumulate, **LEVELS[level])
+    fit(kit, level, 1, tmp_path, accumulate=accumulate, **LEVELS[level])
+    again, _ = fit(kit, level, 2, tmp_path, tmp_path / "1.ckpt", accumulate=accumulate, **LEVELS[level])
     assert all(map(torch.equal, again, weights))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_skipped_step_runs_the_closure_once_and_no_schedule(level, tmp_path):
-    weights, net = fit(level, 1, tmp_path, spike=2, loss_scale={"init": 2.0**10})
+def test_a_skipped_step_runs_the_closure_once_and_no_schedule(kit, level, tmp_path):
+    weights, net = fit(kit, level, 1, tmp_path, spike=2, loss_scale={"init": 2.0**10})
     assert net.seen == 6 and all(bool(weight.isfinite().all()) for weight in weights)
     assert net.rates == pytest.approx([0.009, 0.0081, 0.0081, 0.00729, 0.006561, 0.0059049])
     saved = torch.load(tmp_path / "1.ckpt", weights_only=False)
