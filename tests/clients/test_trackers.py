@@ -1,5 +1,7 @@
 """What a `Tracker` logs: to a function, to TensorBoard, to what logs as Weights & Biases does."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,43 @@ def test_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("amp/loss_scale")] == [2, 4, 6]
     assert [event.value for event in events.Scalars("amp/grad_norm")] == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
+
+
+def read_wandb(path):
+    """The rows of a run's file: records of LevelDB's log format, in blocks of 32768 bytes, after a header of 7."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record, rows = path.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for the head of a piece
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole one, or the last piece of one
+            found = wandb_internal_pb2.Record.FromString(record)
+            if found.WhichOneof("record_type") == "history":
+                items = found.history.item
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                rows[row["_step"]] = {key: value for key, value in row.items() if key.startswith("amp/")}
+            record = b""
+    return rows
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb: make test-clients")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="amp_patch", dir=tmp_path) as run:
+        train(Tracker(run, every=2), "O2", spike=3, loss_scale={"init": 2.0**8})
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = read_wandb(path)
+    assert list(rows) == [2, 4, 6]
+    assert [row["amp/loss_scale"] for row in rows.values()] == [256, 128, 128]
+    assert [row["amp/steps_skipped"] for row in rows.values()] == [0, 1, 1]
+    assert [row["amp/grad_norm"] for row in rows.values()] == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
+    wandb.teardown()  # ends its process
 
 
 @pytest.mark.parametrize("arguments", [(object(),), (print, 0)], ids=["target", "every"])
