@@ -4,6 +4,7 @@
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
 # make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
+# make test-clients-quick  those with packages that are installed in a minute, less the slow ones; CI runs this too
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
@@ -20,7 +21,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
 
-.PHONY: demo lint test unit test-torch test-clients bench install
+.PHONY: demo lint test unit test-torch test-clients test-clients-quick bench install
 
 demo: $(STAMP) $(if $(filter qlora,$(DEMO)),$(VENV)/.installed-qlora)
 	$(PY) -m amp_patch demo $(DEMO) $(DEMO_ARGS)
@@ -45,17 +46,21 @@ test-torch: $(STAMP)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/$(T)
 
-# each has what the tests need and one generation of trainers; --constraint keeps them from bringing another torch
+# no two versions of a package go into one environment; what tests/clients does not find installed, it skips
 CLIENTS := 4 5
 
 test-clients: $(CLIENTS:%=.venv-clients-%/.installed)
-	for each in $(CLIENTS); do OMP_NUM_THREADS=1 .venv-clients-$$each/bin/python -m pytest tests/clients || exit; done
+	for each in $(CLIENTS); do \
+		OMP_NUM_THREADS=1 .venv-clients-$$each/bin/python -m pytest $(PYTEST_ARGS) tests/clients || exit; \
+	done
 
-.venv-clients-%/.installed: requirements-clients-%.txt requirements-dev.txt setup.py pyproject.toml
+test-clients-quick: .venv-clients-quick/.installed
+	OMP_NUM_THREADS=1 .venv-clients-quick/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/clients
+
+.venv-clients-%/.installed: requirements-clients-%.txt requirements-clients-quick.txt requirements-clients.txt \
+		requirements-dev.txt setup.py pyproject.toml
 	$(PYTHON) -m venv .venv-clients-$*
-	sed '/^mmengine\|^deepspeed/d' requirements-dev.txt > .venv-clients-$*/requirements.txt
-	.venv-clients-$*/bin/python -m pip install --quiet --requirement .venv-clients-$*/requirements.txt \
-		--requirement requirements-clients-$*.txt
+	.venv-clients-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-clients-$*.txt
 	.venv-clients-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # what it defines goes when it goes
+kept: list[torch.library.Library] = []
+"""What a library defines goes when it goes."""
 
 
 def define_missing() -> None:
@@ -19,9 +20,11 @@ def define_missing() -> None:
     try:
         torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
     except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
-            LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        LIBRARY.impl("nms", _nms, "CPU")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.impl("nms", _nms, "CPU")
+        kept.append(library)
 
 
 def _nms(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:

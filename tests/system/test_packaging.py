@@ -130,10 +130,17 @@ def test_every_requirement_is_pinned(metadata: email.message.Message) -> None:
     assert needed <= {name.lower() for name in pinned()}
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("requirements-clients*.txt")), ids=lambda path: path.stem)
+def test_every_client_is_pinned(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        if not line.startswith(("#", "--")):  # a name without a version has that of requirements-dev.txt
+            assert line in pinned() or re.fullmatch(r"[\w-]+==[\w.]+", line), line
+
+
 def test_ci_runs_what_a_developer_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("make test")
+    assert script.read_text().splitlines()[-2:] == ["make test", "make test-clients-quick"]
     makefile = (ROOT / "Makefile").read_text()
     recipes = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("lint", "test")}
     for step in ("ruff check", "ruff format --check", "mypy --strict amp_patch"):
