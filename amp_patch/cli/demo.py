@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import amp_patch as amp
 
-from ..demos import DEMOS, Demo, Options, find_demo, require_packages
+from ..demos import DEMOS, LEVELS, Demo, Options, find_demo, require_packages
 from ..errors import did_you_mean
 from ..tables import align
 
 if TYPE_CHECKING:
     import torch
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

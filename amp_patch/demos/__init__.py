@@ -3,6 +3,6 @@
 `amp-patch demo NAME` starts one. The names and what each shows are in `DEMOS`; a demo is the module of its name.
 """
 
-from .catalogue import DEMOS, Demo, Options, find_demo, require_packages
+from .catalogue import DEMOS, LEVELS, Demo, Options, find_demo, require_packages
 
-__all__ = ["DEMOS", "Demo", "Options", "find_demo", "require_packages"]
+__all__ = ["DEMOS", "LEVELS", "Demo", "Options", "find_demo", "require_packages"]
