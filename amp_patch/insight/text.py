@@ -147,4 +147,4 @@ def _undone(recording: Recording) -> Iterator[str]:
     if sums:
         yield "\ncasts that undo each other:"
         for (module, producer, consumer, outside, between), calls in sums.items():
-            yield f"  {module}: {outside} -> {between} for {producer}, back to {outside} for {consumer}, {calls} times"
+            yield f"  {module}: {outside} -> {between} for {producer}, back to {outside} for {consumer}, {calls} x"

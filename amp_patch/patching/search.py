@@ -138,6 +138,9 @@ class Search:
                     self._package = _package_of(value)
                     if self._package not in _PASSED_OVER:
                         self._search_function(value)
+                elif type(value) is functools.partial and id(value.func) in self._ids:
+                    after = functools.partial(self._functions[id(value.func)], *value.args, **value.keywords)
+                    self.found.append(Redirection(InstanceAttribute(module, key), value, after, value.func))
                 elif type(value) in _HOLDERS:
                     for function in _functions_in(value):
                         self._package = _package_of(function)
@@ -219,6 +222,8 @@ class Search:
         elif issubclass(kind, (dict, list)):
             if not key.startswith("__"):  # __builtins__, __annotations__...
                 self._search_table(value, prefix, key, 1)
+        elif issubclass(kind, torch.nn.Module):
+            self._search_layer(value)
         elif not issubclass(kind, types.ModuleType):
             self._others.append((prefix, key, value))
 
@@ -236,8 +241,17 @@ class Search:
                 self._search_function(value)
             elif issubclass(kind, (dict, list)) and depth < MAX_DEPTH:
                 self._search_table(value, prefix, key, depth + 1)
+            elif issubclass(kind, torch.nn.Module):
+                self._search_layer(value)
             elif kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)):
                 self._others.append((prefix, key, value))
+
+    def _search_layer(self, layer: torch.nn.Module) -> None:
+        """Look through a layer that a package keeps, such as transformers.activations.gelu."""
+        package = self._package
+        if self._is_first_visit(layer):
+            self.search_model(layer)
+        self._package = package
 
     def _search_keys(self, table: dict[Any, Any]) -> None:
         """Look at the keys: classes with a `__torch_function__` keep what they do instead of a function under it."""

@@ -177,6 +177,20 @@ SLOTS = {
         ),
         lambda m, x: m.C().act(x),
     ),
+    "layer": (
+        (
+            "import torch\n"
+            "class Gelu(torch.nn.Module):\n"
+            "    def __init__(self):\n"
+            "        torch.nn.Module.__init__(self)\n"  # super() would be a closure that leads back to the class
+            "        self.act = torch.nn.functional.gelu\n"
+            "    def forward(self, x):\n"
+            "        return self.act(x)\n"
+            "gelu = Gelu()\n"
+            "LAYERS = {'gelu': gelu, 'other': torch.nn.Sequential(Gelu())}"
+        ),
+        lambda m, x: m.LAYERS["other"](m.gelu(x).float()),
+    ),
     "a table filled from another module": (
         "from library_x.ops import table\nACT = {'gelu': table['gelu']}",
         lambda m, x: m.ACT["gelu"](x),
@@ -204,6 +218,8 @@ def describe(module):
             ]
         elif isinstance(value, (staticmethod, classmethod)):
             pending.append((f"{path}.__func__", value.__func__))
+        elif isinstance(value, nn.Module):
+            pending.append((f"{path}.__dict__", vars(value)))
         elif isinstance(value, types.FunctionType):
             pending += [
                 (f"{path}.{name}", getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__closure__")
@@ -765,8 +781,19 @@ def test_what_is_called_is_the_replacement_itself(lists):
     assert model.act is F.gelu and type(model.act) is types.FunctionType
 
 
-def test_a_partial_that_a_model_holds_is_named(lists):
-    model = nn.Sequential(Block(functools.partial(F.gelu, approximate="tanh")))
+def test_a_partial_that_a_model_holds_is_made_anew_and_given_back(lists):
+    partial = functools.partial(F.gelu, approximate="tanh")
+    model = nn.Sequential(Block(partial))
+    assert warnings_of(lambda: open_session(lists, model)) == []
+    assert model[0].act(X).dtype is LOW and model[0].act.keywords == {"approximate": "tanh"}
+    copied = copy.deepcopy(model)
+    amp.reset()
+    assert model[0].act is partial
+    assert torch.equal(copied[0].act(X), F.gelu(X, approximate="tanh"))
+
+
+def test_what_a_model_holds_in_an_object_of_its_own_is_named(lists):
+    model = nn.Sequential(Block(functools.partial(functools.partialmethod, F.gelu)))
     (warning,) = warnings_of(lambda: open_session(lists, model))
     assert "Sequential.0.act (partial)" in str(warning.message)
 
