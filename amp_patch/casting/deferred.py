@@ -106,7 +106,7 @@ class DeferredOps:
         if id(held) in originals:
             # the module imported another patched function by this name: it gets one wrapper, not two
             setattr(owner, name, originals[id(held)])
-        self._patcher.install([plan_op(owner, name, spelling.kind, self._casts)])
+        self._patcher.install([plan_op(owner, name, spelling.kind, self._casts, spelling.entry.place)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
     def _warn(self, spelling: op_lists.Spelling, message: str) -> None:

@@ -23,7 +23,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     overridden = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         if (id(spelling.owner), spelling.name) not in overridden:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts)
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts, spelling.entry.place)
     for owner, name, kind in registered:
         if kind == "neutral":  # taken off whatever list it was on
             continue
@@ -36,12 +36,13 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
     for patch in planned:
         yield patch
         if patch.owner is functional and vars(functional).get(patch.name) is vars(C_NN).get(patch.name, functional):
-            yield Patch(C_NN, patch.name, patch.factory)
+            yield Patch(C_NN, patch.name, patch.factory, patch.note)
 
 
-def plan_op(owner: Any, name: str, kind: str, casts: OpCasts) -> Patch:
-    """Return the patch that has `owner.name` follow the rule `kind`."""
-    return Patch(owner, name, lambda original: casts.wrap(kind, original))
+def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -> Patch:
+    """Return the patch that has `owner.name` follow the rule `kind`, which stands in `place`."""
+    note = f"Patched by amp_patch until amp_patch.reset(): {kind}, {place or 'registered'}."
+    return Patch(owner, name, lambda original: casts.wrap(kind, original), note)
 
 
 def replay_regions(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:

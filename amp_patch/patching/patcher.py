@@ -26,11 +26,12 @@ Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute to replace: `owner.name` becomes `factory(original)`."""
+    """One attribute to replace: `owner.name` becomes `factory(original)`. Its docstring ends with the note."""
 
     owner: Any
     name: str
     factory: Factory
+    note: str = ""
 
 
 class Slot(Protocol):
@@ -84,6 +85,8 @@ def _prepare(patch: Patch) -> _Installed:
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
     """Build the replacement. It says that it is where it will be, since pickle stores a function as that."""
     replacement = functools.update_wrapper(patch.factory(original), original)
+    if patch.note:
+        replacement.__doc__ = f"{original.__doc__ or ''}\n\n{patch.note}".lstrip()
     if isinstance(patch.owner, types.ModuleType):
         replacement.__module__, replacement.__qualname__ = patch.owner.__name__, patch.name
     elif isinstance(patch.owner, type):

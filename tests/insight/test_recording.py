@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pydoc
 import subprocess
 import sys
 import threading
@@ -308,6 +309,18 @@ def test_explain_warms_up_and_records():
     assert {record.step for record in found.ops if record.module == "head"} == {0, 1}
     assert amp.stats().steps + amp.stats().steps_skipped == 3
     assert [step.skipped for step in found.steps] == [False, False]
+
+
+def test_help_of_a_patched_op_says_by_which_line():
+    before = F.softmax.__doc__
+    initialize(make_gpt(layers=1), "O4")
+    found = pydoc.render_doc(F.softmax, renderer=pydoc.plaintext)
+    assert "Apply a softmax function." in found
+    assert "Patched by amp_patch until amp_patch.reset(): blacklist, " in found
+    assert f"{line_of('bfloat16', 'softmax')}:" in found
+    assert "Patched by amp_patch" in torch.Tensor.__matmul__.__doc__
+    amp.reset()
+    assert F.softmax.__doc__ is before
 
 
 # ---- files and text --------------------------------------------------------------------------------------------------
