@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch import insight
+from amp_patch import events, insight
 from amp_patch.config import load_oplists
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -300,6 +300,28 @@ def test_originals_are_compiled_by_torchscript_in_a_block():
         torch.jit.script(act)
         assert F.softmax is held
     assert torch.equal(scripted(torch.ones(3)), torch.full((3,), 1 / 3))
+
+
+def test_a_recorder_of_later_steps_follows_a_session_after_another():
+    """As `amp-patch explain` has it, in a script that calls initialize twice."""
+    ended = []
+    recorder = insight.Recorder(2, 3, lambda: ended.append(True))
+    stop = events.watch(recorder)
+    try:
+        model, optimizer = initialize(make_gpt(layers=1), "O4")
+        train(model, optimizer, 1)
+        assert not recorder.is_recording
+        amp.reset()
+        model, optimizer = initialize(make_gpt(layers=1), "O1")
+        train(model, optimizer, 1)
+        assert recorder.is_recording and not ended
+        train(model, optimizer, 2)
+        assert not recorder.is_recording and ended == [True]
+    finally:
+        stop()
+    assert (recorder.recording.run.opt_level, len(recorder.recording.steps)) == ("O1", 1)
+    amp.reset()
+    assert not find_changes()
 
 
 def test_explain_warms_up_and_records():

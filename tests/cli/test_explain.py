@@ -1,0 +1,148 @@
+"""`amp-patch explain`: unmodified scripts, of Apex and of amp_patch, and scripts that give nothing to explain."""
+
+import json
+import re
+
+import pytest
+from fork_server import ForkServer
+
+from amp_patch.cli import explain
+from amp_patch.cli.main import main
+
+HEAD = """
+import sys
+
+import torch
+{imports}
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(number):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print("step", number)
+
+"""
+APEX = HEAD.format(imports="from apex import amp")
+OURS = HEAD.format(imports="import amp_patch as amp")
+INITIALIZE = "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', verbosity=0)\n"
+LOOP = "for number in range(4):\n    step(number)\nprint('end')\n"
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    """Forks of a process that has imported what a session and a recording need."""
+    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.recorder")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def call(fork_server, monkeypatch, tmp_path, capsys):
+    """Returns a function that runs the command on a script, which runs in a fork, and returns exit code and output."""
+
+    def run_script(command, environment):
+        begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
+        done = fork_server.run("-c", begin, cwd=tmp_path)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=explain.sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(explain, "_call", run_script)
+    monkeypatch.chdir(tmp_path)
+
+    def call(source, *options, arguments=()):
+        (tmp_path / "train.py").write_text(source)
+        code = main(["explain", *options, "train.py", *arguments])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return call
+
+
+def rows(text):
+    """The rows of a table: module, op, rule and line of the list."""
+    lines = text.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("---"))
+    return [
+        line.split()[:4] for line in lines[first + 1 : lines.index("", first)] if not line.startswith("*  products")
+    ]
+
+
+@pytest.mark.parametrize(("source", "lists"), [(APEX, "apex"), (OURS, "float16")], ids=["apex", "amp_patch"])
+def test_a_script_runs_up_to_the_end_of_the_step_that_is_explained(source, lists, call):
+    code, out, err = call(source + INITIALIZE + "print(sys.argv[1:])\n" + LOOP, arguments=["--steps", "9"])
+    assert (code, err) == (0, "")
+    assert out.startswith("['--steps', '9']\nstep 0\nO1, f16 on cpu") and f"1 step, lists {lists}\n" in out
+    found = rows(out)
+    assert [row[:3] for row in found[:2]] == [["*", "F.linear", "whitelist"], ["1", "F.softmax", "blacklist"]]
+    assert all(re.fullmatch(r"[a-z0-9_]+\.yaml:\d+", row[3]) for row in found[:2])
+    lines = source.splitlines()
+    assert f"train.py:{1 + lines.index(next(line for line in lines if 'scale_loss' in line))}" in out
+
+
+def test_level_and_lists_take_the_place_of_the_scripts(call, tmp_path):
+    (tmp_path / "mine.yaml").write_text("whitelist: [softmax]\n")
+    source = OURS + INITIALIZE + LOOP
+    _, out, _ = call(source, "--opt-level", "O4", "--lists", "mine.yaml")
+    assert out.partition("\n")[2].startswith("O4, bf16 on cpu") and "mine.yaml:1" in out
+    assert ["1", "F.softmax", "whitelist", "mine.yaml:1"] in rows(out)
+
+
+def test_steps_and_sums_and_files(call, tmp_path, capsys):
+    code, out, _ = call(APEX + INITIALIZE + LOOP, "--steps", "1:3", "--by", "op", "--json", "rec.jsonl")
+    assert code == 0 and "2 steps, lists apex" in out and "step 1\n" in out and "step 2\n" not in out
+    assert re.search(r"^F\.linear +whitelist +\S+ +4 ", out, re.MULTILINE)
+    lines = [json.loads(line) for line in (tmp_path / "rec.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines].count("step") == 2 and lines[0]["schema"] == 1
+    assert main(["explain", "--from", "rec.jsonl", "--by", "op"]) == 0
+    assert capsys.readouterr().out == out[out.index("O1, f16") :]
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "told"),
+    [
+        ("print('nothing')\n", 1, "nothing to explain: it never called amp.initialize"),
+        (APEX + "1 / 0\n", 1, "nothing to explain: it ended with exit code 1"),
+        (APEX + "sys.exit(3)\n", 1, "nothing to explain: it ended with exit code 3"),
+        (APEX + INITIALIZE, 1, "nothing to explain: the script took 0 optimizer steps, and steps 1:2"),
+        (APEX + INITIALIZE + "step(0)\n", 1, "the script took 1 optimizer step, and steps 1:2 were to be recorded"),
+    ],
+    ids=["no apex", "crash", "exit", "no step", "one step"],
+)
+def test_what_gives_nothing_to_explain_says_so(source, code, told, call):
+    found, _, err = call(source)
+    assert found == code and told in err
+
+
+def test_a_script_that_fails_in_the_step_is_explained_as_far_as_it_came(call):
+    code, out, err = call(APEX + INITIALIZE + "step(0)\nmodel(torch.ones(2, 4))\nraise SystemExit(5)\n")
+    assert code == 1 and ["*", "F.linear", "whitelist"] in [row[:3] for row in rows(out)]
+    assert "the script ended after 0 of 1 steps" in out and err == ""
+
+
+def test_a_loop_that_catches_everything_ends_all_the_same_with_what_was_recorded(call):
+    source = (
+        APEX
+        + INITIALIZE
+        + "for number in range(3):\n    try:\n        step(number)\n    except BaseException:\n        pass\n"
+    )
+    code, out, _ = call(source)
+    assert code == 0 and "step 2\n" in out and "F.linear" in out
+
+
+@pytest.mark.parametrize("text", ["x", "2:2", "3:1", "1:", "-1:2", "1:2:3"])
+def test_a_window_of_no_steps_is_a_usage_error(text, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["explain", f"--steps={text}", "train.py"])
+    assert error.value.code == 2 and "is no window of steps: write 1:3" in capsys.readouterr().err
+
+
+def test_a_file_that_is_none_is_refused(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    assert main(["explain", "--from", str(tmp_path / "x.jsonl")]) == 1
+    assert "no record of kind 'run'" in capsys.readouterr().err
