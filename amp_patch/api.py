@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .casting import Mode, cast_tree
 from .config import Policy
-from .config import presets as _presets
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
 from .reporting import say, set_verbosity
@@ -298,7 +297,7 @@ def session(
         device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
     device_type = torch.device(device).type
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
-    policy = _presets.make_policy_without_model(opt_level, overrides, presets=presets)
+    policy = choose_policy(opt_level, overrides, presets, has_models=False)
     for line in policy.explain_compute(device_type):
         say("%s", line)
     with _current.without_model(policy, device_type):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _aten = torch.ops.aten
 
@@ -25,3 +26,19 @@ COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
 WITHOUT_KERNEL = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
 )
+
+
+def leave_mode(mode: TorchDispatchMode) -> bool:
+    """Take a mode off the stack of this thread, with others above it too; False if it is not there.
+
+    Without it: a mode of the user's own that was entered later, and not left, is taken off in the place of this.
+    """
+    if not any(one is mode for one in _get_current_dispatch_mode_stack()):
+        return False
+    above = []
+    while _get_current_dispatch_mode_stack()[-1] is not mode:
+        above.append(_pop_mode())
+    mode.__exit__(None, None, None)
+    for one in reversed(above):
+        _push_mode(one)
+    return True

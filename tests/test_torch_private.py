@@ -216,6 +216,29 @@ def nodes_in_backward() -> list[Any]:
     return seen
 
 
+def leave_a_mode_below_another() -> list[object]:
+    """What is said of a mode that is not entered, and of one below another, which is left alone and still seen."""
+    seen: list[str] = []
+
+    class Seeing(torch_dispatch.TorchDispatchMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    below, above = Seeing("below"), Seeing("above")
+    found: list[object] = [torch_dispatch.leave_mode(below)]
+    below.__enter__()
+    with above:
+        found.append(torch_dispatch.leave_mode(below))
+        torch.ones(1).neg_()
+    assert torch_private.count_dispatch_modes() == 0
+    return [*found, sorted(set(seen))]
+
+
 def count_what_an_op_adds() -> int:
     before = torch_dispatch.count_nodes()
     torch.zeros(1, requires_grad=True).exp()
@@ -277,6 +300,7 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "get_current_node": (lambda: (torch_dispatch.get_current_node(), len(nodes_in_backward())), (None, 1)),
     "count_nodes": (lambda: count_what_an_op_adds(), 1),
+    "leave_mode": (lambda: leave_a_mode_below_another(), [False, True, ["above"]]),
     "get_node_number": (lambda: find_number_of_next_node(), True),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
     "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),

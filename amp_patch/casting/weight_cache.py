@@ -129,7 +129,9 @@ class WeightCache:
         valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling() or id(tensor) not in owned or count_dispatch_modes() > count_watching_modes():
+            if is_dynamo_compiling() or id(tensor) not in owned:
+                return plain_cast(tensor)
+            if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)
             entry = valid.get(id(tensor))
             if (

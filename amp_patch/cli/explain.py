@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by", choices=("module", "op", "entry"), default="module", help="a row for each (default: %(default)s)"
     )
     parser.add_argument("--all", action="store_true", help="every layer by itself, and ops that run as in plain torch")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records too, a line of JSON each")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the records too, a line of JSON each")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file that --json wrote")
     runs.add_script(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print what was recorded; return 0, 1 if the script failed, 2 if nothing was recorded."""
+    """Run the script, print what was recorded; return 0, or 1 if the script failed. Raises AmpError for nothing."""
     from ..insight import Recording, format_recording
 
     if arguments.source is not None:
@@ -80,6 +80,14 @@ def _call(command: list[str], environment: dict[str, str]) -> int:
                 return process.wait()
             except KeyboardInterrupt:
                 pass
+
+
+def _new_file(text: str) -> Path:
+    """A path in a folder that exists: it is written when the script has run."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
+    return path
 
 
 def _steps(text: str) -> tuple[int, int]:

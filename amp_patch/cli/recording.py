@@ -46,8 +46,8 @@ class _Waiting:
     def _write(self) -> None:
         atexit.unregister(self._write)
         self._recorder.stop()
-        name = f"{os.environ.get('RANK', '0')}-{os.getpid()}-{self._recorder.steps}.jsonl"
-        self._recorder.recording.to_jsonl(self._folder / name)
+        recording = self._recorder.recording
+        recording.to_jsonl(self._folder / f"{recording.run.rank}-{os.getpid()}-{self._recorder.steps}.jsonl")
 
 
 def record(folder: str, first: int, last: int) -> None:

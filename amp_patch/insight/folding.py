@@ -7,6 +7,7 @@ import torch
 
 from .naming import Site
 from .records import OpRecord, UndoneCastRecord
+from .rules import short
 
 
 class Call:
@@ -14,7 +15,7 @@ class Call:
 
     Attributes:
         target: the dtype that the rule asks for, or None.
-        sources: addresses of the storages that are to be cast for it; `copied`: of those that were.
+        sources: addresses of the tensors that are to be cast for it; `copied`: of those that were.
         cast_dtypes: from and to which dtypes it cast.
     """
 
@@ -45,7 +46,7 @@ class Call:
         self.given: tuple[str, ...] = ()
         self.out: tuple[str, ...] = ()
         self.ran: set[str] = set()
-        self.casts = self.avoided = 0
+        self.casts = 0
         self.target: torch.dtype | None = None
         self.sources: set[int] = set()
         self.copied: set[int] = set()
@@ -63,6 +64,9 @@ class Folding:
 
     def add(self, call: Call) -> None:
         """Take in a call that has ended."""
+        target = None if call.target is None else short(call.target)
+        is_cast = target in call.ran or target in call.out  # else it ran as it was written: with out=, say
+        avoided = len(call.sources - call.copied) if is_cast else 0
         record = OpRecord(
             step=self.step,
             phase=call.phase,
@@ -83,7 +87,7 @@ class Folding:
                 record,
                 calls=1 + (known.calls if known else 0),
                 casts=call.casts + (known.casts if known else 0),
-                avoided=call.avoided + (known.avoided if known else 0),
+                avoided=avoided + (known.avoided if known else 0),
             )
 
     def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:

@@ -19,6 +19,8 @@ from ..casting import Mode, compiling
 from ..config import op_lists
 from ..dtypes import CASTABLE
 from ..events import add_watching_modes
+from ..interrupts import UndoStack
+from ..patching import references
 from ..session import Session
 from ..torch_dispatch import (
     COPIES,
@@ -28,8 +30,8 @@ from ..torch_dispatch import (
     count_nodes,
     get_current_node,
     get_node_number,
+    leave_mode,
 )
-from ..torch_private import disabled_torch_dispatch
 from .folding import Call, Folding
 from .naming import ModuleStack, Site, find_site
 from .rules import RuleFinder, short, spelled
@@ -47,6 +49,7 @@ class Observer:
 
     def __init__(self, session: Session, folding: Folding) -> None:
         self._switch = session.switch
+        self._patcher = session.patcher
         self._rules = RuleFinder(session)
         self._running = ModuleStack(session.models())
         self._folding = folding
@@ -54,19 +57,27 @@ class Observer:
         self._by_node: dict[int, Call] = {}
         self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
         self._below = _Below(self)
-        self._undo = contextlib.ExitStack()
-        self._session = session
+        self._covers: list[Callable[..., Any]] = []
+        self._undo = UndoStack()
+        self.is_on = False
 
     def start(self) -> None:
         """Observe from now on, in this thread what is unlisted too."""
-        self._undo.enter_context(self._session.patcher.covered(self._cover))
+        self.is_on = True
+        self._undo.callback(references.uncover, self._patcher, self._covers)
         self._undo.callback(self._running.close)
+        self._patcher.cover(self._cover)
         self._running.open()
         self._local.is_below = True
-        self._undo.enter_context(self._below)
+        self._below.__enter__()
 
     def stop(self) -> None:
-        """Leave everything as it was. Harmless twice. In the thread that called `start`."""
+        """Leave everything as it was. Harmless twice; called in another thread than `start`, call it there again, too.
+
+        What took hold of a cover and cannot be found calls what the cover is around.
+        """
+        self.is_on = False
+        self._below.leave()
         self._undo.close()
         self._local.is_below = False
         self.end_step()
@@ -84,32 +95,33 @@ class Observer:
         op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
 
         def cover(*args: Any, **kwargs: Any) -> Any:
-            if self._calls() or compiling.is_dynamo_compiling():
+            if not self.is_on or compiling.is_dynamo_compiling() or self._calls():
                 return replacement(*args, **kwargs)
             site = find_site()
             if site.by == "amp":
                 return replacement(*args, **kwargs)
-            call = self._begin(op, spelling, site, [*args, *kwargs.values()])
-            below = contextlib.nullcontext() if self._is_below() else self._below_here()
+            calls, call = self._calls(), Call(op, self._running.here(), site, self._phase(None, site))
+            calls.append(call)
             try:
-                with below:
+                self._describe(call, spelling, [*args, *kwargs.values()])
+                with contextlib.nullcontext() if self._is_below() else self._below:
                     result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
             finally:  # a recomputation is stopped by an exception
-                self._calls().pop()
-                self._end(call)
+                calls.clear()
+                self._folding.add(call)
             return result
 
+        self._covers.append(cover)
         return cover
 
-    def _begin(self, op: str, spelling: op_lists.Spelling | None, site: Site, values: Sequence[Any]) -> Call:
+    def _describe(self, call: Call, spelling: op_lists.Spelling | None, values: Sequence[Any]) -> None:
+        """Enter what a call of an op is given, by which rule it is to run, and what that will have to cast."""
         module = self._running.module_here()
-        call = Call(op, self._running.here(), site, self._phase(None, site))
         call.given = tuple(short(tensor.dtype) for tensor in tensors_in(values))
-        self._calls().append(call)
         if spelling is None:
-            call.rule, call.entry = self._rules.find_rule_of_unlisted(site, module)
-            return call
+            call.rule, call.entry = self._rules.find_rule_of_unlisted(call.site, module)
+            return
         call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
         mode = self._switch.mode_here()
         if mode is not Mode.BY_LISTS:
@@ -117,19 +129,10 @@ class Observer:
             if module is not None and mode is not Mode.OFF:
                 rule, entry = self._rules.find_module_rule(module)
                 call.rule, call.entry = (rule, entry) if rule else (call.rule, call.entry)
-        target = self._rules.target(spelling.kind, mode)
-        call.target = target
-        # what differs from the target and is not copied is avoided
-        call.sources = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tensors_in(values)
-            if target is not None and tensor.dtype in CASTABLE and tensor.dtype is not target and _has_storage(tensor)
-        }
-        return call
-
-    def _end(self, call: Call) -> None:
-        call.avoided = len(call.sources - call.copied) if call.target is not None else 0
-        self._folding.add(call)
+        call.target = target = self._rules.target(spelling.kind, mode)
+        if target is not None:
+            floating = (tensor for tensor in tensors_in(values) if tensor.dtype in CASTABLE)
+            call.sources = {_address(tensor) for tensor in floating if tensor.dtype is not target} - {0}
 
     def _calls(self) -> list[Call]:
         try:
@@ -141,30 +144,26 @@ class Observer:
     def _is_below(self) -> bool:
         return getattr(self._local, "is_below", False)
 
-    @contextlib.contextmanager
-    def _below_here(self) -> Iterator[None]:
-        """Look below one call in another thread than that of `start`: modes belong to threads."""
-        with self._below:
-            yield
-
     # ---- from below --------------------------------------------------------------------------------------------------
 
     def note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Take in one op that torch has dispatched, of this thread."""
-        packet = function.overloadpacket
+        packet, node, calls = function.overloadpacket, get_current_node(), self._calls()
+        is_new = node is None and self._is_below() and count_nodes() != getattr(self._local, "nodes", None)
+        self._local.nodes = count_nodes()
+        if is_new and calls:
+            self._by_node[self._local.nodes - 1] = calls[-1]
         if function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view:
             return  # a view has the storage of what it is of
-        node = get_current_node()
-        calls = self._calls()
         inputs, outputs = list(tensors_in([*args, *kwargs.values()])), list(tensors_in([result]))
         cast = _find_cast(packet, inputs, outputs)
-        if calls and node is None:
-            self._by_node.setdefault(count_nodes() - 1, calls[-1])  # not what made no node
         if calls:
             self._note_inside(calls[-1], cast, inputs)
         call = calls[-1] if calls else self._note_alone(packet, cast, node, inputs, outputs)
+        if is_new and not calls and call is not None:
+            self._by_node[self._local.nodes - 1] = call
         if call is not None:
-            self._writers |= {tensor.untyped_storage().data_ptr(): call for tensor in outputs if _has_storage(tensor)}
+            self._writers |= {address: call for tensor in outputs if (address := _storage(tensor))}
 
     def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
@@ -172,10 +171,9 @@ class Observer:
             return
         source, copy = cast
         call.casts += 1
-        address = source.untyped_storage().data_ptr() if _has_storage(source) else 0
-        call.copied.add(address)
+        call.copied.add(_address(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        producer = self._writers.get(address)
+        producer = self._writers.get(_storage(source))
         if copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
@@ -201,8 +199,6 @@ class Observer:
                 return None
             call = Call(f"aten.{packet.__name__}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
-            if node is None:
-                self._by_node.setdefault(count_nodes() - 1, call)
         call.given = tuple(short(tensor.dtype) for tensor in inputs)
         call.out = tuple(short(tensor.dtype) for tensor in outputs)
         call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
@@ -235,17 +231,15 @@ class _Below(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         add_watching_modes(-1)
 
+    def leave(self) -> None:
+        """Leave this thread, where it is entered, be it below others."""
+        leave_mode(self)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(_answers_itself(kind) for kind in types):  # it is asked first, and shows what it is made of
-            return NotImplemented
         result = func(*args, **(kwargs or {}))
-        self._observer.note(func, args, kwargs or {}, result)
+        if self._observer.is_on:
+            self._observer.note(func, args, kwargs or {}, result)
         return result
-
-
-def _answers_itself(kind: type) -> bool:
-    own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not disabled_torch_dispatch
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -268,5 +262,17 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     return (source, copy) if is_cast else None
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+def _address(tensor: Tensor) -> int:
+    """Return where the values of a tensor begin; 0 for one that has none, or hides them, as those of torch.func do."""
+    try:
+        return tensor.data_ptr() if tensor.numel() else 0
+    except RuntimeError:  # NotImplementedError is one
+        return 0
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return where the storage of a tensor begins, which its views share; 0 as above."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:
+        return 0

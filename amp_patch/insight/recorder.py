@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .. import events
 from ..errors import SessionError
+from ..interrupts import UndoStack
 from ..session import Session, current
 from .folding import Folding
 from .observe import Observer
@@ -33,6 +34,7 @@ class Recorder:
         self._on_end = on_end
         self._folding = Folding()
         self._observer: Observer | None = None
+        self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
         self._optimizer: int | None = None
         self._count = 0
@@ -58,14 +60,13 @@ class Recorder:
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         self.run = _describe(session)
-        if self._observer is not None:
-            self._leave()
+        self.stop()
         if self._is_in_window():
             self._observe(session)
 
     def session_closing(self, session: Session) -> None:
         """End: nothing of ours may be on patches that are to be taken out."""
-        self._leave()
+        self.stop()
         self._optimizer = None
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -88,24 +89,28 @@ class Recorder:
             if self._observer is None:
                 self._observe(session)
         elif self._observer is not None:
-            self._leave()
+            self.stop()
             self._on_end()
 
     def stop(self) -> None:
         """Record nothing more. Harmless twice."""
-        self._leave()
+        self._observer = None
+        for observer in self._observers:
+            observer.stop()
 
     def _is_in_window(self) -> bool:
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _observe(self, session: Session) -> None:
-        self._observer = Observer(session, self._folding)
+        self._observers.append(Observer(session, self._folding))
+        self._observer = self._observers[-1]
         self._observer.start()
 
-    def _leave(self) -> None:
-        observer, self._observer = self._observer, None
-        if observer is not None:
-            observer.stop()
+
+def get_rank() -> int:
+    """Return the rank that a launcher has given this process, 0 without one."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def _describe(session: Session) -> RunRecord:
@@ -117,7 +122,7 @@ def _describe(session: Session) -> RunRecord:
         low="" if policy.low_dtype is None else short(policy.low_dtype),
         lists=() if oplists is None else tuple(map(str, oplists.names)),
         digest="" if oplists is None else oplists.digest,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=get_rank(),
     )
 
 
@@ -133,19 +138,35 @@ def recording() -> Iterator[Recording]:
         SessionError: there is no session, or a recording is under way.
     """
     session = current.require()
-    if any(isinstance(watcher, Recorder) and watcher.is_recording for watcher in events.watchers):
-        raise SessionError("a recording is under way: leave its block first")
-    recorder = Recorder()
-    recorder.session_opened(session)
-    found = recorder.recording
-    stop_watching = events.watch(recorder)
+    if any(isinstance(watcher, _OfBlock) for watcher in events.watchers):
+        raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
+    recorder, undo = _OfBlock(), UndoStack()
+    undo.callback(recorder.end)
     try:
+        events.watch(recorder)
+        recorder.session_opened(session)
+        found = recorder.recording
+        undo.callback(lambda: found.fill(recorder.recording))
         yield found
     finally:
-        stop_watching()
-        recorder.stop()
-        ended = recorder.recording
-        found.ops[:], found.undone[:], found.steps[:] = ended.ops, ended.undone, ended.steps
+        try:
+            undo.close()
+        except BaseException:  # an interrupt
+            undo.close()
+            raise
+
+
+class _OfBlock(Recorder):
+    """The recorder of a block, for the one session that is in force when it begins."""
+
+    def session_closing(self, session: Session) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop, and be told of nothing more. Harmless twice."""
+        self.stop()
+        if self in events.watchers:
+            events.watchers.remove(self)
 
 
 def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:

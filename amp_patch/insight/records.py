@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin
 
 from ..errors import RecordError
 
@@ -108,6 +108,10 @@ class Recording:
     undone: list[UndoneCastRecord]
     steps: list[StepRecord]
 
+    def fill(self, other: "Recording") -> None:
+        """Take over the records of another recording of the same run."""
+        self.ops[:], self.undone[:], self.steps[:] = other.ops, other.undone, other.steps
+
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, a line of JSON each."""
         with Path(path).open("w", encoding="utf-8") as file:
@@ -121,6 +125,10 @@ class Recording:
         run, ops, undone, steps = None, [], [], []
         for record in _read(Path(path)):
             if isinstance(record, RunRecord):
+                if record.schema > SCHEMA:
+                    raise RecordError(
+                        f"{path}: schema {record.schema} is of a later version, which reads {SCHEMA} at most"
+                    )
                 run = record
             elif isinstance(record, OpRecord):
                 ops.append(record)
@@ -143,13 +151,20 @@ def _read(path: Path) -> Iterator[Record]:
             data = json.loads(line)
             kind = _KINDS.get(data.pop("kind", None))
             if kind is not None:  # a later version may have others
-                yield kind(**{name: _frozen(data[name]) for name in data if name in _names(kind)})
+                record = kind(**{name: _frozen(data[name]) for name in data if name in kind.__slots__})
+                _check(record)
+                yield record
         except (ValueError, AttributeError, TypeError) as error:
             raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
 
 
-def _names(kind: type[Record]) -> set[str]:
-    return {field.name for field in fields(kind)}
+def _check(record: Record) -> None:
+    """Raise TypeError for a value that is not of the type that its field has."""
+    for field in fields(record):
+        value, kind = getattr(record, field.name), field.type
+        kinds: Any = tuple if get_origin(kind) is tuple else kind
+        if not isinstance(value, kinds):
+            raise TypeError(f"{field.name} is {value!r}")
 
 
 def _frozen(value: Any) -> Any:

@@ -143,6 +143,7 @@ class Patcher:
         A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and
         must be inert by then.
         """
+        self.uncover()
         self._restore_down_to(0)
         self._undo_down_to(0)
 
@@ -213,36 +214,42 @@ class Patcher:
             for redirection, held in reversed(redirections):
                 redirection.slot.write(held)
 
-    @contextlib.contextmanager
-    def covered(self, cover: Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]) -> Iterator[None]:
-        """Put a function around each replacement inside the block, wherever it is referred to: `cover(owner, name,
-        replacement)`, or leave it alone for None. It must call what it covers. Such blocks do not nest.
+    def cover(self, make: Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]) -> None:
+        """Put a function around each replacement, wherever it is referred to: `make(owner, name, replacement)`, or
+        leave it alone for None. It must call what it covers. On any exception, all is as it was.
         """
-        covers = self._covers
-        for item in self._installed:
-            is_function = inspect.isfunction(item.replacement) and id(item.replacement) not in covers
-            if is_function and (made := cover(item.owner, item.name, item.replacement)):
-                covers[id(item.replacement)] = functools.update_wrapper(made, item.replacement)
-        held = [
-            (item.owner, item.name, item.replacement, covers[id(item.replacement)])
-            for item in self._installed
-            if id(item.replacement) in covers and vars(item.owner).get(item.name) is item.replacement
-        ]
-        slots = [one for one in self._redirected if id(one.after) in covers and one.slot.read() is one.after]
         try:
-            for owner, name, _, made in held:
-                setattr(owner, name, made)
-            for one in slots:
-                one.slot.write(covers[id(one.after)])
-            yield
-        finally:
-            for one in slots:
-                if one.slot.read() is covers[id(one.after)]:
-                    one.slot.write(one.after)
-            for owner, name, replacement, made in held:
-                if vars(owner).get(name) is made:
-                    setattr(owner, name, replacement)
-            covers.clear()
+            for item in self._installed:
+                key = id(item.replacement)
+                if key in self._covers or not inspect.isfunction(item.replacement):
+                    continue
+                if (made := make(item.owner, item.name, item.replacement)) is not None:
+                    self._covers[key] = functools.update_wrapper(made, item.replacement)
+            for item in self._installed:
+                if id(item.replacement) in self._covers and vars(item.owner).get(item.name) is item.replacement:
+                    setattr(item.owner, item.name, self._covers[id(item.replacement)])
+            for one in self._redirected:
+                if id(one.after) in self._covers and one.slot.read() is one.after:
+                    one.slot.write(self._covers[id(one.after)])
+        except BaseException:
+            self.uncover()
+            raise
+
+    def uncover(self) -> dict[int, Callable[..., Any]]:
+        """Put the replacements back; return them by the ids of their covers. Harmless twice, and without covers."""
+        covers = dict(self._covers)
+        by_cover = {}
+        for item in self._installed if covers else ():
+            if (made := covers.get(id(item.replacement))) is not None:
+                by_cover[id(made)] = item.replacement
+                if vars(item.owner).get(item.name) is made:
+                    setattr(item.owner, item.name, item.replacement)
+        for one in self._redirected if covers else ():
+            made = covers.get(id(one.after))
+            if made is not None and one.slot.read() is made:
+                one.slot.write(one.after)
+        self._covers.clear()
+        return by_cover
 
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""

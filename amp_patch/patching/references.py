@@ -52,6 +52,15 @@ def undo(patchers: Sequence[Patcher], models: Iterable[torch.nn.Module]) -> None
     _rewrite(Search(pickling.get_originals(), pickling.get_packages()), models, with_modules=True)
 
 
+def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
+    """Take the covers off, and give the replacements to whatever took hold of a cover. Interrupted, it is to be called
+    again. The covers are kept alive by the caller.
+    """
+    patcher.uncover()
+    replacements = {id(cover): cover.__wrapped__ for cover in covers}  # type: ignore[attr-defined]
+    _rewrite(Search(replacements, _packages_of(replacements.values())), (), with_modules=True)
+
+
 def describe_stuck(stuck: Sequence[str]) -> str:
     """Return the warning about what could not be redirected."""
     shown = ", ".join(stuck[:MAX_NAMED]) + (f" and {len(stuck) - MAX_NAMED} more" if len(stuck) > MAX_NAMED else "")

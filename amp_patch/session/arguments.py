@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config import Policy, make_policy
+from ..config import Policy, load_oplists, make_policy
+from ..config import presets as _presets
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
 from ..reporting import say
@@ -225,13 +226,19 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     return found
 
 
-def choose_policy(opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None) -> Policy:
+def choose_policy(
+    opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
+) -> Policy:
     """Return the policy of the arguments, with what a command lays over them."""
     settings = in_force.settings
+    make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, told = settings.lay_over(opt_level, arguments)
+    policy = make(level, overrides, presets=presets)
+    if told and policy.lists and not policy.patch_torch_functions and not load_oplists(policy.lists).modules:
+        told += f" and lists, of which {level} takes the modules alone"
+        policy = make(level, {**overrides, "lists": None}, presets=presets)
     if told:
         say("%s", told)
-    policy = make_policy(level, overrides, presets=presets)
     if settings.lists and policy.patch_torch_functions:
-        policy = make_policy(level, {**overrides, "lists": (*policy.lists, *settings.lists)}, presets=presets)
+        policy = make(level, {**overrides, "lists": (*policy.lists, *settings.lists)}, presets=presets)
     return policy

@@ -63,7 +63,8 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
-    return str(function.__module__).startswith(("torch.optim.", "amp_patch.apex."))
+    home = function.__globals__["__name__"]  # a decorator may have copied the name of another module
+    return str(home).startswith(("torch.optim.", "amp_patch.apex."))
 
 
 def _get_function(step: Callable[..., Any]) -> Any:

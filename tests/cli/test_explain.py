@@ -93,6 +93,17 @@ def test_level_and_lists_take_the_place_of_the_scripts(call, tmp_path):
     assert ["1", "F.softmax", "whitelist", "mine.yaml:1"] in rows(out)
 
 
+def test_options_of_the_scripts_own_level_are_left_out_where_another_is_asked_for(call):
+    source = OURS + "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', lists='apex')\n" + LOOP
+    _, out, _ = call(source, "--opt-level", "O2", "--steps", "0")
+    assert "told to use opt_level O2 instead of O1 and lists, of which O2 takes the modules alone" in out
+    assert "O2, f16 on cpu" in out
+    source = "import torch, amp_patch as amp\nx = torch.ones(2, 2)\n"
+    source += "with amp.session(opt_level='O4'):\n    print(x.mm(x).dtype)\n"
+    _, out, _ = call(source, "--opt-level", "O1")
+    assert out.endswith("torch.float16\n")
+
+
 def test_steps_and_sums_and_files(call, tmp_path, capsys):
     code, out, _ = call(APEX + INITIALIZE + LOOP, "--steps", "1:3", "--by", "op", "--json", "rec.jsonl")
     assert code == 0 and "2 steps, lists apex" in out and "step 1\n" in out and "step 2\n" not in out
@@ -133,6 +144,12 @@ def test_a_loop_that_catches_everything_ends_all_the_same_with_what_was_recorded
     )
     code, out, _ = call(source)
     assert code == 0 and "step 2\n" in out and "F.linear" in out
+
+
+def test_a_file_in_no_folder_is_refused_before_the_script_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["explain", "--json", str(tmp_path / "no" / "x.jsonl"), "train.py"])
+    assert error.value.code == 2 and "must be a file in a folder that exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["x", "2:2", "3:1", "1:", "-1:2", "1:2:3"])

@@ -13,12 +13,21 @@ import torch.nn.functional as F
 from gpt import make_gpt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config import load_oplists
+from amp_patch.events import count_watching_modes
+from amp_patch.insight.rules import RuleFinder
+from amp_patch.patching import Patcher
+from amp_patch.torch_private import count_dispatch_modes
 
+RUN = (
+    '{"kind": "run", "torch": "2", "device": "cpu", "opt_level": "O1", "low": "f16", "lists": [], "digest": "",'
+    ' "rank": 0, "schema": 1}\n'
+)
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
@@ -105,6 +114,146 @@ def test_blocks_do_not_nest_and_need_a_session():
     initialize(make_gpt(), "O4")
     with insight.recording(), pytest.raises(amp.SessionError, match="under way"), insight.recording():
         pass
+
+
+def test_what_a_module_took_hold_of_in_a_block_is_given_back(tmp_path, monkeypatch):
+    (tmp_path / "late_module.py").write_text("from torch.nn.functional import linear\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    original = F.linear
+    initialize(make_gpt(), "O4", compute="native")
+    with insight.recording():
+        import late_module
+    assert late_module.linear is F.linear
+    held = F.linear
+    amp.reset()
+    assert late_module.linear is F.linear is original
+    initialize(make_gpt(), "O4", compute="native")
+    assert late_module.linear is F.linear is not held
+    assert late_module.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.bfloat16
+    del sys.modules["late_module"]
+
+
+def test_a_cover_that_nobody_finds_calls_what_it_is_around():
+    model, _ = initialize(make_gpt(), "O4", compute="native")
+    with insight.recording() as found:
+        held = [(F.linear,)]
+    assert held[0][0](torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.bfloat16
+    assert not forward(found, "F.linear")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def test_an_interrupt_while_a_block_begins_leaves_nothing(monkeypatch):
+    model, optimizer = initialize(make_gpt(layers=1), "O4")
+    count, is_op = [], RuleFinder.is_op
+
+    def interrupted(self, *args):
+        count.append(1)
+        if len(count) == 100:
+            raise Interrupt
+        return is_op(self, *args)
+
+    monkeypatch.setattr(RuleFinder, "is_op", interrupted)
+    before = dict(vars(torch.Tensor))
+    with pytest.raises(Interrupt), insight.recording():
+        pass
+    assert dict(vars(torch.Tensor)) == before and len(count) == 100
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+    assert {record.rule for record in forward(found, "F.linear")} == {"whitelist"}
+
+
+@pytest.mark.parametrize("after", [1, 40, 200])
+def test_an_interrupt_while_a_block_ends_is_finished(after, monkeypatch):
+    initialize(make_gpt(layers=1), "O4")
+    before, uncover, count = dict(vars(torch.Tensor)), Patcher.uncover, []
+
+    def interrupted(self):
+        if not count:
+            count.append(1)
+            for item in self._installed[:after]:
+                setattr(item.owner, item.name, item.replacement)
+            raise Interrupt
+        return uncover(self)
+
+    monkeypatch.setattr(Patcher, "uncover", interrupted)
+    with pytest.raises(Interrupt), insight.recording():
+        pass
+    assert dict(vars(torch.Tensor)) == before
+    with insight.recording():
+        pass
+    amp.reset()
+    assert not find_changes()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_reset_below_a_mode_of_the_users_leaves_that_alone(in_thread):
+    x = torch.ones(8, 8)
+    initialize(nn.Linear(8, 8), "O4")
+    with insight.recording(), FlopCounterMode(display=False) as counter:
+        F.linear(x, x)
+        if in_thread:
+            thread = threading.Thread(target=amp.reset)
+            thread.start()
+            thread.join()
+        else:
+            amp.reset()
+        F.linear(x, x)
+    assert counter.get_total_flops() == 2 * 2 * 8**3
+    assert count_dispatch_modes() == count_watching_modes() == 0
+
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).float().sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+    "zero tensor": lambda f, x: f(torch._efficientzerotensor(x.shape)),
+    "empty": lambda f, x: f(x[:0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tensors_that_have_no_memory_of_their_own_are_recorded(name):
+    weight, x = torch.randn(4, 4), torch.randn(3, 4)
+    initialize(nn.Linear(4, 4), "O4")
+    plain = TRANSFORMS[name](lambda y: F.linear(y, weight), x)
+    with insight.recording() as found:
+        assert torch.equal(TRANSFORMS[name](lambda y: F.linear(y, weight), x), plain)
+        F.softmax(x, dim=-1)
+    assert forward(found, "F.linear") and forward(found, "F.softmax")
+
+
+def test_fake_tensors_and_export_run_in_a_block():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, _ = initialize(nn.Linear(4, 4), "O4", compute="native")
+    with insight.recording():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert F.linear(torch.empty(2, 4), torch.empty(3, 4)).dtype is torch.bfloat16
+        torch.export.export(model, (torch.ones(2, 4),))
+
+
+def test_only_casts_that_would_have_been_are_avoided():
+    initialize(nn.Linear(4, 4), "O4", compute="native")
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    with insight.recording() as found:
+        torch.mm(a, b, out=torch.empty(4, 4))
+    (row,) = forward(found, "torch.mm")
+    assert (row.ran, row.casts, row.avoided) == (("f32",), 0, 0)
+
+
+def test_a_forward_without_a_graph_has_no_backward():
+    initialize(nn.Linear(4, 4), "O4", compute="native")
+    a, b = torch.randn(4, 4), torch.randn(1, 4, requires_grad=True)
+    with insight.recording() as found:
+        expanded = b.expand(4, 4)
+        with torch.no_grad():
+            F.linear(a, a)
+        (expanded * 1.0).sum().backward()
+    assert [record.op for record in found.ops if record.phase == "backward" and record.op == "F.linear"] == []
 
 
 def test_no_tensor_is_kept():
@@ -333,6 +482,15 @@ def test_explain_warms_up_and_records():
     assert [step.skipped for step in found.steps] == [False, False]
 
 
+@pytest.mark.parametrize(("rank", "found"), [("3", 3), ("", 0), ("zero", 0)])
+def test_the_rank_is_what_a_launcher_says_if_it_says_one(rank, found, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    initialize(make_gpt(layers=1), "O4")
+    with insight.recording() as recording:
+        pass
+    assert recording.run.rank == found
+
+
 def test_help_of_a_patched_op_says_by_which_line():
     before = F.softmax.__doc__
     initialize(make_gpt(layers=1), "O4")
@@ -366,6 +524,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         ("not json\n", r"rec\.jsonl:1: not a line of a recording"),
         ('{"kind": "op", "step": 1}\n', r"rec\.jsonl:1: not a line of a recording"),
         ("[1]\n", r"rec\.jsonl:1: not a line of a recording"),
+        ('{"kind": "run", "torch": 3}\n', r"rec\.jsonl:1: not a line of a recording"),
+        (RUN.replace('"schema": 1', '"schema": 99'), "schema 99 is of a later version"),
+        (RUN.replace('"torch": "2"', '"torch": 2'), "torch is 2"),
     ],
 )
 def test_what_is_no_recording_is_refused_with_its_line(text, message, tmp_path):
