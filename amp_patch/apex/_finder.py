@@ -27,7 +27,7 @@ PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", 
 """What the stand-in has of `apex`, and what tells NVIDIA's package from others of that name."""
 
 _PACKAGE = __name__.rpartition(".")[0]
-_TOP_LEVEL = ("amp_C", "apex_C")
+_TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda")
 _NVIDIA_PARTS = (*PARTS, "fused_dense", "mlp", "transformer")
 
 
@@ -60,7 +60,7 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
-    """Serves `apex`, what lies below it, `amp_C` and `apex_C`.
+    """Serves `apex`, what lies below it, `amp_C`, `apex_C` and `fused_adam_cuda`.
 
     Args:
         package: the name of the stand-in.

@@ -11,7 +11,10 @@ import amp_patch
 from ..errors import did_you_mean
 
 EXTENSIONS = frozenset(
-    {"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda", "fused_dense_cuda"}
+    {
+        *("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda"),
+        "fused_dense_cuda",
+    }
 )
 """Apex's compiled modules, which scripts import from the top."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..casting import Mode, compiling
 from ..config import op_lists
-from ..dtypes import CASTABLE
+from ..dtypes import CASTABLE, PLAIN_CLASSES
 from ..events import add_watching_modes
 from ..interrupts import UndoStack
 from ..patching import references
@@ -263,16 +263,17 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the values of a tensor begin; 0 for one that has none, or hides them, as those of torch.func do."""
-    try:
-        return tensor.data_ptr() if tensor.numel() else 0
-    except RuntimeError:  # NotImplementedError is one
-        return 0
+    """Return where the values of a tensor begin; 0 for one that has none or hides them, as those of torch.func do."""
+    return _read_address(tensor) if tensor.numel() else 0
 
 
 def _storage(tensor: Tensor) -> int:
     """Return where the storage of a tensor begins, which its views share; 0 as above."""
+    return _read_address(tensor) and tensor.untyped_storage().data_ptr()
+
+
+def _read_address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-    except RuntimeError:
+        return tensor.data_ptr() if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided else 0
+    except RuntimeError:  # NotImplementedError is one
         return 0

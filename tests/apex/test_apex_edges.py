@@ -1,5 +1,6 @@
 """What packages reach for beside Apex's functions: its metadata, its extensions, private names, interfaces of 2019."""
 
+import importlib
 import importlib.metadata
 import math
 
@@ -327,3 +328,30 @@ def test_the_autograd_functions_of_norms(apex):
     assert x.grad is not None
     out = FusedRMSNormAffineFunction.apply(x, weight, (4,), 1e-5)
     torch.testing.assert_close(out, nn.functional.rms_norm(x, (4,), weight, 1e-5))
+
+
+# ---- the extension of 2019, which OpenNMT-py and fairseq call by themselves ------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("corrects", [1, 0])
+def test_fused_adam_cuda_steps_by_its_formula(corrects, dtype):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(5, 3, generator=generator)
+    m, v, out = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p, dtype=dtype)
+    expected, em, ev = p.double(), m.double(), v.double()
+    with amp_patch.apex.install():
+        import fused_adam_cuda
+
+        for step in range(1, 6):
+            g = (torch.randn(5, 3, generator=generator) * 8).to(dtype)
+            fused_adam_cuda.adam(p, out, m, v, g, 0.01, 0.9, 0.99, 1e-8, 8.0, step, 1, corrects, 0.1)
+            em, ev = 0.9 * em + 0.1 * g.double() / 8, 0.99 * ev + 0.01 * (g.double() / 8).square()
+            size = 0.01 * (math.sqrt(1 - 0.99**step) / (1 - 0.9**step) if corrects else 1.0)
+            expected = expected - size * (em / (ev.sqrt() + 1e-8) + 0.1 * expected)
+        with pytest.raises(amp_patch.OptimizerError, match="eps_inside_sqrt"):
+            fused_adam_cuda.adam(p, out, m, v, g, 0.01, 0.9, 0.99, 1e-8, 8.0, 6, 0, 1, 0.1)
+    torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out, p.to(dtype))
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("fused_adam_cuda")

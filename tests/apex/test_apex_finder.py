@@ -18,7 +18,7 @@ import amp_patch.apex
 from amp_patch.apex import _gone
 from amp_patch.apex.amp._amp_state import _amp_state
 
-ROOTS = ("apex", "amp_C", "apex_C")
+ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
 
 
 def held():
