@@ -23,6 +23,7 @@ BUILTINS = {
     errors.BannedOpError: NotImplementedError,
     errors.GradientOverflowError: FloatingPointError,
     errors.CheckpointError: ValueError,
+    errors.RecordError: ValueError,
 }
 PRESETS = ("O0", "O1", "O2", "O3", "O4", "O5")
 

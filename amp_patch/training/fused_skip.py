@@ -63,8 +63,12 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
-    home = function.__globals__["__name__"]  # a decorator may have copied the name of another module
-    return str(home).startswith(("torch.optim.", "amp_patch.apex."))
+    layers = [
+        function
+    ]  # torch puts functions around those of others, too, which have the names of what they are around
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(inner)
+    return all(str(one.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.apex.")) for one in layers)
 
 
 def _get_function(step: Callable[..., Any]) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.session.current import state
-from amp_patch.training.module_runs import decide_runs, find_borders
+from amp_patch.training.module_runs import decide_rules, find_borders
 
 LOW = torch.bfloat16
 LOWS = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": LOW, "O5": LOW}
@@ -108,8 +108,9 @@ def test_a_rule_chooses_by_name_or_type(chooser, expected, write):
 def test_two_stars_alone_choose_the_whole_model(write):
     rules = load_oplists(write(['{match: "**", run: float32}'])).modules
     model = Net()
-    assert decide_runs(model, rules)[0] == dict.fromkeys(model.modules(), "float32")
-    assert find_borders(model, decide_runs(model, rules)[0]) == {model: "float32"}
+    runs = {module: rule.run for module, rule in decide_rules(model, rules)[0].items()}
+    assert runs == dict.fromkeys(model.modules(), "float32")
+    assert find_borders(model, runs) == {model: "float32"}
 
 
 def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
@@ -120,7 +121,8 @@ def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
         '{match: "blocks.0", run: low}',
     ]
     rules = load_oplists(write(rules)).modules
-    runs, used = decide_runs(model, rules)
+    decided, used = decide_rules(model, rules)
+    runs = {module: rule.run for module, rule in decided.items()}
     names = {name: runs.get(module) for name, module in model.named_modules()}
     assert names == {
         "": None,

@@ -1,6 +1,7 @@
 """Optimizers in a session: masters, the replaced methods, schedulers, closures, groups."""
 
 import copy
+import functools
 import math
 import pickle
 import warnings
@@ -206,6 +207,15 @@ class Twice(torch.optim.SGD):
         return closure() if closure else None
 
 
+class Disguised(torch.optim.SGD):
+    """The same, under the name of torch's step."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure=None):
+        super().step()
+        return closure() if closure else None
+
+
 def scheduled(parameters):
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 100)
@@ -253,8 +263,8 @@ def test_a_closure_is_called_before_a_step_that_may_be_skipped(name, level):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda p: Twice(p, lr=0.1), lambda p: EVALUATING_FIRST["SGD"](p)],
-    ids=["step of its own", "patched"],
+    [lambda p: Twice(p, lr=0.1), lambda p: Disguised(p, lr=0.1), lambda p: EVALUATING_FIRST["SGD"](p)],
+    ids=["step of its own", "in disguise", "patched"],
 )
 def test_a_closure_that_may_be_called_at_any_time_is_refused_where_a_step_may_be_skipped(build, request):
     model = nn.Linear(2, 2)
