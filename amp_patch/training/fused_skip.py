@@ -63,9 +63,7 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
-    layers = [
-        function
-    ]  # torch puts functions around those of others, too, which have the names of what they are around
+    layers = [function]  # torch puts its own around those of other packages, under their names
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
     return all(str(one.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.apex.")) for one in layers)
