@@ -1,6 +1,6 @@
 """What `torch_private` is, for what `insight` sees of ops: names that are not public, and what is lost without each.
 
-All were seen in torch 2.6.0, 2.13.0 and 2.14.1; a missing one fails the import of this module, and with it `insight`.
+All were seen in torch 2.13.0; a missing one fails the import of this module, and with it `insight`.
 """
 
 import operator
