@@ -20,20 +20,7 @@ class Call:
     """
 
     __slots__ = (
-        *(
-            "avoided",
-            "cast_dtypes",
-            "casts",
-            "copied",
-            "entry",
-            "given",
-            "module",
-            "op",
-            "out",
-            "phase",
-            "ran",
-            "region",
-        ),
+        *("cast_dtypes", "casts", "copied", "entry", "given", "module", "op", "out", "phase", "ran", "region"),
         *("rule", "site", "sources", "target"),
     )
 

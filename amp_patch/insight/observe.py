@@ -77,7 +77,7 @@ class Observer:
         What took hold of a cover and cannot be found calls what the cover is around.
         """
         self.is_on = False
-        self._below.leave()
+        leave_mode(self._below)
         self._undo.close()
         self._local.is_below = False
         self.end_step()
@@ -230,10 +230,6 @@ class _Below(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         add_watching_modes(-1)
-
-    def leave(self) -> None:
-        """Leave this thread, where it is entered, be it below others."""
-        leave_mode(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -235,21 +235,18 @@ class Patcher:
             self.uncover()
             raise
 
-    def uncover(self) -> dict[int, Callable[..., Any]]:
-        """Put the replacements back; return them by the ids of their covers. Harmless twice, and without covers."""
-        covers = dict(self._covers)
-        by_cover = {}
+    def uncover(self) -> None:
+        """Put the replacements back. Harmless twice, and without covers."""
+        covers = self._covers
         for item in self._installed if covers else ():
-            if (made := covers.get(id(item.replacement))) is not None:
-                by_cover[id(made)] = item.replacement
-                if vars(item.owner).get(item.name) is made:
-                    setattr(item.owner, item.name, item.replacement)
+            made = covers.get(id(item.replacement))
+            if made is not None and vars(item.owner).get(item.name) is made:
+                setattr(item.owner, item.name, item.replacement)
         for one in self._redirected if covers else ():
             made = covers.get(id(one.after))
             if made is not None and one.slot.read() is made:
                 one.slot.write(one.after)
-        self._covers.clear()
-        return by_cover
+        covers.clear()
 
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""

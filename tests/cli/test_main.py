@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from amp_patch.errors import AmpError
 ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The network is small: a second thread gains nothing, and on a busy machine it makes every step wait."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_demo_leaves_no_session_open() -> None:
