@@ -2,17 +2,20 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 
-class Watcher(Protocol):
-    """Somebody who is told. What it raises leaves the call that told it."""
+class Watcher:
+    """Somebody who is told, and does nothing about it by default. What it raises leaves the call that told it."""
 
     def session_opened(self, session: Any) -> None:
         """A session is in force, or has more models."""
 
     def session_closing(self, session: Any) -> None:
         """A session is about to undo what it has done."""
+
+    def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
+        """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
 
     def step_ended(self, optimizer: Any) -> None:
         """A `step` of a bound optimizer has been taken, or skipped."""

@@ -1,4 +1,4 @@
-"""In the process of a script that a command records: waits for a session, then records steps of it into a file.
+"""In the process of a script that a command watches: waits for a session, and writes what a probe has seen into a file.
 
 Imported as Python starts, so it imports no torch before the script does.
 """
@@ -9,35 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from .. import events
+from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 
 
-class _Waiting:
-    """Makes a recorder when the first session is opened, and writes its file when the last step has been recorded, or
-    the process ends before. The script ends with that step, by SystemExit.
+class _Waiting(events.Watcher):
+    """Makes a probe when the first session is opened, and writes its file when it has seen enough, or the process ends
+    before. The script ends with that, by SystemExit.
     """
 
-    def __init__(self, folder: str, first: int, last: int) -> None:
+    def __init__(self, folder: str, run: Run) -> None:
         self._folder = Path(folder)
-        self._window = first, last
-        self._recorder: Any = None
+        self._run = run
+        self._probe: Probe | None = None
 
     def session_opened(self, session: Any) -> None:
-        """Hand over to a recorder, which is told of all sessions from then on."""
-        if self._recorder is None:
-            from ..insight import Recorder
-
-            self._recorder = Recorder(*self._window, self._end)
+        """Hand over to a probe, which is told of everything from then on."""
+        if self._probe is None:
+            self._probe = make_probe(self._run, self._end)
+            events.watch(self._probe)
             atexit.register(self._write)
-        self._recorder.session_opened(session)
-
-    def session_closing(self, session: Any) -> None:
-        """Hand on."""
-        if self._recorder is not None:
-            self._recorder.session_closing(session)
-
-    def step_ended(self, optimizer: Any) -> None:
-        """Hand on."""
-        self._recorder.step_ended(optimizer)
+            self._probe.session_opened(session)
 
     def _end(self) -> None:
         self._write()
@@ -45,11 +36,15 @@ class _Waiting:
 
     def _write(self) -> None:
         atexit.unregister(self._write)
-        self._recorder.stop()
-        recording = self._recorder.recording
-        recording.to_jsonl(self._folder / f"{recording.run.rank}-{os.getpid()}-{self._recorder.steps}.jsonl")
+        probe = self._probe
+        assert probe is not None
+        probe.stop()
+        recording = probe.recording
+        recording.to_jsonl(self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl")
 
 
-def record(folder: str, first: int, last: int) -> None:
-    """Record steps `first` up to and without `last` of this process into a file in `folder`."""
-    events.watch(_Waiting(folder, first, last))
+def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
+    """Watch this process by a probe, and write what it has seen into a file in `folder`."""
+    if seed is not None:
+        seed_when_imported(seed)
+    events.watch(_Waiting(folder, Run(probe, options, seed=seed)))

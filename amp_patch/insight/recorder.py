@@ -16,9 +16,10 @@ from .folding import Folding
 from .observe import Observer
 from .records import Recording, RunRecord, StepRecord
 from .rules import short
+from .runs import Probe
 
 
-class Recorder:
+class Recorder(Probe):
     """Records steps `first` up to and without `last` of whatever session is opened.
 
     A step ends with `step()` of the optimizer that steps first: a GAN's two optimizers take one step together.
@@ -45,7 +46,7 @@ class Recorder:
         """What there is so far. Raises SessionError where there was no session."""
         if self.run is None:
             raise SessionError("nothing was recorded: amp.initialize has not been called")
-        return Recording(self.run, self._folding.ops(), self._folding.undone(), list(self._steps))
+        return Recording(self.run, [*self._folding.ops(), *self._folding.undone(), *self._steps])
 
     @property
     def is_recording(self) -> bool:
@@ -146,7 +147,7 @@ def recording() -> Iterator[Recording]:
         events.watch(recorder)
         recorder.session_opened(session)
         found = recorder.recording
-        undo.callback(lambda: found.fill(recorder.recording))
+        undo.callback(lambda: found.records.__setitem__(slice(None), recorder.recording.records))
         yield found
     finally:
         try:

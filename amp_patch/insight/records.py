@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_origin
+from typing import Any, ClassVar, TypeVar, get_origin
 
 from ..errors import RecordError
 
@@ -96,33 +96,47 @@ class StepRecord:
 
 
 Record = RunRecord | OpRecord | UndoneCastRecord | StepRecord
+R = TypeVar("R", RunRecord, OpRecord, UndoneCastRecord, StepRecord)
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (RunRecord, OpRecord, UndoneCastRecord, StepRecord)}
 
 
 @dataclass(slots=True)
 class Recording:
-    """The records of one process, in order."""
+    """The records of one process, in order, after that of the run."""
 
     run: RunRecord
-    ops: list[OpRecord]
-    undone: list[UndoneCastRecord]
-    steps: list[StepRecord]
+    records: list[Record]
 
-    def fill(self, other: "Recording") -> None:
-        """Take over the records of another recording of the same run."""
-        self.ops[:], self.undone[:], self.steps[:] = other.ops, other.undone, other.steps
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the records of one class."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def ops(self) -> list[OpRecord]:
+        """Calls of ops."""
+        return self.of(OpRecord)
+
+    @property
+    def undone(self) -> list[UndoneCastRecord]:
+        """Casts that undo each other."""
+        return self.of(UndoneCastRecord)
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The ends of the recorded steps."""
+        return self.of(StepRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, a line of JSON each."""
         with Path(path).open("w", encoding="utf-8") as file:
-            records: list[Record] = [self.run, *self.ops, *self.undone, *self.steps]
-            for record in records:
+            for record in (self.run, *self.records):
                 file.write(json.dumps({"kind": record.kind, **asdict(record)}) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
         """Read what `to_jsonl` wrote. Raises RecordError, with the line, for anything else."""
-        run, ops, undone, steps = None, [], [], []
+        run: RunRecord | None = None
+        records: list[Record] = []
         for record in _read(Path(path)):
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
@@ -130,15 +144,11 @@ class Recording:
                         f"{path}: schema {record.schema} is of a later version, which reads {SCHEMA} at most"
                     )
                 run = record
-            elif isinstance(record, OpRecord):
-                ops.append(record)
-            elif isinstance(record, UndoneCastRecord):
-                undone.append(record)
             else:
-                steps.append(record)
+                records.append(record)
         if run is None:
             raise RecordError(f"{path}: no record of kind 'run': this is no recording, or only a part of one")
-        return cls(run, ops, undone, steps)
+        return cls(run, records)
 
 
 def _read(path: Path) -> Iterator[Record]:

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import SessionError
+from ..events import watchers
 from .backward_pass import BackwardPass
 from .decisions import Decisions
 from .gradients import GradientSet
@@ -129,6 +130,8 @@ class BackwardPasses:
         self._unsharded.carry(scale)
         if outer is not None:
             block.handle = outer.refuse_backward(scale)
+        for watcher in tuple(watchers):
+            watcher.loss_scaled(loss, scaled_loss)
         return scaled_loss
 
     def _refuse_other_threads(self, block: OpenBlock) -> None:

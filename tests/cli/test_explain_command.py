@@ -6,7 +6,7 @@ import re
 import pytest
 from fork_server import ForkServer
 
-from amp_patch.cli import explain
+from amp_patch.cli import scripts
 from amp_patch.cli.main import main
 
 HEAD = """
@@ -49,10 +49,10 @@ def call(fork_server, monkeypatch, tmp_path, capsys):
         begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
         done = fork_server.run("-c", begin, cwd=tmp_path)
         print(done.stdout, end="")
-        print(done.stderr, end="", file=explain.sys.stderr)
+        print(done.stderr, end="", file=scripts.sys.stderr)
         return done.returncode
 
-    monkeypatch.setattr(explain, "_call", run_script)
+    monkeypatch.setattr(scripts, "_call", run_script)
     monkeypatch.chdir(tmp_path)
 
     def call(source, *options, arguments=()):

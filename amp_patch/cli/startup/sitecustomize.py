@@ -20,10 +20,10 @@ def _install() -> None:
     from amp_patch.apex import install
 
     install(**settings["options"])
-    if "explain" in settings:
+    if "watch" in settings:
         from amp_patch.cli.recording import record
 
-        record(**settings["explain"])
+        record(**settings["watch"])
 
 
 def _run_the_next() -> None:

@@ -1,0 +1,96 @@
+"""Runs of a script that a probe watches, for the commands of `insight`: each in a process of its own."""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..insight.records import Recording
+from ..insight.runs import Run, RunFailedError
+from . import run as runs
+
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
+
+
+class Watched(NamedTuple):
+    """What a run of a script left: its exit code, and for each process that opened a session, the first rank first, how
+    many steps it took and what its probe recorded.
+    """
+
+    code: int
+    steps: list[int]
+    recordings: list[Recording]
+
+
+class ScriptRunner:
+    """Runs the script that a command line names; what is laid over it is that of the run, or of the command line.
+
+    Args:
+        arguments: with what `cli.run.add_script` declares.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+
+    def __call__(self, run: Run) -> Recording:
+        """Run it once. Raises RunFailedError if it ends in an error, or opens no session."""
+        code, _, recordings = self.watch(run)
+        if code or not recordings:
+            reason = f"ended with exit code {code}" if code else "never called amp.initialize"
+            raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
+        return recordings[0]
+
+    def watch(self, run: Run) -> Watched:
+        """Run it once, whatever comes of it."""
+        given: Mapping[str, Any] = vars(self._arguments)
+        with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
+            laid_over = {
+                "opt_level": run.settings.opt_level or given["opt_level"],
+                "lists": [*given["lists"], *run.settings.lists],
+            }
+            watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
+            line, environment = runs.prepare(argparse.Namespace(**{**given, **laid_over}), watch=watch)
+            code = _call([sys.executable, *line], environment)
+            found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
+            found.sort(key=lambda match: [int(part) for part in match.groups()])
+            recordings = [Recording.read(Path(folder, match[0])) for match in found]
+        return Watched(code, [int(match[3]) for match in found], recordings)
+
+
+def _call(command: list[str], environment: dict[str, str]) -> int:
+    """Run a process to its end, through Ctrl-C, which it gets too."""
+    sys.stdout.flush()
+    with subprocess.Popen(command, env=environment) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                pass
+
+
+def write_all(recordings: Sequence[Recording], path: Path) -> None:
+    """Write each recording into a file: the first under this name, the others with their number before its suffix."""
+    for number, recording in enumerate(recordings):
+        recording.to_jsonl(path.with_suffix(f".{number}{path.suffix}") if number else path)
+
+
+def new_file(text: str) -> Path:
+    """A path in a folder that exists: it is written when the script has run."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
+    return path
+
+
+def steps(text: str) -> tuple[int, int]:
+    """A window of steps."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    first = int(found[1]) if found else 0
+    last = int(found[2]) if found and found[2] else first + 1
+    if found is None or last <= first:
+        raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: write 1:3 for steps 1 and 2, or 1 for one")
+    return first, last

@@ -1,0 +1,121 @@
+"""Runs of a training that a probe watches: of a function here, as `amp_patch.cli.scripts` does of a script.
+
+Imports no torch: a script is to do that itself.
+"""
+
+import abc
+import contextlib
+import importlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+from .. import events
+from ..errors import SessionError
+from ..script_settings import Settings, in_force
+from .records import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run that is asked for; all of it can be written as JSON.
+
+    Attributes:
+        probe: the class that watches, as `module:name` within `insight`.
+        options: its arguments.
+        settings: what is laid over the script's own call of `initialize`.
+        seed: of random, numpy and torch as the run begins; None: as they are.
+    """
+
+    probe: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = Settings()
+    seed: int | None = None
+
+
+class Probe(events.Watcher, abc.ABC):
+    """What watches a run. It is made with `on_end`, to be called when it has seen enough; that does not return."""
+
+    @property
+    @abc.abstractmethod
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+
+    @property
+    @abc.abstractmethod
+    def steps(self) -> int:
+        """How many steps have ended."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Watch no more. Harmless twice."""
+
+
+Runner = Callable[[Run], Recording]
+"""Runs a training as asked and returns what its probe recorded. Raises RunFailedError."""
+
+
+class RunFailedError(SessionError):
+    """A run ended before its probe had seen all. `recording` is what it had seen, None for nothing."""
+
+    def __init__(self, message: str, recording: Recording | None = None) -> None:
+        super().__init__(message)
+        self.recording = recording
+
+
+def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
+    """Return the watcher that a run asks for."""
+    module, _, name = run.probe.partition(":")
+    made: Probe = getattr(importlib.import_module(f".{module}", __package__), name)(on_end=on_end, **run.options)
+    return made
+
+
+def seed_when_imported(seed: int) -> None:
+    """Seed random, and numpy and torch now or as soon as they are imported."""
+    random.seed(seed)
+    wrapt.when_imported("numpy")(lambda numpy: numpy.random.seed(seed % 2**32))
+    wrapt.when_imported("torch")(lambda torch: torch.manual_seed(seed))
+
+
+class _EnoughSeenError(BaseException):
+    """Leaves the function that trains; nothing that handles errors handles it."""
+
+
+class FunctionRunner:
+    """Runs a function without arguments that trains: it makes its model, calls `amp.initialize` and takes steps.
+
+    The session that it leaves is closed.
+    """
+
+    def __init__(self, train: Callable[[], object]) -> None:
+        self._train = train
+
+    def __call__(self, run: Run) -> Recording:
+        """Run it once, up to the step with which the probe has seen enough. What it raises before leaves, too.
+
+        Raises SessionError if a session is in force, or if the function opens none.
+        """
+        from ..session import current  # imports torch
+
+        if current.state.session is not None:
+            raise SessionError("a session is in force, and a run opens one of its own: call amp.reset() first")
+        probe = make_probe(run, self._leave)
+        unwatch = events.watch(probe)
+        before, in_force.settings = in_force.settings, run.settings
+        try:
+            if run.seed is not None:
+                seed_when_imported(run.seed)
+            with contextlib.suppress(_EnoughSeenError):
+                self._train()
+        finally:
+            in_force.settings = before
+            probe.stop()
+            unwatch()
+            current.reset()
+        return probe.recording
+
+    def _leave(self) -> None:
+        raise _EnoughSeenError
