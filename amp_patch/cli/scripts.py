@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..insight.records import Recording
+from ..insight import Recording
 from ..insight.runs import Run, RunFailedError
 from . import run as runs
 

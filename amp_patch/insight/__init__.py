@@ -3,8 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import runs as runs
+
 if TYPE_CHECKING:
-    from .recorder import Recorder as Recorder
     from .recorder import explain as explain
     from .recorder import recording as recording
     from .records import OpRecord as OpRecord
@@ -12,12 +13,12 @@ if TYPE_CHECKING:
     from .text import format_recording as format_recording
 
 _HOMES = {
-    **dict.fromkeys(("Recorder", "explain", "recording"), "recorder"),
+    **dict.fromkeys(("explain", "recording"), "recorder"),
     **dict.fromkeys(("OpRecord", "Recording"), "records"),
     "format_recording": "text",
 }
 
-__all__ = ["OpRecord", "Recorder", "Recording", "explain", "format_recording", "recording"]
+__all__ = ["OpRecord", "Recording", "explain", "format_recording", "recording", "runs"]
 
 
 def __getattr__(name: str) -> Any:

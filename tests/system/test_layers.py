@@ -112,8 +112,8 @@ def names_at_door(path: Path) -> set[str]:
     """The names that the `__init__` of a wing hands out."""
     return {
         alias.asname or alias.name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
 
