@@ -20,6 +20,7 @@ import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config import load_oplists
 from amp_patch.events import count_watching_modes
+from amp_patch.insight.recorder import Recorder
 from amp_patch.insight.rules import RuleFinder
 from amp_patch.patching import Patcher
 from amp_patch.torch_private import count_dispatch_modes
@@ -454,7 +455,7 @@ def test_originals_are_compiled_by_torchscript_in_a_block():
 def test_a_recorder_of_later_steps_follows_a_session_after_another():
     """As `amp-patch explain` has it, in a script that calls initialize twice."""
     ended = []
-    recorder = insight.Recorder(2, 3, lambda: ended.append(True))
+    recorder = Recorder(2, 3, lambda: ended.append(True))
     stop = events.watch(recorder)
     try:
         model, optimizer = initialize(make_gpt(layers=1), "O4")
