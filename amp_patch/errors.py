@@ -7,6 +7,7 @@ because that is what scripts written for Apex expect. A message says what was gi
 import difflib
 import os
 from collections.abc import Iterable
+from typing import Any
 
 
 class AmpError(RuntimeError):
@@ -69,6 +70,18 @@ class BannedOpError(AmpError, NotImplementedError):
 
 class GradientOverflowError(AmpError, FloatingPointError):
     """Gradients stayed non-finite for so many steps in a row that the cause is not the loss scale."""
+
+
+class NonFiniteError(AmpError, FloatingPointError):
+    """`amp_patch.insight.trace` has found a value that does not fit.
+
+    Attributes:
+        fault: the record of it, an `amp_patch.insight.FaultRecord`.
+    """
+
+    def __init__(self, message: str, fault: Any = None) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class CheckpointError(AmpError, ValueError):

@@ -25,7 +25,30 @@ TO_COPY = _aten._to_copy
 COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
 WITHOUT_KERNEL = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
+    | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}
 )
+
+# Ops that read nothing of their first argument, which they write. Without one: what was in memory before is looked at.
+OVERWRITES = frozenset(
+    {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_}
+    | {_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_}
+)
+
+
+def find_written(function: Any) -> frozenset[int]:
+    """Return the positions of the arguments that an op writes. Without the schema: in-place ops are their own cause."""
+    arguments = enumerate(function._schema.arguments)
+    return frozenset(index for index, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def is_random(function: Any) -> bool:
+    """Tell whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def get_node_name(node: Any) -> str:
+    """Return the name of a node of autograd, such as "ToCopyBackward0"; of a Function of the user's, its class."""
+    return str(node.name()).rpartition("::")[2]
 
 
 def leave_mode(mode: TorchDispatchMode) -> bool:

@@ -22,6 +22,7 @@ BUILTINS = {
     errors.SessionError: RuntimeError,
     errors.BannedOpError: NotImplementedError,
     errors.GradientOverflowError: FloatingPointError,
+    errors.NonFiniteError: FloatingPointError,
     errors.CheckpointError: ValueError,
     errors.RecordError: ValueError,
 }

@@ -32,6 +32,9 @@ class _Waiting(events.Watcher):
 
     def _end(self) -> None:
         self._write()
+        assert self._probe is not None
+        if self._probe.ends_alone and os.environ.get("WORLD_SIZE", "1") != "1":
+            return  # the others would wait for this one for ever: the command ends them all
         raise SystemExit(0)
 
     def _write(self) -> None:
@@ -40,7 +43,9 @@ class _Waiting(events.Watcher):
         assert probe is not None
         probe.stop()
         recording = probe.recording
-        recording.to_jsonl(self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl")
+        file = self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl"
+        recording.to_jsonl(file.with_suffix(".part"))
+        file.with_suffix(".part").replace(file)
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:

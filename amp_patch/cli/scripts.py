@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,10 @@ from ..insight import Recording
 from ..insight.runs import Run, RunFailedError
 from . import run as runs
 
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
 
@@ -44,8 +48,8 @@ class ScriptRunner:
             raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
         return recordings[0]
 
-    def watch(self, run: Run) -> Watched:
-        """Run it once, whatever comes of it."""
+    def watch(self, run: Run, until: Callable[[Recording], bool] | None = None) -> Watched:
+        """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for."""
         given: Mapping[str, Any] = vars(self._arguments)
         with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
             laid_over = {
@@ -54,22 +58,41 @@ class ScriptRunner:
             }
             watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
             line, environment = runs.prepare(argparse.Namespace(**{**given, **laid_over}), watch=watch)
-            code = _call([sys.executable, *line], environment)
-            found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
-            found.sort(key=lambda match: [int(part) for part in match.groups()])
-            recordings = [Recording.read(Path(folder, match[0])) for match in found]
-        return Watched(code, [int(match[3]) for match in found], recordings)
+            is_over = None if until is None else lambda: any(until(recording) for _, recording in _read(folder))
+            code = _call([sys.executable, *line], environment, is_over)
+            found = _read(folder)
+        return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
 
-def _call(command: list[str], environment: dict[str, str]) -> int:
-    """Run a process to its end, through Ctrl-C, which it gets too."""
+def _read(folder: str) -> list[tuple[int, Recording]]:
+    """Return for each file in a folder how many steps its process took, and what it recorded, by rank."""
+    found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
+    found.sort(key=lambda match: [int(part) for part in match.groups()])
+    return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
+
+
+def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool] | None) -> int:
+    """Run a process to its end, through Ctrl-C, which it gets too; to soon after `is_over`, if that is given."""
     sys.stdout.flush()
     with subprocess.Popen(command, env=environment) as process:
         while True:
             try:
-                return process.wait()
+                return process.wait(None if is_over is None else _POLL_SECONDS)
             except KeyboardInterrupt:
                 pass
+            except subprocess.TimeoutExpired:
+                if is_over is not None and is_over():
+                    return _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for the other ranks to write what they have, then end them."""
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+    return 0
 
 
 def write_all(recordings: Sequence[Recording], path: Path) -> None:

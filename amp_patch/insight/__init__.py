@@ -6,19 +6,32 @@ from typing import TYPE_CHECKING, Any
 from . import runs as runs
 
 if TYPE_CHECKING:
+    from .fault_text import format_fault as format_fault
     from .recorder import explain as explain
     from .recorder import recording as recording
-    from .records import OpRecord as OpRecord
+    from .records import FaultRecord as FaultRecord
     from .records import Recording as Recording
     from .text import format_recording as format_recording
+    from .tracer import trace as trace
 
 _HOMES = {
     **dict.fromkeys(("explain", "recording"), "recorder"),
-    **dict.fromkeys(("OpRecord", "Recording"), "records"),
+    "trace": "tracer",
+    **dict.fromkeys(("FaultRecord", "Recording"), "records"),
     "format_recording": "text",
+    "format_fault": "fault_text",
 }
 
-__all__ = ["OpRecord", "Recording", "explain", "format_recording", "recording", "runs"]
+__all__ = [
+    "FaultRecord",
+    "Recording",
+    "explain",
+    "format_fault",
+    "format_recording",
+    "recording",
+    "runs",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

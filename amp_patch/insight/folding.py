@@ -14,14 +14,15 @@ class Call:
     """One call while it runs, and as long as ops of its backward pass may come.
 
     Attributes:
+        listed: the name by which the lists have the op, "" for one that is on none.
         target: the dtype that the rule asks for, or None.
         sources: addresses of the tensors that are to be cast for it; `copied`: of those that were.
         cast_dtypes: from and to which dtypes it cast.
     """
 
     __slots__ = (
-        *("cast_dtypes", "casts", "copied", "entry", "given", "module", "op", "out", "phase", "ran", "region"),
-        *("rule", "site", "sources", "target"),
+        *("cast_dtypes", "casts", "copied", "entry", "given", "listed", "module", "op", "out", "phase", "ran"),
+        *("region", "rule", "site", "sources", "target"),
     )
 
     def __init__(self, op: str, module: str, site: Site, phase: str) -> None:
@@ -29,7 +30,7 @@ class Call:
         self.module = module
         self.site = site
         self.phase = phase
-        self.rule = self.entry = self.region = ""
+        self.rule = self.entry = self.region = self.listed = ""
         self.given: tuple[str, ...] = ()
         self.out: tuple[str, ...] = ()
         self.ran: set[str] = set()

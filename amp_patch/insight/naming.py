@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = f"{Path(__file__).parent.parent}/"
-_BY = {
+_BY: dict[str, str | None] = {  # None: the user's
     f"{_TORCH}optim/": "optimizer",
     f"{_OURS}insight/": "",
     f"{_OURS}casting/": "cast",
     f"{_OURS}training/model_hooks.py": "border",
+    f"{_OURS}training/patches.py": "",  # of wrappers that call models
+    f"{_OURS}apex/optimizers/": "optimizer",
+    f"{_OURS}apex/updates.py": "optimizer",
+    f"{_OURS}apex/amp/": "amp",
+    f"{_OURS}apex/": "",  # layers
+    f"{_OURS}demos/": None,
     _OURS: "amp",
     _TORCH: "",
 }
@@ -111,6 +117,16 @@ class ModuleStack:
                 if child is module:
                     return f"{name}.{key}" if name else key
         return f"({type(module).__name__})"
+
+
+def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of models, each under the name of its module and its own, and gradients."""
+    for module, prefix in dict(_name_all(list(models))).values():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full = f"{prefix}.{name}" if prefix else name
+            yield full, tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield f"the gradient of {full}", tensor.grad
 
 
 def _name_all(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:

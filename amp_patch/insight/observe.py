@@ -9,15 +9,14 @@ No tensor is kept and none is read: a recorded run computes what it computes wit
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from ..casting import Mode, compiling
 from ..config import op_lists
-from ..dtypes import CASTABLE, PLAIN_CLASSES
+from ..dtypes import CASTABLE
 from ..events import add_watching_modes
 from ..interrupts import UndoStack
 from ..patching import references
@@ -32,9 +31,11 @@ from ..torch_dispatch import (
     get_node_number,
     leave_mode,
 )
+from .faults import FaultFinder, Op
 from .folding import Call, Folding
 from .naming import ModuleStack, Site, find_site
 from .rules import RuleFinder, short, spelled
+from .tensors import address_of, storage_of, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
 
@@ -45,14 +46,16 @@ class Observer:
     Args:
         session: whose ops are observed.
         folding: takes the calls in.
+        finder: looks at what ops compute, where it is asked to.
     """
 
-    def __init__(self, session: Session, folding: Folding) -> None:
+    def __init__(self, session: Session, folding: Folding, finder: FaultFinder | None = None) -> None:
         self._switch = session.switch
         self._patcher = session.patcher
         self._rules = RuleFinder(session)
         self._running = ModuleStack(session.models())
         self._folding = folding
+        self.finder = finder
         self._local = threading.local()
         self._by_node: dict[int, Call] = {}
         self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
@@ -86,6 +89,8 @@ class Observer:
         """Forget what belongs to the step: nodes and storages of the next are others."""
         self._by_node.clear()
         self._writers.clear()
+        if self.finder is not None:
+            self.finder.end_step()
 
     # ---- from above --------------------------------------------------------------------------------------------------
 
@@ -123,6 +128,7 @@ class Observer:
             call.rule, call.entry = self._rules.find_rule_of_unlisted(call.site, module)
             return
         call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
+        call.listed = spelling.entry.op
         mode = self._switch.mode_here()
         if mode is not Mode.BY_LISTS:
             call.region = "off" if mode is Mode.OFF else mode.name.lower()
@@ -132,7 +138,7 @@ class Observer:
         call.target = target = self._rules.target(spelling.kind, mode)
         if target is not None:
             floating = (tensor for tensor in tensors_in(values) if tensor.dtype in CASTABLE)
-            call.sources = {_address(tensor) for tensor in floating if tensor.dtype is not target} - {0}
+            call.sources = {address_of(tensor) for tensor in floating if tensor.dtype is not target} - {0}
 
     def _calls(self) -> list[Call]:
         try:
@@ -146,16 +152,16 @@ class Observer:
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
-    def note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Take in one op that torch has dispatched, of this thread."""
-        packet, node, calls = function.overloadpacket, get_current_node(), self._calls()
+    def note(self, op: Op, before: Sequence[Any]) -> None:
+        """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
+        function, packet, node, calls = op.function, op.function.overloadpacket, op.node, self._calls()
         is_new = node is None and self._is_below() and count_nodes() != getattr(self._local, "nodes", None)
         self._local.nodes = count_nodes()
         if is_new and calls:
             self._by_node[self._local.nodes - 1] = calls[-1]
         if function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view:
             return  # a view has the storage of what it is of
-        inputs, outputs = list(tensors_in([*args, *kwargs.values()])), list(tensors_in([result]))
+        inputs, outputs = list(tensors_in([*op.args, *op.kwargs.values()])), list(tensors_in([op.result]))
         cast = _find_cast(packet, inputs, outputs)
         if calls:
             self._note_inside(calls[-1], cast, inputs)
@@ -163,7 +169,9 @@ class Observer:
         if is_new and not calls and call is not None:
             self._by_node[self._local.nodes - 1] = call
         if call is not None:
-            self._writers |= {address: call for tensor in outputs if (address := _storage(tensor))}
+            self._writers |= {address: call for tensor in outputs if (address := storage_of(tensor))}
+        if self.finder is not None:
+            self.finder.look(op, before, call)
 
     def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
@@ -171,9 +179,9 @@ class Observer:
             return
         source, copy = cast
         call.casts += 1
-        call.copied.add(_address(source))
+        call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        producer = self._writers.get(_storage(source))
+        producer = self._writers.get(storage_of(source))
         if copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
@@ -192,7 +200,7 @@ class Observer:
         of = self._by_node.get(get_node_number(node)) if node is not None else None
         if of is not None:
             call = Call(of.op, of.module, of.site, "backward")
-            call.rule, call.entry, call.region = of.rule, of.entry, of.region
+            call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
         else:
             site = find_site()
             if site.by == "amp":
@@ -232,21 +240,12 @@ class _Below(TorchDispatchMode):
         add_watching_modes(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs, finder = kwargs or {}, self._observer.finder
+        before = args if finder is None else finder.prepare(func, args)
+        result = func(*args, **kwargs)
         if self._observer.is_on:
-            self._observer.note(func, args, kwargs or {}, result)
+            self._observer.note(Op(func, args, kwargs, result, get_current_node()), before)
         return result
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in lists, tuples and dictionaries of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
 
 
 def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -256,20 +255,3 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     source, copy = (inputs[0], outputs[0]) if packet is TO_COPY else (inputs[-1], inputs[0])
     is_cast = source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point()
     return (source, copy) if is_cast else None
-
-
-def _address(tensor: Tensor) -> int:
-    """Return where the values of a tensor begin; 0 for one that has none or hides them, as those of torch.func do."""
-    return _read_address(tensor) if tensor.numel() else 0
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return where the storage of a tensor begins, which its views share; 0 as above."""
-    return _read_address(tensor) and tensor.untyped_storage().data_ptr()
-
-
-def _read_address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr() if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided else 0
-    except RuntimeError:  # NotImplementedError is one
-        return 0

@@ -103,9 +103,12 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _observe(self, session: Session) -> None:
-        self._observers.append(Observer(session, self._folding))
-        self._observer = self._observers[-1]
+        self._observer = self._make_observer(session)
+        self._observers.append(self._observer)
         self._observer.start()
+
+    def _make_observer(self, session: Session) -> Observer:
+        return Observer(session, self._folding)
 
 
 def get_rank() -> int:
@@ -138,17 +141,32 @@ def recording() -> Iterator[Recording]:
     Raises:
         SessionError: there is no session, or a recording is under way.
     """
-    session = current.require()
-    if any(isinstance(watcher, _OfBlock) for watcher in events.watchers):
-        raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
-    recorder, undo = _OfBlock(), UndoStack()
-    undo.callback(recorder.end)
+    recorder = Recorder()
+    found: Recording | None = None
     try:
-        events.watch(recorder)
+        with in_block(recorder):
+            found = recorder.recording
+            yield found
+    finally:
+        if found is not None:
+            found.records[:] = recorder.recording.records
+
+
+@contextlib.contextmanager
+def in_block(recorder: Recorder) -> Iterator[None]:
+    """Have a recorder watch, for the length of the block, the session that is in force when it begins.
+
+    Raises SessionError if there is none, or if another block is open.
+    """
+    session, undo = current.require(), UndoStack()
+    if any(isinstance(watcher, _Block) for watcher in events.watchers):
+        raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
+    block = _Block(recorder)
+    undo.callback(block.end)
+    try:
+        events.watch(block)
         recorder.session_opened(session)
-        found = recorder.recording
-        undo.callback(lambda: found.records.__setitem__(slice(None), recorder.recording.records))
-        yield found
+        yield
     finally:
         try:
             undo.close()
@@ -157,15 +175,22 @@ def recording() -> Iterator[Recording]:
             raise
 
 
-class _OfBlock(Recorder):
-    """The recorder of a block, for the one session that is in force when it begins."""
+class _Block(events.Watcher):
+    """Tells a recorder what there is to tell of one session."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.session_opened = recorder.session_opened  # type: ignore[method-assign]
+        self.loss_scaled = recorder.loss_scaled  # type: ignore[method-assign]
+        self.step_begun = recorder.step_begun  # type: ignore[method-assign]
+        self.step_ended = recorder.step_ended  # type: ignore[method-assign]
 
     def session_closing(self, session: Session) -> None:
         self.end()
 
     def end(self) -> None:
-        """Stop, and be told of nothing more. Harmless twice."""
-        self.stop()
+        """Stop, and tell nothing more. Harmless twice."""
+        self._recorder.stop()
         if self in events.watchers:
             events.watchers.remove(self)
 

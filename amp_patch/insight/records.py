@@ -4,11 +4,12 @@ A file holds a line for each record, `{"kind": "run" | "op" | "step", ...}`, the
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_origin
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from ..errors import RecordError
 
@@ -95,9 +96,65 @@ class StepRecord:
     loss_scales: tuple[float, ...]
 
 
-Record = RunRecord | OpRecord | UndoneCastRecord | StepRecord
-R = TypeVar("R", RunRecord, OpRecord, UndoneCastRecord, StepRecord)
-_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (RunRecord, OpRecord, UndoneCastRecord, StepRecord)}
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """A value that does not fit, where it came from: the first of its kind on the way of the numbers.
+
+    Attributes:
+        step: of the run, from 0, by the optimizer that steps first.
+        phase: as in `OpRecord`.
+        value: "inf", "nan", "inf or NaN", or "zero" for values that float32 holds and 16 bits do not.
+        cause: "precision" (float32 holds what the op gives for these inputs), "mathematics" (it does not) or "came in"
+            (an input did not fit, and no recorded op made it).
+        module, op, rule, entry, region, site: of the call; for an op of the backward pass of the forward call.
+        listed: the name by which the lists have the op, "" for one that is on none.
+        aten, node: what torch ran, and the node of the backward pass that it ran in; "" where nothing of it was seen.
+        given, out: dtypes of its inputs and of its output.
+        share: of the values of the output that are so, from 0 to 1.
+        largest: the largest finite magnitude among its inputs; `in_float32`: among what it gives in float32.
+        parameter: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
+        loss_scale: in force then.
+        trail: ops before it, the latest first, with the largest magnitude that each gave.
+        reach: "swallowed" (loss and gradients are finite), "loss" or "gradients"; "" if the step did not end.
+        gradients: names of the parameters whose gradients are not finite; `of`: how many there are with a gradient.
+        skipped: whether the step was; None if it did not end.
+        is_search: a dynamic loss scale that was too large, for a step that was skipped: it becomes smaller by itself.
+    """
+
+    kind: ClassVar[str] = "fault"
+
+    step: int
+    phase: str
+    value: str
+    cause: str
+    module: str = ""
+    op: str = ""
+    rule: str = ""
+    entry: str = ""
+    listed: str = ""
+    region: str = ""
+    site: str = ""
+    aten: str = ""
+    node: str = ""
+    given: tuple[str, ...] = ()
+    out: str = ""
+    share: float = math.nan
+    largest: float = math.nan
+    in_float32: float = math.inf
+    parameter: str = ""
+    loss_scale: float = 1.0
+    trail: tuple[tuple[str, float], ...] = ()
+    rank: int = 0
+    reach: str = ""
+    gradients: tuple[str, ...] = ()
+    of: int = 0
+    skipped: bool | None = None
+    is_search: bool = False
+
+
+Record = RunRecord | OpRecord | UndoneCastRecord | StepRecord | FaultRecord
+R = TypeVar("R", bound=Record)
+_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
 
 
 @dataclass(slots=True)
@@ -178,4 +235,4 @@ def _check(record: Record) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

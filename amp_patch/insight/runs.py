@@ -9,7 +9,7 @@ import importlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import wrapt
 
@@ -38,6 +38,9 @@ class Run:
 
 class Probe(events.Watcher, abc.ABC):
     """What watches a run. It is made with `on_end`, to be called when it has seen enough; that does not return."""
+
+    ends_alone: ClassVar[bool] = False
+    """Whether one process of several may have seen enough while the others go on."""
 
     @property
     @abc.abstractmethod

@@ -60,7 +60,7 @@ class OptimizerBinding:
         self._is_bound = False
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
-        self.steps = Steps(decisions.scalers, self._find_culprits, self._tell_skipped)
+        self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
         self.gradients = GradientSet(self.plain_parameters, self._masters.pairs)
         self.window = Window(lambda: self.gradients, decisions)
         self.stepper = Stepper(
@@ -208,7 +208,8 @@ class OptimizerBinding:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.stepper.step(original, *args, **kwargs) if self._is_bound else original(*args, **kwargs)
 
-    def _find_culprits(self) -> list[str]:
+    def find_nonfinite_gradients(self) -> list[str]:
+        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
         return self._get_names(self.gradients.find_nonfinite())
 
     def _tell_skipped(self, is_skip: bool) -> None:

@@ -82,8 +82,9 @@ class Stepper:
             args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()
-        self._masters.masters.pull()
         self._gradients.unscale()
+        self._tell("step_begun")
+        self._masters.masters.pull()
         passes = self._window.passes()
         try:
             self._frame = sys._getframe()
@@ -93,9 +94,12 @@ class Stepper:
             self._gradients.resume()
             if self._gradients.is_in_block and passes:  # the rest of the pass under way is for the next step
                 self._window.add(BackwardPass(passes[-1].scaler, passes[-1].found_inf.device))
-        for watcher in tuple(watchers):
-            watcher.step_ended(self._get_optimizer())
+        self._tell("step_ended")
         return result
+
+    def _tell(self, event: str) -> None:
+        for watcher in tuple(watchers):
+            getattr(watcher, event)(self._get_optimizer())
 
     def _step_or_skip(
         self,

@@ -1,0 +1,93 @@
+"""`amp-patch trace`: the first value of a script that does not fit, the op that made it, why, and what to try.
+
+The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault.
+"""
+
+import argparse
+import math
+import sys
+
+from ..insight import FaultRecord, Recording, format_fault
+from ..insight.runs import Run
+from . import run as runs
+from .scripts import ScriptRunner, Watched, new_file, steps, write_all
+
+FAULT, TROUBLE = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own options; what follows the script's name is the script's."""
+    parser.usage = (
+        "%(prog)s [--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--opt-level LEVEL] [--lists LIST]"
+        " [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    )
+    parser.epilog = "exit codes: 0 every value fits, 1 one does not, 2 the script could not be looked at"
+    parser.add_argument(
+        "--steps",
+        type=steps,
+        metavar="A:B",
+        help="optimizer steps to look at, from 0 (default: all, to the first fault)",
+    )
+    parser.add_argument(
+        "--underflow",
+        type=_share,
+        metavar="SHARE",
+        help="the share of an op's values that may be zero in 16 bits alone, such as 5%%; more is a fault",
+    )
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="OP", help="an op whose values may be what they are"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write what was found too, a line of JSON each")
+    runs.add_script(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at."""
+    first, last = arguments.steps or (0, None)
+    options = {"first": first, "last": last, "underflow": arguments.underflow, "ignore": arguments.ignore}
+    found = ScriptRunner(arguments).watch(Run("tracer:Tracer", options), until=_has_fault)
+    if arguments.json is not None and found.recordings:
+        write_all(found.recordings, arguments.json)
+    faults = [(fault, one.run) for one in found.recordings for fault in one.of(FaultRecord)]
+    searched = [fault for fault, _ in faults if fault.is_search]
+    if searched:
+        times, scale = f"{len(searched)} step{'' if len(searched) == 1 else 's'}", math.log2(searched[0].loss_scale)
+        print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
+    faults = sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: pair[0].step)
+    if faults:
+        print(format_fault(*faults[0]))
+        if len(faults) > 1:
+            print(f"\n{len(faults) - 1} more of its kind: --json has them")
+        return FAULT
+    return _tell_of_none(found, first)
+
+
+def _has_fault(recording: Recording) -> bool:
+    return any(not fault.is_search for fault in recording.of(FaultRecord))
+
+
+def _tell_of_none(found: Watched, first: int) -> int:
+    steps_taken = max(found.steps, default=0) - first
+    ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
+    if not found.recordings:
+        problem = ended if found.code else "the script never called amp.initialize"
+    elif steps_taken <= 0:
+        problem = f"{ended} after {max(found.steps)} optimizer steps, and steps from {first} on were to be looked at"
+    elif found.code:
+        problem = f"{ended} after {steps_taken} steps, in which every value fits"
+    else:
+        print(f"every value fits, in {steps_taken} step{'' if steps_taken == 1 else 's'}")
+        return 0
+    print(f"amp-patch trace: {problem}", file=sys.stderr)
+    return TROUBLE
+
+
+def _share(text: str) -> float:
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 5% or 0.05")
+    return share

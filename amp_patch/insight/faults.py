@@ -1,0 +1,322 @@
+"""`FaultFinder`: the first value that does not fit: what op made it, out of what, and why.
+
+A value fits where it is finite. What an op is given is looked at only where what it gives does not fit: an op whose
+inputs are finite is where the fault is, and whether the same op on the same inputs in float32 is finite says why.
+Values that do not fit are followed through the storages that ops write, so that each fault is told once.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..casting import cast_tree
+from ..dtypes import LOW_DTYPES
+from ..torch_dispatch import OVERWRITES, find_written, get_node_name, is_random
+from .folding import Call
+from .records import FaultRecord
+from .rules import short
+from .tensors import storage_of, tensors_in
+
+TRAIL = 6
+"""How many ops before a fault are told."""
+
+_IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
+_FIRST_OUTPUT_ONLY = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")  # the others are theirs
+_DELIBERATE, _KNOWN = "deliberate", "known"
+
+
+class _Written:
+    """What is known of the op that wrote a storage last: the largest magnitude that it gave, and whether what does not
+    fit in it is deliberate, or known already.
+    """
+
+    __slots__ = ("label", "largest", "name", "parents", "status")
+
+    def __init__(self, label: str, largest: float, parents: "Sequence[_Written]") -> None:
+        self.label = label
+        self.largest = largest
+        self.parents = parents
+        self.status = ""
+        self.name = ""  # of a parameter that came in so, where amp's own op copied it
+
+
+class _Input(NamedTuple):
+    """A floating tensor as an op was given it, and the address of its storage."""
+
+    tensor: Tensor
+    storage: int
+
+
+class Op(NamedTuple):
+    """An op that torch has dispatched: its overload, what it was given, and the node of the backward pass it is in."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    node: Any
+
+
+class FaultFinder:
+    """Looks at every op, in their order. Reads values on the host: on a GPU, each op is waited for.
+
+    Args:
+        underflow: the share of values, from 0 to 1, that may become zero in 16 bits and are not in float32; None: any.
+        ignore: ops, by the last part of their name, whose values may be what they are.
+        find_name: the name of the parameter or buffer in a storage, "" for another.
+        get_scale: the loss scale in force.
+    """
+
+    def __init__(
+        self,
+        underflow: float | None,
+        ignore: Iterable[str],
+        find_name: Callable[[int], str],
+        get_scale: Callable[[], float],
+    ) -> None:
+        self._underflow = underflow
+        self._ignore = frozenset(ignore)
+        self._find_name = find_name
+        self._get_scale = get_scale
+        self._written: dict[int, _Written] = {}
+        self.step = 0
+        self.faults: list[FaultRecord] = []
+        self.looked_at = 0
+
+    def end_step(self) -> None:
+        """Forget storages: those of the next step are others."""
+        self._written.clear()
+
+    def prepare(self, function: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments with copies of those that the op is about to write over, and reads before."""
+        packet = function.overloadpacket
+        if not function._schema.is_mutable or packet in OVERWRITES or packet.__name__.startswith(_IN_BULK):
+            return args
+        written = find_written(function)
+        return [
+            argument.clone() if index in written and isinstance(argument, Tensor) else argument
+            for index, argument in enumerate(args)
+        ]
+
+    def look(self, op: Op, before: Sequence[Any], call: Call | None) -> None:
+        """Look at what an op gave. `before`: what `prepare` returned; `call`: what it is part of, None: of amp."""
+        name = op.function.overloadpacket.__name__
+        outputs = list(floating_in([op.result]))
+        is_of_step = call is not None and call.phase == "step"  # a weight that it spoils comes in, in the next
+        if is_of_step or name.startswith(_IN_BULK) or op.function.namespace != "aten":
+            self._pass_on(label_of(op), [*floating_in([*op.args, *op.kwargs.values()])], outputs)
+            return
+        self.looked_at += 1
+        inputs = self._read_inputs(op, before)
+        parents = [known for one in inputs if (known := self._written.get(one.storage)) is not None]
+        for number, tensor in enumerate(outputs[:1] if name.startswith(_FIRST_OUTPUT_ONLY) else outputs):
+            written = _Written(label_of(op), read_largest(tensor), parents)
+            if not math.isfinite(written.largest):
+                self._judge(op, before, inputs, tensor, written, call)
+            elif self._underflow is not None and call is not None:
+                self._judge_zeros(op, before, inputs, number, written, call)
+            self._written[storage_of(tensor)] = written
+
+    def _pass_on(self, label: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Take an op in that works on many tensors, or with other processes, and is not looked at."""
+        storages = [storage_of(tensor) for tensor in inputs]
+        known = [one for storage in storages if (one := self._written.get(storage)) and one.status == _KNOWN]
+        for storage in (*storages, *map(storage_of, outputs)):
+            self._written.pop(storage, None)
+            if known:
+                self._written[storage] = written = _Written(label, math.inf, known)
+                written.status = _KNOWN
+
+    @staticmethod
+    def _read_inputs(op: Op, before: Sequence[Any]) -> list[_Input]:
+        given = [*op.args, *op.kwargs.values()]
+        copies = [*before, *op.kwargs.values()]
+        if op.function.overloadpacket in OVERWRITES:
+            given, copies = given[1:], copies[1:]
+        elif op.kwargs and (out := op.kwargs.get("out")) is not None:
+            given, copies = [one for one in given if one is not out], [one for one in copies if one is not out]
+        pairs = zip(floating_in(given), floating_in(copies), strict=True)
+        return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
+
+    def _judge(
+        self,
+        op: Op,
+        before: Sequence[Any],
+        inputs: Sequence[_Input],
+        output: Tensor,
+        written: _Written,
+        call: Call | None,
+    ) -> None:
+        """Find out what made an output that does not fit, and enter a fault if that is told first here."""
+        bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
+        known = [self._written.get(one.storage) for one in bad]
+        if any(one is not None and one.status == _KNOWN for one in known):
+            written.status = _KNOWN
+            return
+        is_backward = call is not None and call.phase == "backward"
+        if (_has_infinite_number(op) and not is_backward) or self._is_ignored(op, call):
+            written.status = _DELIBERATE
+            return
+        strangers = [
+            one
+            for one, origin in zip(bad, known, strict=True)
+            if (origin is None or origin.name) and not self._is_mask(one)
+        ]
+        if strangers:
+            self._let_in(op, strangers[0], output, written, call)
+        elif bad and not (math.isnan(written.largest) and not any(_has_nan(one.tensor) for one in bad)):
+            written.status = _DELIBERATE
+        elif call is not None:
+            self._add(op, before, inputs, output, written, call)
+
+    def _is_ignored(self, op: Op, call: Call | None) -> bool:
+        names = {op.function.overloadpacket.__name__, call.op.rpartition(".")[2] if call is not None else ""}
+        return bool(names & self._ignore)
+
+    def _is_mask(self, one: _Input) -> bool:
+        """Tell whether a tensor that came in is one of those that are infinite by intention: a mask, a constant."""
+        if self._find_name(one.storage) and one.tensor.requires_grad:
+            return False
+        infinite = one.tensor[~one.tensor.isfinite()]
+        return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not _has_nan(infinite))
+
+    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: _Written, call: Call | None) -> None:
+        origin = self._written.get(stranger.storage)
+        name = origin.name if origin is not None else self._find_name(stranger.storage)
+        if call is None:  # copied by amp itself: to be told of where it is used
+            written.name = name or "(data)"
+            return
+        known = _Written(name, math.inf, ())
+        written.status = known.status = _KNOWN
+        self._written[stranger.storage] = known
+        kind = "nan" if _has_nan(stranger.tensor) else "inf"
+        self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
+
+    def _add(
+        self,
+        op: Op,
+        before: Sequence[Any],
+        inputs: Sequence[_Input],
+        output: Tensor,
+        written: _Written,
+        call: Call,
+    ) -> None:
+        written.status = _KNOWN
+        kind = "nan" if math.isnan(written.largest) else "inf"
+        beyond = max(map(read_largest, _compute_in_float32(op, before)), default=math.inf, key=_by_fit)
+        cause = "precision" if math.isfinite(beyond) else "mathematics"
+        self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
+
+    def _judge_zeros(
+        self, op: Op, before: Sequence[Any], inputs: Sequence[_Input], number: int, written: _Written, call: Call
+    ) -> None:
+        """Enter a fault if more of an output is zero than may be, and is not in float32."""
+        output = list(floating_in([op.result]))[number]
+        if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
+            return
+        exact = _compute_in_float32(op, before)
+        if len(exact) <= number or exact[number].shape != output.shape:
+            return
+        held = exact[number] != 0
+        share = float((held & (output == 0)).sum() / held.sum().clamp(min=1))
+        assert self._underflow is not None
+        if share > self._underflow:
+            largest = read_largest(exact[number])
+            self._enter(
+                op, inputs, output, written, call, cause="precision", value="zero", in_float32=largest, share=share
+            )
+
+    def _enter(
+        self, op: Op, inputs: Sequence[_Input], output: Tensor, written: _Written, call: Call, **facts: Any
+    ) -> None:
+        share = facts.pop("share", None)
+        if share is None:
+            share = float((~output.isfinite()).float().mean())
+        fault = FaultRecord(
+            step=self.step,
+            phase=call.phase,
+            aten=op.function.overloadpacket.__name__,
+            node="" if op.node is None else get_node_name(op.node),
+            module=call.module,
+            op=call.op,
+            rule=call.rule,
+            entry=call.entry,
+            listed=call.listed,
+            region=call.region,
+            site=call.site.place,
+            given=tuple(short(one.tensor.dtype) for one in inputs),
+            out=short(output.dtype),
+            share=share,
+            largest=max((_read_largest_number(one.tensor) for one in inputs), default=0.0),
+            loss_scale=self._get_scale(),
+            trail=tuple(_trail(written)),
+            **facts,
+        )
+        self.faults.append(fault)
+
+
+def label_of(op: Op) -> str:
+    """Return an op's name, with that of the node of the backward pass that it is part of."""
+    name: str = op.function.overloadpacket.__name__
+    return name if op.node is None else f"{name} in {get_node_name(op.node)}"
+
+
+def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the real floating tensors that have values, of those among `values` and in containers of them."""
+    for tensor in tensors_in(values):
+        if tensor.is_floating_point() and tensor.numel() and storage_of(tensor):
+            yield tensor
+
+
+def read_largest(tensor: Tensor) -> float:
+    """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
+    low, high = map(float, torch.aminmax(tensor.detach()))
+    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)
+
+
+def _read_largest_number(tensor: Tensor) -> float:
+    numbers = tensor[tensor.isfinite()]
+    return read_largest(numbers) if numbers.numel() else 0.0
+
+
+def _by_fit(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().any())
+
+
+def _has_infinite_number(op: Op) -> bool:
+    numbers = [one for one in (*op.args, *op.kwargs.values()) if isinstance(one, float)]
+    return not all(map(math.isfinite, numbers))
+
+
+def _compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
+    """Return what an op gives for its inputs in float32; nothing where it cannot."""
+
+    def widen(value: Any) -> Any:
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+
+    kwargs = {name: cast_tree(widen(value), cast) for name, value in op.kwargs.items() if name != "out"}
+    args = [cast_tree(widen(value), cast) for value in before]
+    devices = {tensor.get_device() for tensor in tensors_in(args) if tensor.is_cuda}
+    with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+        return list(floating_in([op.function(*args, **kwargs)]))
+    return []
+
+
+def _trail(written: _Written) -> Iterator[tuple[str, float]]:
+    """Yield the ops that led to one, the latest first: of several that it read, the one of the largest magnitude."""
+    for _ in range(TRAIL):
+        if not written.parents:
+            return
+        written = max(written.parents, key=lambda one: _by_fit(one.largest))
+        yield written.label, written.largest

@@ -1,0 +1,205 @@
+"""`Tracer`: looks for the first value that does not fit, through the steps of a run; `trace` does so for a function."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import NonFiniteError
+from ..session import Session
+from .fault_text import find_scale, format_fault
+from .faults import FaultFinder
+from .folding import Call, Folding
+from .naming import name_tensors
+from .observe import Observer
+from .recorder import Recorder, get_rank, in_block
+from .records import FaultRecord, Recording, RunRecord
+from .tensors import storage_of
+
+_KEPT = 100  # faults that a dynamic loss scale answers for
+
+
+class Tracer(Recorder):
+    """Looks at steps `first` up to and without `last`, or up to the first that has a fault.
+
+    A dynamic loss scale that is too large, whose step is skipped, is no fault: it is on its way down.
+
+    Args:
+        first, last, on_end: as of `Recorder`.
+        underflow, ignore: as of `FaultFinder`.
+    """
+
+    ends_alone = True
+
+    def __init__(
+        self,
+        first: int = 0,
+        last: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        underflow: float | None = None,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        super().__init__(first, last, on_end)
+        self._folding = _Nothing()
+        self._session: Session | None = None
+        self._finder = FaultFinder(underflow, ignore, self._find_name, self._get_scale)
+        self._faults: list[FaultRecord] = []
+        self._searched: list[FaultRecord] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._is_loss_bad = False
+        self._gradients: list[str] = []
+        self._of = 0
+
+    @property
+    def recording(self) -> Recording:
+        """The faults so far, those that are no search for a loss scale first."""
+        run: RunRecord = super().recording.run
+        return Recording(run, [*self._faults, *self._finder.faults, *self._searched])
+
+    @property
+    def faults(self) -> list[FaultRecord]:
+        """Those of the steps that have ended."""
+        return list(self._faults)
+
+    @property
+    def looked_at(self) -> int:
+        """How many ops were looked at."""
+        return self._finder.looked_at
+
+    def session_opened(self, session: Session) -> None:
+        """Begin, or see to more models."""
+        self._session = session
+        super().session_opened(session)
+
+    def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
+        """Look at a loss."""
+        if self.is_recording:
+            self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
+
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Look at the gradients."""
+        if self.is_recording and self._session is not None:
+            self._gradients += self._session.binding_of(optimizer).find_nonfinite_gradients()
+            self._of += sum(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Say of the faults of a step what came of them, and end if there is one."""
+        is_counted = self._optimizer in (None, id(optimizer)) and self.is_recording
+        if is_counted:
+            self._finish_faults(bool(getattr(optimizer, "step_was_skipped", False)))
+        super().step_ended(optimizer)
+        self._finder.step = self._count
+        if self._faults and self.is_recording:
+            self._last = 0
+            self.stop()
+            self._on_end()
+
+    def _finish_faults(self, is_skipped: bool) -> None:
+        found, self._finder.faults = self._finder.faults, []
+        if not found and self._gradients:
+            found = [self._make_unseen()]
+        reach = "gradients" if self._gradients else "loss" if self._is_loss_bad else "swallowed"
+        facts = {"reach": reach, "gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
+        done = [replace(fault, rank=get_rank(), **facts) for fault in found]  # type: ignore[arg-type]
+        if done and all(self._is_search(fault) for fault in done):
+            self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
+        else:
+            self._faults += done
+        self._begin_step()
+
+    def _make_unseen(self) -> FaultRecord:
+        """Return the record of a gradient that nothing which was seen made what it is."""
+        return FaultRecord(
+            step=self._count,
+            phase="backward",
+            value="inf or NaN",
+            cause="came in",
+            parameter=self._gradients[0],
+            loss_scale=self._get_scale(),
+        )
+
+    def _is_search(self, fault: FaultRecord) -> bool:
+        assert self._session is not None
+        is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
+        return bool(is_dynamic and fault.skipped and (find_scale(fault) or 0.0) >= 1.0)
+
+    def _make_observer(self, session: Session) -> Observer:
+        return Observer(session, self._folding, self._finder)
+
+    def _find_name(self, storage: int) -> str:
+        models: list[nn.Module] = [] if self._session is None else self._session.models()
+        return next((name for name, tensor in name_tensors(models) if storage_of(tensor) == storage), "")
+
+    def _get_scale(self) -> float:
+        return max(self._session.stats(wait=False).loss_scales, default=1.0) if self._session is not None else 1.0
+
+
+class _Nothing(Folding):
+    """Keeps no records of ops: there may be many steps."""
+
+    def add(self, call: Call) -> None:
+        """Take in nothing."""
+
+    def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:
+        """Take in nothing."""
+
+
+@contextlib.contextmanager
+def tracing(*, underflow: float | None = None, ignore: Sequence[str] = ()) -> Iterator[Tracer]:
+    """Look at all ops that run in the block, under the session in force; the tracer has what was found.
+
+    The values that ops compute are read, and nothing is changed. On a GPU each op is waited for. Raises SessionError
+    where there is no session, or a recording is under way.
+    """
+    tracer = Tracer(underflow=underflow, ignore=ignore)
+    with in_block(tracer):
+        yield tracer
+
+
+def trace(
+    step: Callable[[], Any],
+    *,
+    steps: int = 1,
+    underflow: float | None = None,
+    ignore: Sequence[str] = (),
+    on_fault: Literal["raise", "record"] = "raise",
+) -> Recording:
+    """Call `step` so many times, or until a value does not fit, and say where that came from.
+
+    `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`.
+
+    Args:
+        step: is called.
+        steps: how often at most.
+        underflow: the share of values, from 0 to 1, of an op in 16 bits that may be zero where float32 holds them;
+            None: all.
+        ignore: names of ops whose values may be what they are, such as `masked_fill`.
+        on_fault: what to do about one.
+
+    Raises:
+        NonFiniteError: a value does not fit; its `fault` is the record.
+        SessionError: there is no session, or a recording is under way.
+    """
+    error: Exception | None = None
+    with tracing(underflow=underflow, ignore=ignore) as tracer:
+        for _ in range(steps):
+            try:
+                step()
+            except Exception as raised:  # often of the values that are looked for
+                error = raised
+            if error is not None or tracer.faults:
+                break
+    recording = tracer.recording
+    faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
+    if faults and on_fault == "raise":
+        raise NonFiniteError(format_fault(faults[0], recording.run), faults[0]) from error
+    if error is not None:
+        raise error
+    return recording

@@ -1,0 +1,40 @@
+"""Commands that run a script: here the script's process is a fork of one that has imported what it needs."""
+
+import json
+
+import pytest
+from fork_server import ForkServer
+
+from amp_patch.cli import scripts
+from amp_patch.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def warm_server():
+    """Forks of a process that has imported what a session and a probe need."""
+    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.tracer")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run_command(warm_server, monkeypatch, tmp_path, capsys):
+    """Returns a function that runs a command on a script of that source and returns exit code, output and errors."""
+
+    def run_script(command, environment, is_over):
+        begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
+        done = warm_server.run("-c", begin, cwd=tmp_path)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=scripts.sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(scripts, "_call", run_script)
+    monkeypatch.chdir(tmp_path)
+
+    def run(command, source, *options, arguments=()):
+        (tmp_path / "train.py").write_text(source)
+        code = main([command, *options, "train.py", *arguments])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run

@@ -1,0 +1,134 @@
+"""`amp-patch trace`: scripts of Apex and of amp_patch, what is found in them, and scripts that cannot be looked at."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from amp_patch.cli.main import main
+
+pytestmark = pytest.mark.xdist_group("scripts")
+
+SCRIPT = """
+import torch
+from {package} import amp
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale={scale!r})
+for number in range(4):
+    x = torch.randn(8, 16)
+    if number == {bad}:
+        x[2, 3] = 1e5
+    loss = model(x).float().square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print("step", number)
+"""
+
+
+def script(package="apex", bad=2, scale=128.0):
+    return SCRIPT.format(package=package, bad=bad, scale=scale)
+
+
+@pytest.fixture
+def call(run_command):
+    """Returns a function that traces a script."""
+    return functools.partial(run_command, "trace")
+
+
+@pytest.mark.parametrize("package", ["apex", "amp_patch"])
+def test_a_script_ends_with_the_step_that_has_the_fault(package, call, tmp_path):
+    code, out, _ = call(script(package), "--json", "faults.jsonl")
+    assert code == 1 and out.startswith("step 0\nstep 1\nstep 2, forward: first") and "step 3" not in out
+    assert "step 2, forward: first value that does not fit" in out
+    for told in ("F.linear at train.py:13, module 0", "whitelist", "precision: inf", ".linear]"):
+        assert told in out
+    (line,) = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()][1:]
+    assert (line["kind"], line["step"], line["module"]) == ("fault", 2, "0")
+
+
+def test_a_script_in_which_every_value_fits(call):
+    assert call(script(bad=None))[::2] == (0, "")
+    assert call(script(bad=None))[1].endswith("step 3\nevery value fits, in 4 steps\n")
+
+
+def test_a_window_without_the_fault(call):
+    assert call(script(), "--steps", "0:2")[:2] == (0, "step 0\nevery value fits, in 2 steps\n")
+    code, out, _ = call(script(), "--steps", "2:4")
+    assert code == 1 and "step 2, forward" in out
+
+
+def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
+    code, out, _ = call(script("amp_patch", bad=None, scale={"init": 2.0**24}))
+    assert code == 0 and "no fault: 4 steps skipped as the dynamic loss scale came down from 2**24" in out
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("print('nothing')\n", "the script never called amp.initialize"),
+        ("raise SystemExit(3)\n", "the script ended with exit code 3"),
+        (script(bad=None).partition("for number")[0], "ended after 0 optimizer steps, and steps from 0 on"),
+        (script(bad=None) + "1 / 0\n", "ended with exit code 1 after 4 steps, in which every value fits"),
+    ],
+    ids=["no amp", "exit", "no step", "crash"],
+)
+def test_what_cannot_be_looked_at_is_trouble(source, told, call):
+    code, _, err = call(source)
+    assert code == 2 and err.strip().splitlines()[-1].startswith("amp-patch trace: the script") and told in err
+
+
+def test_a_script_that_fails_over_the_fault_is_told_of_it(call):
+    source = script().replace("    optimizer.step()\n", "    assert loss.isfinite()\n    optimizer.step()\n")
+    code, out, _ = call(source)
+    assert code == 1 and "step 2, forward" in out and "not known: the step did not end" in out
+
+
+def test_a_share_is_checked(capsys):
+    for text in ("x", "-1", "100%", "1.5"):
+        with pytest.raises(SystemExit) as error:
+            main(["trace", f"--underflow={text}", "train.py"])
+        assert error.value.code == 2 and "is no share: write 5% or 0.05" in capsys.readouterr().err
+
+
+RANKS = """
+import os
+import torch
+import torch.distributed as dist
+from apex import amp
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+model = torch.nn.parallel.DistributedDataParallel(model)
+for number in range(200):
+    x = torch.randn(8, 16)
+    if number == 2 and dist.get_rank() == 1:
+        x[2, 3] = 1e5
+    loss = torch.nan_to_num(model(x).float().detach()).mean() + model(torch.randn(8, 16)).float().square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_fault_of_one_rank_names_it_and_ends_all(tmp_path):
+    """It is swallowed: the other rank sees nothing of it, and would wait for the first for ever."""
+    (tmp_path / "train.py").write_text(RANKS)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"]
+    launch += ["--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, "-m", "amp_patch", "trace", *launch, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1, step 2, forward: first value that does not fit" in done.stdout
+    assert "swallowed" in done.stdout

@@ -1,0 +1,440 @@
+"""The first value that does not fit: that it is found, at the op that made it, with its cause and what came of it."""
+
+import math
+
+import pytest
+import torch
+from gpt import make_gpt
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch as amp
+from amp_patch import NonFiniteError, insight
+from amp_patch.insight.faults import FaultFinder
+
+
+class Sandwich(nn.Module):
+    """Two linear layers with something in between."""
+
+    def __init__(self, between, width=16, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(width, width)
+        self.between = between
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+class Call(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Norm(nn.Module):
+    """A norm as people write it: squares, their mean, and the root."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def make_step(model, *, level="O1", loss_scale=128.0, inputs=None, factor=1.0, seed=1, **options):
+    """Bring a model under a level and return a function that trains it for a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0, **options)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 16, generator=generator) if inputs is None else inputs
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean() * factor
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def make_gpt_step(model, *, level="O1", loss_scale=128.0, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0, **options)
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def step():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def find(step, **options):
+    """All faults of at most three steps."""
+    recording = insight.trace(step, steps=3, on_fault="record", **options)
+    return recording.of(insight.FaultRecord)
+
+
+def enlarge(parameter, factor):
+    with torch.no_grad():
+        parameter.mul_(factor)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients")  # which are made on purpose
+
+
+# ---- nothing to find -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_clean_run_has_no_fault_though_its_mask_is_infinite(level):
+    assert find(make_gpt_step(make_gpt(), level=level)) == []
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: x.masked_fill(x > 0, -math.inf),
+        lambda x: torch.where(x > 0, -math.inf, x),
+        lambda x: x + torch.full((8, 16), -math.inf).triu(1),
+        lambda x: x + torch.zeros_like(x).masked_fill_(x > 0, float("-inf")),
+        lambda x: x.clamp(max=math.inf) + torch.tensor(-math.inf).exp(),
+    ],
+    ids=["masked_fill", "where", "full", "masked_fill_", "constant"],
+)
+def test_what_is_infinite_by_intention_is_no_fault(mask):
+    def attend(x):
+        return torch.softmax(torch.cat([mask(x), torch.zeros_like(x)], -1), -1)[..., :16]
+
+    assert find(make_step(Sandwich(Call(attend)))) == []
+
+
+def test_a_mask_that_is_a_buffer_is_no_fault_and_a_parameter_of_that_kind_is():
+    class Masked(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            kind(self, torch.full((16,), -math.inf).triu(1))
+
+        def forward(self, x):
+            return torch.softmax(x + self.mask, -1)
+
+    def set_buffer(module, value):
+        module.register_buffer("mask", value)
+
+    def set_parameter(module, value):
+        module.mask = nn.Parameter(value)
+
+    value = torch.zeros(16).masked_fill(torch.arange(16) > 3, -math.inf)
+    buffer, parameter = Masked.__new__(Masked), Masked.__new__(Masked)
+    for module, setter in ((buffer, set_buffer), (parameter, set_parameter)):
+        nn.Module.__init__(module)
+        setter(module, value.clone())
+    assert find(make_step(Sandwich(buffer))) == []
+    amp.reset()
+    (fault,) = find(make_step(Sandwich(parameter)))
+    assert (fault.cause, fault.parameter) == ("came in", "between.mask")
+
+
+def test_a_row_that_is_masked_all_over_is_mathematics():
+    def attend(x):
+        return torch.softmax(x.masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf), -1)
+
+    (fault,) = find(make_step(Sandwich(Call(attend))))
+    assert (fault.op, fault.cause, fault.value) == ("torch.softmax", "mathematics", "nan")
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize(
+    ("level", "rule"), [("O1", ("whitelist", "float16.yaml:32")), ("O2", ("", "")), ("O3", ("", ""))]
+)
+def test_logits_that_overflow(seed, block, level, rule):
+    model = make_gpt(seed=seed)
+    enlarge(model.blocks[block].attention.qkv.weight, 600)
+    (fault,) = find(make_gpt_step(model, level=level))
+    assert (fault.op, fault.module) == ("Tensor.__matmul__", f"blocks.{block}.attention")
+    assert (fault.rule, fault.entry) == rule
+    assert (fault.step, fault.phase, fault.cause, fault.value) == (0, "forward", "precision", "inf")
+    assert fault.reach == "gradients" and len(fault.gradients) == fault.of == 27
+    assert fault.site.startswith("gpt.py:") and 65504 < fault.in_float32 < math.inf
+
+
+def test_a_checkpointed_overflow_is_told_where_it_came_first():
+    model = make_gpt()
+    enlarge(model.blocks[1].attention.qkv.weight, 600)
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    first, *others = find(make_gpt_step(model))
+    assert (first.op, first.module, first.phase) == ("Tensor.__matmul__", "blocks.1.attention", "forward")
+    assert [other.phase for other in others] == ["recompute"] * len(others)
+
+
+def test_an_overflow_that_is_swallowed_is_found_and_names_the_line_of_the_list(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: float16\nwhitelist:\n  - square\n")
+    model = Sandwich(Norm())
+    enlarge(model.first.weight, 2000)
+    (fault,) = find(make_step(model, lists=str(path)))
+    assert (fault.op, fault.module, fault.entry) == ("Tensor.square", "between", "mine.yaml:3")
+    assert (fault.cause, fault.reach, fault.gradients) == ("precision", "swallowed", ())
+    amp.reset()
+    model = Sandwich(Norm())
+    enlarge(model.first.weight, 2000)
+    assert find(make_step(model)) == []
+
+
+def test_mathematics_is_told_from_precision():
+    (fault,) = find(make_step(Sandwich(Call(lambda x: torch.log(torch.relu(x))))))
+    assert (fault.op, fault.cause, fault.rule, fault.value) == ("torch.log", "mathematics", "blacklist", "inf")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_data_that_does_not_fit_came_in(value):
+    inputs = torch.randn(8, 16)
+    inputs[3, 7] = value
+    (fault,) = find(make_step(Sandwich(nn.ReLU()), inputs=inputs))
+    assert (fault.cause, fault.module, fault.op, fault.parameter) == ("came in", "first", "F.linear", "")
+    assert fault.value == ("nan" if math.isnan(value) else "inf")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_that_does_not_fit_is_named(level):
+    model = Sandwich(nn.ReLU())
+    with torch.no_grad():
+        model.last.weight[0, 3] = math.inf
+    (fault,) = find(make_step(model, level=level))
+    assert (fault.cause, fault.parameter, fault.module) == ("came in", "last.weight", "last")
+
+
+@pytest.mark.parametrize(
+    ("function", "aten"),
+    [
+        (lambda x: x.mul_(1e6), "mul_"),
+        (lambda x: x * 1e6, "mul"),
+        (lambda x: x.clone().mul_(x * 1e3).mul_(1e4), "mul_"),
+    ],
+    ids=["in place", "new", "twice in place"],
+)
+def test_an_op_on_no_list(function, aten):
+    (fault,) = find(make_step(Sandwich(Call(function))))
+    assert (fault.op, fault.aten, fault.rule) == (f"aten.{aten}", aten, "")
+    assert (fault.module, fault.cause) == ("between", "precision")
+    assert fault.site.startswith("test_trace.py:")
+
+
+def test_a_cast_of_the_users():
+    (fault,) = find(make_step(Sandwich(Call(lambda x: (x.float() * 1e5).half()))))
+    assert (fault.aten, fault.given, fault.out, fault.cause) == ("_to_copy", ("f32",), "f16", "precision")
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def test_a_static_scale_that_is_too_large_is_told_with_the_one_that_fits():
+    (fault,) = find(make_gpt_step(make_gpt(), loss_scale=2.0**24))
+    assert (fault.phase, fault.op, fault.node) == ("backward", "F.cross_entropy", "ToCopyBackward0")
+    assert (fault.given, fault.out, fault.loss_scale) == (("f32",), "f16", 2.0**24)
+    for _ in range(3):  # each is the scale under which the op fits that overflowed first
+        amp.reset()
+        told = insight.format_fault(fault, None).partition("a smaller loss scale, 2**")[2].partition(" ")[0]
+        (fault, *_) = find(make_gpt_step(make_gpt(), loss_scale=2.0 ** int(told))) or [None]
+        if fault is None:
+            break
+        assert fault.loss_scale == 2.0 ** int(told) < 2.0**24
+    assert fault is None
+
+
+def test_a_dynamic_scale_that_comes_down_is_no_fault():
+    (fault, *_) = found = find(make_gpt_step(make_gpt(), loss_scale={"init": 2.0**24}))
+    assert all(one.is_search and one.skipped for one in found)
+    assert [one.step for one in found] == [0, 1, 2]
+    assert fault.loss_scale == 2.0**24
+
+
+def test_a_gradient_that_no_scale_helps_is_a_fault_under_a_dynamic_scale_too():
+    class Explode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.inf
+
+    (fault,) = find(make_step(Sandwich(Call(Explode.apply)), loss_scale="dynamic"))
+    assert not fault.is_search and fault.phase == "backward"
+
+
+def test_a_function_of_the_users_is_on_the_trail():
+    class Enlarge(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 1e9
+
+    (fault,) = find(make_step(Sandwich(Call(lambda x: Enlarge.apply(x.float()))), loss_scale=128.0))
+    labels = [label for label, _ in fault.trail]
+    assert fault.phase == "backward" and fault.cause == "precision" and fault.out == "f16"
+    assert any("EnlargeBackward" in label for label in labels)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_gradients_that_are_lost_to_zero(seed):
+    model = nn.Sequential()
+    torch.manual_seed(seed)
+    model.add_module("a", nn.Linear(16, 16))
+    model.add_module("act", nn.ReLU())
+    model.add_module("b", nn.Linear(16, 16))
+    cast, first, *_ = find(make_step(model, loss_scale=1.0, factor=1e-5), underflow=0.05)
+    assert (cast.op, cast.aten, cast.phase) == ("aten._to_copy", "_to_copy", "backward")  # of the loss code's float()
+    assert (first.phase, first.module, first.op) == ("backward", "b", "F.linear")
+    assert (first.value, first.cause) == ("zero", "precision") and first.share > 0.05
+    amp.reset()
+    assert find(make_step(model, loss_scale=2.0**16, factor=1e-5), underflow=0.05) == []
+    amp.reset()
+    assert find(make_step(model, loss_scale=1.0, factor=1e-5)) == []
+
+
+def test_a_gradient_that_nothing_seen_made_is_told_all_the_same():
+    model = Sandwich(nn.ReLU())
+    step = make_step(model)
+
+    def spoil(weight):  # as a kernel does that torch does not dispatch
+        weight.grad.numpy()[0, 2] = math.nan
+
+    model.first.weight.register_post_accumulate_grad_hook(spoil)
+    (fault,) = find(step)
+    assert (fault.cause, fault.parameter, fault.aten, fault.reach) == ("came in", "first.weight", "", "gradients")
+    assert "compiled code, or another rank" in insight.format_fault(fault, None)
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_traced_run_is_bitwise_the_run_without(level):
+    def run(is_traced):
+        model = make_gpt(seed=2)
+        step = make_gpt_step(model, level=level, loss_scale=None)
+        state = torch.get_rng_state()
+        find(step, underflow=0.9) if is_traced else [step() for _ in range(3)]
+        weights = [weight.detach().clone() for weight in model.parameters()]
+        assert torch.equal(torch.get_rng_state(), state)
+        amp.reset()
+        return weights
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+def test_dropout_draws_what_it_draws_without():
+    def run(is_traced):
+        model = Sandwich(nn.Dropout(0.5))
+        step = make_step(model)
+        torch.manual_seed(7)
+        find(step, underflow=0.5) if is_traced else [step() for _ in range(3)]
+        amp.reset()
+        return model.first.weight.detach().clone(), torch.get_rng_state()
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+def test_a_fault_is_raised_with_its_record_and_what_to_try():
+    model = make_gpt()
+    enlarge(model.blocks[0].attention.qkv.weight, 600)
+    with pytest.raises(NonFiniteError, match=r"step 0, forward: first value that does not fit") as raised:
+        insight.trace(make_gpt_step(model))
+    assert raised.value.fault.op == "Tensor.__matmul__"
+    for told in ("blacklist: [matmul]", 'match: "blocks.0.attention", run: float32', "float16.yaml:32", "gpt.py:"):
+        assert told in str(raised.value)
+
+
+def test_the_list_that_is_proposed_mends_it(tmp_path):
+    model = make_gpt()
+    enlarge(model.blocks[0].attention.qkv.weight, 600)
+    with pytest.raises(NonFiniteError) as raised:
+        insight.trace(make_gpt_step(model))
+    line = next(line for line in str(raised.value).splitlines() if "blacklist:" in line)
+    amp.reset()
+    for number, proposed in enumerate(line.split("   or   ")):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: float16\n{proposed.strip()}\n")
+        model = make_gpt()
+        enlarge(model.blocks[0].attention.qkv.weight, 600)
+        assert find(make_gpt_step(model, lists=str(tmp_path / f"{number}.yaml"))) == []
+        amp.reset()
+
+
+def test_what_the_step_raises_over_a_fault_is_told_as_its_cause():
+    step = make_step(Sandwich(Call(lambda x: x * 1e6)))
+
+    def careful():
+        step()
+        raise ValueError("the loss is not finite")
+
+    with pytest.raises(NonFiniteError) as raised:
+        insight.trace(careful)
+    assert isinstance(raised.value.__cause__, ValueError)
+    amp.reset()
+    with pytest.raises(ValueError, match="of its own"):
+        insight.trace(_raise_after(make_step(Sandwich(nn.ReLU()))))
+
+
+def _raise_after(step):
+    def failing():
+        step()
+        raise ValueError("of its own")
+
+    return failing
+
+
+def test_an_ignored_op_is_let_through():
+    step = make_step(
+        Sandwich(Call(lambda x: torch.nan_to_num(x.detach() * 1e6, posinf=1.0, neginf=-1.0).clamp(-1, 1) + x))
+    )
+    assert find(step, ignore=["mul"]) == []
+    (fault,) = find(step)
+    assert fault.aten == "mul" and fault.reach == "swallowed"
+
+
+def test_two_models_have_the_names_of_their_models():
+    one, two = Sandwich(nn.ReLU()), nn.Sequential(Call(lambda x: x.half() * 1e6))
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    amp.initialize([one, two], optimizer, opt_level="O1", verbosity=0)
+    recording = insight.trace(lambda: two(torch.ones(2, 16)), on_fault="record")
+    (fault,) = recording.of(insight.FaultRecord)
+    assert fault.module == "Sequential.0"
+
+
+def test_faults_are_read_back_as_they_were_written(tmp_path):
+    model = Sandwich(Call(lambda x: torch.log(torch.relu(x))))
+    recording = insight.trace(make_step(model), on_fault="record")
+    recording.to_jsonl(tmp_path / "faults.jsonl")
+    assert insight.Recording.read(tmp_path / "faults.jsonl") == recording
+    assert recording.of(insight.FaultRecord)[0].in_float32 == math.inf
+
+
+def test_nothing_of_a_step_is_kept():
+    finder = FaultFinder(None, (), lambda storage: "", lambda: 1.0)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(finder).values())
+    model = make_gpt()
+    step = make_gpt_step(model)
+    sizes = []
+    with insight.tracer.tracing() as tracer:
+        for _ in range(3):
+            step()
+            sizes.append(len(tracer._finder._written) + len(tracer._folding.ops()))
+    assert sizes == [0, 0, 0]
