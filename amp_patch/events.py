@@ -18,7 +18,7 @@ class Watcher:
         """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """`step` of a bound optimizer has been called: gradients are as the backward pass left them, and unscaled."""
+        """`step` of a bound optimizer has been called, with no closure: gradients are there, and unscaled."""
 
     def step_ended(self, optimizer: Any) -> None:
         """A `step` of a bound optimizer has been taken, or skipped."""

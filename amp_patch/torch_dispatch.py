@@ -41,14 +41,14 @@ def find_written(function: Any) -> frozenset[int]:
     return frozenset(index for index, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
+def is_mutable(function: Any) -> bool:
+    """Tell whether an op writes an argument."""
+    return bool(function._schema.is_mutable)
+
+
 def is_random(function: Any) -> bool:
     """Tell whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in function.tags
-
-
-def get_node_name(node: Any) -> str:
-    """Return the name of a node of autograd, such as "ToCopyBackward0"; of a Function of the user's, its class."""
-    return str(node.name()).rpartition("::")[2]
 
 
 def leave_mode(mode: TorchDispatchMode) -> bool:

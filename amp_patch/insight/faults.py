@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import OVERWRITES, find_written, get_node_name, is_random
+from ..torch_dispatch import is_random
 from .folding import Call
+from .ops import Op, Overload
 from .records import FaultRecord
 from .rules import short
 from .tensors import storage_of, tensors_in
@@ -24,8 +25,6 @@ from .tensors import storage_of, tensors_in
 TRAIL = 6
 """How many ops before a fault are told."""
 
-_IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
-_FIRST_OUTPUT_ONLY = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")  # the others are theirs
 _DELIBERATE, _KNOWN = "deliberate", "known"
 
 
@@ -34,10 +33,11 @@ class _Written:
     fit in it is deliberate, or known already.
     """
 
-    __slots__ = ("label", "largest", "name", "parents", "status")
+    __slots__ = ("largest", "name", "node", "op", "parents", "status")
 
-    def __init__(self, label: str, largest: float, parents: "Sequence[_Written]") -> None:
-        self.label = label
+    def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
+        self.op = op
+        self.node = node
         self.largest = largest
         self.parents = parents
         self.status = ""
@@ -49,16 +49,6 @@ class _Input(NamedTuple):
 
     tensor: Tensor
     storage: int
-
-
-class Op(NamedTuple):
-    """An op that torch has dispatched: its overload, what it was given, and the node of the backward pass it is in."""
-
-    function: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    result: Any
-    node: Any
 
 
 class FaultFinder:
@@ -91,12 +81,11 @@ class FaultFinder:
         """Forget storages: those of the next step are others."""
         self._written.clear()
 
-    def prepare(self, function: Any, args: Sequence[Any]) -> Sequence[Any]:
+    def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments with copies of those that the op is about to write over, and reads before."""
-        packet = function.overloadpacket
-        if not function._schema.is_mutable or packet in OVERWRITES or packet.__name__.startswith(_IN_BULK):
+        written = overload.written
+        if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
-        written = find_written(function)
         return [
             argument.clone() if index in written and isinstance(argument, Tensor) else argument
             for index, argument in enumerate(args)
@@ -104,40 +93,39 @@ class FaultFinder:
 
     def look(self, op: Op, before: Sequence[Any], call: Call | None) -> None:
         """Look at what an op gave. `before`: what `prepare` returned; `call`: what it is part of, None: of amp."""
-        name = op.function.overloadpacket.__name__
-        outputs = list(floating_in([op.result]))
-        is_of_step = call is not None and call.phase == "step"  # a weight that it spoils comes in, in the next
-        if is_of_step or name.startswith(_IN_BULK) or op.function.namespace != "aten":
-            self._pass_on(label_of(op), [*floating_in([*op.args, *op.kwargs.values()])], outputs)
+        overload = op.overload
+        node = "" if op.node is None else op.node.name()
+        outputs = list(floating_in(op.outputs()))
+        if overload.is_in_bulk:
+            self._pass_on(_Written(overload.name, node, math.inf, ()), op, outputs)
             return
         self.looked_at += 1
-        inputs = self._read_inputs(op, before)
-        parents = [known for one in inputs if (known := self._written.get(one.storage)) is not None]
-        for number, tensor in enumerate(outputs[:1] if name.startswith(_FIRST_OUTPUT_ONLY) else outputs):
-            written = _Written(label_of(op), read_largest(tensor), parents)
+        given = self._written.get
+        parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
+        for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
+            written = _Written(overload.name, node, read_largest(tensor), parents)
             if not math.isfinite(written.largest):
-                self._judge(op, before, inputs, tensor, written, call)
+                self._judge(op, before, self._read_inputs(op, before), tensor, written, call)
             elif self._underflow is not None and call is not None:
-                self._judge_zeros(op, before, inputs, number, written, call)
+                self._judge_zeros(op, before, number, written, call)
             self._written[storage_of(tensor)] = written
 
-    def _pass_on(self, label: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Take an op in that works on many tensors, or with other processes, and is not looked at."""
-        storages = [storage_of(tensor) for tensor in inputs]
+    def _pass_on(self, written: _Written, op: Op, outputs: Sequence[Tensor]) -> None:
+        """Take in an op that is not looked at."""
+        storages = [storage_of(tensor) for tensor in floating_in(op.inputs())]
         known = [one for storage in storages if (one := self._written.get(storage)) and one.status == _KNOWN]
+        written.parents, written.status = known, _KNOWN
         for storage in (*storages, *map(storage_of, outputs)):
             self._written.pop(storage, None)
             if known:
-                self._written[storage] = written = _Written(label, math.inf, known)
-                written.status = _KNOWN
+                self._written[storage] = written
 
     @staticmethod
     def _read_inputs(op: Op, before: Sequence[Any]) -> list[_Input]:
-        given = [*op.args, *op.kwargs.values()]
-        copies = [*before, *op.kwargs.values()]
-        if op.function.overloadpacket in OVERWRITES:
+        given, copies = [*op.args, *op.kwargs.values()], [*before, *op.kwargs.values()]
+        if op.overload.is_overwriting:
             given, copies = given[1:], copies[1:]
-        elif op.kwargs and (out := op.kwargs.get("out")) is not None:
+        elif (out := op.kwargs.get("out")) is not None:
             given, copies = [one for one in given if one is not out], [one for one in copies if one is not out]
         pairs = zip(floating_in(given), floating_in(copies), strict=True)
         return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
@@ -174,7 +162,7 @@ class FaultFinder:
             self._add(op, before, inputs, output, written, call)
 
     def _is_ignored(self, op: Op, call: Call | None) -> bool:
-        names = {op.function.overloadpacket.__name__, call.op.rpartition(".")[2] if call is not None else ""}
+        names = {op.overload.name, call.op.rpartition(".")[2] if call is not None else ""}
         return bool(names & self._ignore)
 
     def _is_mask(self, one: _Input) -> bool:
@@ -190,7 +178,7 @@ class FaultFinder:
         if call is None:  # copied by amp itself: to be told of where it is used
             written.name = name or "(data)"
             return
-        known = _Written(name, math.inf, ())
+        known = _Written(name, "", math.inf, ())
         written.status = known.status = _KNOWN
         self._written[stranger.storage] = known
         kind = "nan" if _has_nan(stranger.tensor) else "inf"
@@ -211,11 +199,9 @@ class FaultFinder:
         cause = "precision" if math.isfinite(beyond) else "mathematics"
         self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
 
-    def _judge_zeros(
-        self, op: Op, before: Sequence[Any], inputs: Sequence[_Input], number: int, written: _Written, call: Call
-    ) -> None:
+    def _judge_zeros(self, op: Op, before: Sequence[Any], number: int, written: _Written, call: Call) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
-        output = list(floating_in([op.result]))[number]
+        output = list(floating_in(op.outputs()))[number]
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
         exact = _compute_in_float32(op, before)
@@ -225,10 +211,8 @@ class FaultFinder:
         share = float((held & (output == 0)).sum() / held.sum().clamp(min=1))
         assert self._underflow is not None
         if share > self._underflow:
-            largest = read_largest(exact[number])
-            self._enter(
-                op, inputs, output, written, call, cause="precision", value="zero", in_float32=largest, share=share
-            )
+            facts = {"value": "zero", "in_float32": read_largest(exact[number]), "share": share}
+            self._enter(op, self._read_inputs(op, before), output, written, call, cause="precision", **facts)
 
     def _enter(
         self, op: Op, inputs: Sequence[_Input], output: Tensor, written: _Written, call: Call, **facts: Any
@@ -239,8 +223,8 @@ class FaultFinder:
         fault = FaultRecord(
             step=self.step,
             phase=call.phase,
-            aten=op.function.overloadpacket.__name__,
-            node="" if op.node is None else get_node_name(op.node),
+            aten=op.overload.name,
+            node=written.node.rpartition("::")[2],
             module=call.module,
             op=call.op,
             rule=call.rule,
@@ -259,12 +243,6 @@ class FaultFinder:
         self.faults.append(fault)
 
 
-def label_of(op: Op) -> str:
-    """Return an op's name, with that of the node of the backward pass that it is part of."""
-    name: str = op.function.overloadpacket.__name__
-    return name if op.node is None else f"{name} in {get_node_name(op.node)}"
-
-
 def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the real floating tensors that have values, of those among `values` and in containers of them."""
     for tensor in tensors_in(values):
@@ -274,8 +252,9 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def read_largest(tensor: Tensor) -> float:
     """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
-    low, high = map(float, torch.aminmax(tensor.detach()))
-    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)
+    low, high = torch.aminmax(tensor.detach())
+    smallest, largest = low.item(), high.item()
+    return math.nan if smallest != smallest else max(-smallest, largest)  # NaN is not itself
 
 
 def _read_largest_number(tensor: Tensor) -> float:
@@ -319,4 +298,5 @@ def _trail(written: _Written) -> Iterator[tuple[str, float]]:
         if not written.parents:
             return
         written = max(written.parents, key=lambda one: _by_fit(one.largest))
-        yield written.label, written.largest
+        node = written.node.rpartition("::")[2]  # of a Function of the user's, its class
+        yield f"{written.op} in {node}" if node else written.op, written.largest

@@ -1,7 +1,9 @@
 """`Folding`: calls that are alike, folded into one record with their number: memory goes by lines of code."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -46,7 +48,7 @@ class Folding:
 
     def __init__(self) -> None:
         self.step = 0
-        self._ops: dict[tuple[object, ...], OpRecord] = {}
+        self._ops: dict[tuple[Any, ...], list[int]] = {}  # what makes records differ: calls, casts, avoided
         self._undone: dict[UndoneCastRecord, int] = {}
         self._lock = threading.Lock()
 
@@ -55,28 +57,15 @@ class Folding:
         target = None if call.target is None else short(call.target)
         is_cast = target in call.ran or target in call.out  # else it ran as it was written: with out=, say
         avoided = len(call.sources - call.copied) if is_cast else 0
-        record = OpRecord(
-            step=self.step,
-            phase=call.phase,
-            module=call.module,
-            op=call.op,
-            rule=call.rule,
-            entry=call.entry,
-            region=call.region,
-            given=call.given,
-            ran=tuple(sorted(call.ran)),
-            out=call.out,
-            site=call.site.place,
+        key = (
+            *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),
+            *(frozenset(call.ran), call.out, call.site.place),
         )
-        key = tuple(getattr(record, name) for name in _KEY)
         with self._lock:
-            known = self._ops.get(key)
-            self._ops[key] = replace(
-                record,
-                calls=1 + (known.calls if known else 0),
-                casts=call.casts + (known.casts if known else 0),
-                avoided=avoided + (known.avoided if known else 0),
-            )
+            counts = self._ops.setdefault(key, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += call.casts
+            counts[2] += avoided
 
     def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:
         """Take in a cast that undoes one of the call before."""
@@ -87,7 +76,8 @@ class Folding:
     def ops(self) -> list[OpRecord]:
         """Return the records of ops."""
         with self._lock:
-            return list(self._ops.values())
+            found = [(key, tuple(counts)) for key, counts in self._ops.items()]
+        return [_make_record(key, counts) for key, counts in found]
 
     def undone(self) -> list[UndoneCastRecord]:
         """Return the records of casts that undo each other."""
@@ -95,4 +85,7 @@ class Folding:
             return [replace(record, calls=calls) for record, calls in self._undone.items()]
 
 
-_KEY = tuple(name for name in OpRecord.__slots__ if name not in ("calls", "casts", "avoided"))
+def _make_record(key: tuple[Any, ...], counts: Sequence[int]) -> OpRecord:
+    *before, ran, out, site = key
+    calls, casts, avoided = counts
+    return OpRecord(*before, tuple(sorted(ran)), out, site, calls, casts, avoided)  # type: ignore[call-arg]

@@ -1,6 +1,8 @@
 """Where in a script something runs: in which module, and called from which line."""
 
+import functools
 import itertools
+import os
 import sys
 import threading
 import types
@@ -48,13 +50,22 @@ def find_site() -> Site:
     found = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        by = next((by for folder, by in _BY.items() if file.startswith(folder)), None)
-        if by is None and not file.startswith(_LIBRARIES):
-            return Site(f"{Path(file).name}:{frame.f_lineno}", found)
-        found = by or found if found in ("", "cast") or by == "optimizer" else found
+        by = _find_by(frame.f_code.co_filename)
+        if by is None:
+            return Site(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", found)
+        if by and (found in ("", "cast") or by == "optimizer"):
+            found = by
         frame = frame.f_back
     return Site("", found)
+
+
+@functools.cache
+def _find_by(file: str) -> str | None:
+    """Return what code in a file is, None for the user's own; a process has some hundreds of files."""
+    for folder, by in _BY.items():
+        if file.startswith(folder):
+            return by
+    return "" if file.startswith(_LIBRARIES) else None
 
 
 class ModuleStack:

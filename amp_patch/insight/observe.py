@@ -24,20 +24,18 @@ from ..session import Session
 from ..torch_dispatch import (
     COPIES,
     TO_COPY,
-    WITHOUT_KERNEL,
     TorchDispatchMode,
     count_nodes,
     get_current_node,
     get_node_number,
     leave_mode,
 )
-from .faults import FaultFinder, Op
+from .faults import FaultFinder
 from .folding import Call, Folding
 from .naming import ModuleStack, Site, find_site
+from .ops import Op, find_overload
 from .rules import RuleFinder, short, spelled
 from .tensors import address_of, storage_of, tensors_in
-
-_SILENT = frozenset({"profiler", "prim", "prims"})
 
 
 class Observer:
@@ -85,6 +83,17 @@ class Observer:
         self._local.is_below = False
         self.end_step()
 
+    def pause(self) -> None:
+        """See nothing of this thread until `go_on`."""
+        if leave_mode(self._below):
+            self._local.is_below, self._local.is_paused = False, True
+
+    def go_on(self) -> None:
+        """End a pause, if there is one."""
+        if self.is_on and self._is_paused():
+            self._local.is_below, self._local.is_paused = True, False
+            self._below.__enter__()
+
     def end_step(self) -> None:
         """Forget what belongs to the step: nodes and storages of the next are others."""
         self._by_node.clear()
@@ -100,7 +109,7 @@ class Observer:
         op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
 
         def cover(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on or compiling.is_dynamo_compiling() or self._calls():
+            if not self.is_on or compiling.is_dynamo_compiling() or self._calls() or self._is_paused():
                 return replacement(*args, **kwargs)
             site = find_site()
             if site.by == "amp":
@@ -147,6 +156,9 @@ class Observer:
             self._local.calls = []
             return self._local.calls  # type: ignore[no-any-return]
 
+    def _is_paused(self) -> bool:
+        return getattr(self._local, "is_paused", False)
+
     def _is_below(self) -> bool:
         return getattr(self._local, "is_below", False)
 
@@ -154,22 +166,23 @@ class Observer:
 
     def note(self, op: Op, before: Sequence[Any]) -> None:
         """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
-        function, packet, node, calls = op.function, op.function.overloadpacket, op.node, self._calls()
+        overload, node, calls = op.overload, op.node, self._calls()
         is_new = node is None and self._is_below() and count_nodes() != getattr(self._local, "nodes", None)
         self._local.nodes = count_nodes()
         if is_new and calls:
             self._by_node[self._local.nodes - 1] = calls[-1]
-        if function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view:
+        if overload.is_silent:
             return  # a view has the storage of what it is of
-        inputs, outputs = list(tensors_in([*op.args, *op.kwargs.values()])), list(tensors_in([op.result]))
-        cast = _find_cast(packet, inputs, outputs)
+        inputs, outputs = op.inputs(), op.outputs()
+        cast = _find_cast(overload.packet, inputs, outputs)
         if calls:
             self._note_inside(calls[-1], cast, inputs)
-        call = calls[-1] if calls else self._note_alone(packet, cast, node, inputs, outputs)
+        call = calls[-1] if calls else self._note_alone(overload.name, cast, node, inputs, outputs)
         if is_new and not calls and call is not None:
             self._by_node[self._local.nodes - 1] = call
         if call is not None:
-            self._writers |= {address: call for tensor in outputs if (address := storage_of(tensor))}
+            for tensor in outputs:
+                self._writers[storage_of(tensor)] = call
         if self.finder is not None:
             self.finder.look(op, before, call)
 
@@ -181,7 +194,8 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        producer = self._writers.get(storage_of(source))
+        storage = storage_of(source)
+        producer = self._writers.get(storage) if storage else None
         if copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
@@ -190,7 +204,7 @@ class Observer:
 
     def _note_alone(
         self,
-        packet: Any,
+        name: str,
         cast: tuple[Tensor, Tensor] | None,
         node: Any,
         inputs: Sequence[Tensor],
@@ -205,15 +219,18 @@ class Observer:
             site = find_site()
             if site.by == "amp":
                 return None
-            call = Call(f"aten.{packet.__name__}", self._running.here(), site, self._phase(node, site))
+            call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
-        call.given = tuple(short(tensor.dtype) for tensor in inputs)
-        call.out = tuple(short(tensor.dtype) for tensor in outputs)
-        call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
         call.casts = int(cast is not None)
-        if any(tensor.is_floating_point() for tensor in (*inputs, *outputs)):
-            self._folding.add(call)
+        self._note_call(call, inputs, outputs)
         return call
+
+    def _note_call(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        call.given = tuple([short(tensor.dtype) for tensor in inputs])
+        call.out = tuple([short(tensor.dtype) for tensor in outputs])
+        call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
+        if call.ran or any(tensor.is_floating_point() for tensor in outputs):
+            self._folding.add(call)
 
     def _phase(self, node: Any, site: Site) -> str:
         if site.by == "optimizer":
@@ -240,11 +257,12 @@ class _Below(TorchDispatchMode):
         add_watching_modes(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, finder = kwargs or {}, self._observer.finder
-        before = args if finder is None else finder.prepare(func, args)
+        kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)
+        finder = observer.finder
+        before = args if finder is None else finder.prepare(overload, args)
         result = func(*args, **kwargs)
-        if self._observer.is_on:
-            self._observer.note(Op(func, args, kwargs, result, get_current_node()), before)
+        if observer.is_on:
+            observer.note(Op(overload, func, args, kwargs, result, get_current_node()), before)
         return result
 
 

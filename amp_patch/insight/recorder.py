@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import events
@@ -70,8 +71,20 @@ class Recorder(Probe):
         self.stop()
         self._optimizer = None
 
+    def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
+        """The step before may have been left by an exception."""
+        if self._observer is not None:
+            self._observer.go_on()
+
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Optimizers make many small ops, of which there is nothing to say."""
+        if self._observer is not None:
+            self._observer.pause()
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step."""
+        if self._observer is not None:
+            self._observer.go_on()
         if self._optimizer is None:
             self._optimizer = id(optimizer)
         if id(optimizer) != self._optimizer:

@@ -39,7 +39,7 @@ class OpRecord:
 
     Attributes:
         step: of the recording, from 0.
-        phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
+        phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer that calls a closure).
         module: qualified name of the innermost module that ran; "" outside of all.
         op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
         rule: the list the op is on, or what else decided; "" if nothing did.

@@ -1,5 +1,6 @@
 """Which rule made an op run as it did: a line of a list, a module rule, or a property of the level."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ _OWNERS = {
 }
 
 
+@functools.cache
 def short(dtype: torch.dtype) -> str:
     """Return a dtype as tables show it, such as "bf16" and "i64"."""
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.").replace("uint", "u").replace("int", "i")
@@ -58,7 +60,7 @@ class RuleFinder:
 
     def describe(self, spelling: op_lists.Spelling) -> str:
         """Return `file.yaml:line` of the entry that decides."""
-        return f"{Path(spelling.entry.path).name}:{spelling.entry.line}"
+        return _describe_line(spelling.entry.path, spelling.entry.line)
 
     def target(self, kind: str, mode: Mode) -> torch.dtype | None:
         """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
@@ -72,7 +74,7 @@ class RuleFinder:
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
         """Return what the module rule that covers a module says, and where it stands; empty without one."""
         rule = self._session.find_rule(module)
-        return ("", "") if rule is None else (f"run: {rule.run}", f"{Path(rule.path).name}:{rule.line}")
+        return ("", "") if rule is None else (f"run: {rule.run}", _describe_line(rule.path, rule.line))
 
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
         """Return what decided on the dtypes of an op that no list names, and where that stands."""
@@ -90,3 +92,8 @@ class RuleFinder:
         if isinstance(module, BatchNormBase) and policy.keep_batchnorm_fp32 and own.dtype is torch.float32:
             return "keep_batchnorm_fp32", policy.opt_level or ""
         return "cast_model_type", policy.opt_level or ""
+
+
+@functools.cache
+def _describe_line(path: str, line: int) -> str:
+    return f"{Path(path).name}:{line}"

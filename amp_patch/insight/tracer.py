@@ -80,6 +80,7 @@ class Tracer(Recorder):
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Look at a loss."""
+        super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
 
@@ -88,6 +89,7 @@ class Tracer(Recorder):
         if self.is_recording and self._session is not None:
             self._gradients += self._session.binding_of(optimizer).find_nonfinite_gradients()
             self._of += sum(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+        super().step_begun(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Say of the faults of a step what came of them, and end if there is one."""

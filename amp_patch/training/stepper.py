@@ -83,7 +83,8 @@ class Stepper:
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()
         self._gradients.unscale()
-        self._tell("step_begun")
+        if not callable(closure):
+            self._tell("step_begun")
         self._masters.masters.pull()
         passes = self._window.passes()
         try:

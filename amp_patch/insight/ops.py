@@ -1,0 +1,71 @@
+"""Ops as torch dispatches them, and what is known of each overload."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..torch_dispatch import OVERWRITES, WITHOUT_KERNEL, find_written, is_mutable
+from .tensors import tensors_in
+
+_SILENT = frozenset({"profiler", "prim", "prims"})
+_IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
+_FIRST_OUTPUT_ONLY = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")  # the others are their own
+
+
+class Overload(NamedTuple):
+    """What does not change from call to call.
+
+    Attributes:
+        packet: the op that it is an overload of; `name`: of that.
+        is_silent: it computes no number: a view, or memory that is not filled.
+        is_in_bulk: it works on many tensors at once, or with other processes.
+        written: positions of the arguments that it writes.
+        is_overwriting: it reads nothing of the first, which it writes.
+        has_one_output: of several outputs, the first alone is for who calls it.
+    """
+
+    packet: Any
+    name: str
+    is_silent: bool
+    is_in_bulk: bool
+    written: frozenset[int]
+    is_overwriting: bool
+    has_one_output: bool
+
+
+@functools.cache
+def find_overload(function: Any) -> Overload:
+    """Return what is known of an overload."""
+    packet = function.overloadpacket
+    name: str = packet.__name__
+    return Overload(
+        packet,
+        name,
+        is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
+        is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
+        written=find_written(function) if is_mutable(function) else frozenset(),
+        is_overwriting=packet in OVERWRITES,
+        has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
+    )
+
+
+class Op(NamedTuple):
+    """A call: the overload, what it was given, what it gave, and the node of the backward pass that it is part of."""
+
+    overload: Overload
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    node: Any
+
+    def inputs(self) -> list[Tensor]:
+        """Return the tensors that it was given."""
+        found = list(tensors_in(self.args))
+        return found + list(tensors_in(self.kwargs.values())) if self.kwargs else found
+
+    def outputs(self) -> list[Tensor]:
+        """Return the tensors that it gave."""
+        return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
