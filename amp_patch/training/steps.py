@@ -13,6 +13,9 @@ from ..reporting import say, warn
 from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
+TRACE = "`amp-patch trace SCRIPT`"
+"""What to run to see where values come from that are not finite."""
+
 LOOK_EVERY = 100
 """Of steps whose gradients no pass has judged, those at a loss scale of 1 among them, one in so many is looked at."""
 
@@ -97,7 +100,7 @@ class Steps:
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
-                " data or the weights, or an op that needs float32."
+                f" data or the weights, or an op that needs float32: {TRACE} finds it."
             )
 
     def add_taken(self) -> None:
@@ -115,7 +118,7 @@ class Steps:
             self._warn(
                 f"non-finite gradients ({', '.join(culprits[:5])}) at a loss scale of 1, under which nobody looks at"
                 f" each of them: this is one step in {LOOK_EVERY}. The steps are taken. Look for NaN in the data or the"
-                ' weights, or an op that needs float32; in float16 try loss_scale="dynamic".'
+                f' weights, or an op that needs float32, which {TRACE} finds; in float16 try loss_scale="dynamic".'
             )
 
     def resolve(self) -> None:
@@ -134,7 +137,7 @@ class Steps:
             names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
             self._warn(
                 f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale"
-                ' never skips. Use a smaller loss_scale, or loss_scale="dynamic".',
+                f' never skips. Use a smaller loss_scale, or loss_scale="dynamic"; {TRACE} finds what overflowed.',
             )
 
     def _count(self, *, is_skip: bool) -> None:
@@ -157,8 +160,8 @@ class Steps:
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
             self._warn(
                 f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any"
-                " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32 (see"
-                " the op lists).",
+                " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32:"
+                f" {TRACE} finds it.",
             )
 
     def _warn(self, message: str) -> None:
