@@ -1,11 +1,12 @@
 """Commands that run a script: here the script's process is a fork of one that has imported what it needs."""
 
 import json
+import sys
 
 import pytest
 from fork_server import ForkServer
 
-from amp_patch.cli import scripts
+from amp_patch.cli import run, scripts
 from amp_patch.cli.main import main
 
 
@@ -18,10 +19,10 @@ def warm_server():
 
 
 @pytest.fixture
-def run_command(warm_server, monkeypatch, tmp_path, capsys):
-    """Returns a function that runs a command on a script of that source and returns exit code, output and errors."""
+def run_scripts(warm_server, monkeypatch, tmp_path):
+    """Commands run scripts in forks, and in the test's folder."""
 
-    def run_script(command, environment, is_over):
+    def run_script(command, environment, is_over=None):
         begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
         done = warm_server.run("-c", begin, cwd=tmp_path)
         print(done.stdout, end="")
@@ -29,12 +30,18 @@ def run_command(warm_server, monkeypatch, tmp_path, capsys):
         return done.returncode
 
     monkeypatch.setattr(scripts, "_call", run_script)
+    monkeypatch.setattr(run, "start", lambda line, environment: run_script([sys.executable, *line], environment))
     monkeypatch.chdir(tmp_path)
 
-    def run(command, source, *options, arguments=()):
+
+@pytest.fixture
+def run_command(run_scripts, tmp_path, capsys):
+    """Returns a function that runs a command on a script of that source and returns exit code, output and errors."""
+
+    def run_it(command, source, *options, arguments=()):
         (tmp_path / "train.py").write_text(source)
         code = main([command, *options, "train.py", *arguments])
         output = capsys.readouterr()
         return code, output.out, output.err
 
-    return run
+    return run_it
