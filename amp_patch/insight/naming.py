@@ -59,7 +59,7 @@ class ModuleStack:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._names = dict(_name_all(list(models)))
+        self._names = dict(name_modules(list(models)))
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
 
@@ -113,7 +113,7 @@ class ModuleStack:
         return f"({type(module).__name__})"
 
 
-def _name_all(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
     kinds = [type(model).__name__ for model in models]
     for number, model in enumerate(models):
         is_only = kinds.count(kinds[number]) == 1
