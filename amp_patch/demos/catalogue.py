@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AmpError, did_you_mean
+from ..errors import MissingExtraError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
-
-
-class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package that only a demo needs is not installed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 from . import runs as runs
 
 if TYPE_CHECKING:
+    from . import comparing as comparing
+    from . import report as report
+    from .comparing import compare as compare
     from .recorder import explain as explain
     from .recorder import recording as recording
     from .records import OpRecord as OpRecord
@@ -16,13 +19,19 @@ _HOMES = {
     **dict.fromkeys(("explain", "recording"), "recorder"),
     **dict.fromkeys(("OpRecord", "Recording"), "records"),
     "format_recording": "text",
+    "compare": "comparing",
 }
+_MODULES = ("comparing", "report")
 
-__all__ = ["OpRecord", "Recording", "explain", "format_recording", "recording", "runs"]
+__all__ = [
+    *("OpRecord", "Recording", "compare", "comparing", "explain", "format_recording", "recording", "report", "runs"),
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import what has the name when it is first asked for: a file is read, and printed, without torch."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

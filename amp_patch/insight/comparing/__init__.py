@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from ...script_settings import Settings
+from ..colours import COLOURS as COLOURS
 from ..runs import FunctionRunner
 from .campaign import Campaign as Campaign
 from .campaign import Plan as Plan
 from .campaign import parse_run as parse_run
 from .campaign import plan_runs as plan_runs
 from .comparison import Comparison as Comparison
-from .comparison import Row as Row
+from .picture import make_figure as make_figure
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 

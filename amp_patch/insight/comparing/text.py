@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...tables import format_table
-from .comparison import Comparison, Row, last
+from .summary import Row, Summary, last
 
 COLUMNS = (
     *("run", "low", "final loss", "difference", "ms/step", "factor", "peak MB", "skipped", "scale"),
@@ -11,13 +11,13 @@ COLUMNS = (
 )
 
 
-def format_comparison(comparison: Comparison) -> str:
+def format_comparison(comparison: Summary) -> str:
     """Return the table and its footnotes."""
     table = format_table(COLUMNS, [tuple(cells(row)) for row in comparison.rows()], left=2)
     return "\n".join([heading(comparison), "", table, "", *footnotes(comparison)])
 
 
-def heading(comparison: Comparison) -> str:
+def heading(comparison: Summary) -> str:
     """Return what was run, where."""
     run, about = comparison.recording.run, comparison.about
     seeds = f"seed {about.seeds[0]}" if len(about.seeds) == 1 else f"seeds {about.seeds[0]} to {about.seeds[-1]}"
@@ -47,7 +47,7 @@ def show(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def footnotes(comparison: Comparison) -> Iterator[str]:
+def footnotes(comparison: Summary) -> Iterator[str]:
     """Yield a line for each thing to know."""
     about, rows = comparison.about, comparison.rows()
     tail = len(last(range(max((row.steps for row in rows), default=0))))
