@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,8 +38,12 @@ class ScriptRunner:
         self._arguments = arguments
 
     def __call__(self, run: Run) -> Recording:
-        """Run it once. Raises RunFailedError if it ends in an error, or opens no session."""
+        """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
+        interrupted.
+        """
         code, _, recordings = self.watch(run)
+        if code == -signal.SIGINT:
+            raise KeyboardInterrupt
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "never called amp.initialize"
             raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
@@ -62,14 +67,16 @@ class ScriptRunner:
 
 
 def _call(command: list[str], environment: dict[str, str]) -> int:
-    """Run a process to its end, through Ctrl-C, which it gets too."""
+    """Run a process to its end, through Ctrl-C, which it gets too; after that its exit code is that of SIGINT."""
     sys.stdout.flush()
+    is_interrupted = False
     with subprocess.Popen(command, env=environment) as process:
         while True:
             try:
-                return process.wait()
+                code = process.wait()
+                return -signal.SIGINT if is_interrupted else code
             except KeyboardInterrupt:
-                pass
+                is_interrupted = True
 
 
 def write_all(recordings: Sequence[Recording], path: Path) -> None:

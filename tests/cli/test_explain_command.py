@@ -5,8 +5,8 @@ import re
 
 import pytest
 from fork_server import ForkServer
+from forked_scripts import make_call
 
-from amp_patch.cli import scripts
 from amp_patch.cli.main import main
 
 HEAD = """
@@ -43,25 +43,7 @@ def fork_server():
 
 @pytest.fixture
 def call(fork_server, monkeypatch, tmp_path, capsys):
-    """Returns a function that runs the command on a script, which runs in a fork, and returns exit code and output."""
-
-    def run_script(command, environment):
-        begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
-        done = fork_server.run("-c", begin, cwd=tmp_path)
-        print(done.stdout, end="")
-        print(done.stderr, end="", file=scripts.sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(scripts, "_call", run_script)
-    monkeypatch.chdir(tmp_path)
-
-    def call(source, *options, arguments=()):
-        (tmp_path / "train.py").write_text(source)
-        code = main(["explain", *options, "train.py", *arguments])
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return call
+    return make_call("explain", fork_server, monkeypatch, tmp_path, capsys)
 
 
 def rows(text):
@@ -110,8 +92,9 @@ def test_steps_and_sums_and_files(call, tmp_path, capsys):
     assert re.search(r"^F\.linear +whitelist +\S+ +4 ", out, re.MULTILINE)
     lines = [json.loads(line) for line in (tmp_path / "rec.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines].count("step") == 2 and lines[0]["schema"] == 1
-    assert main(["explain", "--from", "rec.jsonl", "--by", "op"]) == 0
+    assert main(["explain", "--from", "rec.jsonl", "--by", "op", "--html", "rec.html"]) == 0
     assert capsys.readouterr().out == out[out.index("O1, f16") :]
+    assert "F.linear" in (tmp_path / "rec.html").read_text()
 
 
 @pytest.mark.parametrize(

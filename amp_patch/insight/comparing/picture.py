@@ -42,9 +42,9 @@ def draw_comparison(summary: Summary, path: str | os.PathLike[str]) -> None:
     colours = pick_colours(run.run for run in summary.runs)
     _draw_differences(differences, summary, colours)
     rows = summary.rows()
-    _draw_bars(times, {row.name: row.ms for row in rows}, colours, "%.2f")
+    _draw_bars(times, {row.name: row.ms for row in rows}, colours)
     times.set_title("Time of a step, median (ms)", loc="left")
-    _draw_bars(memory, {row.name: row.run.peak and row.run.peak / 1e6 for row in rows}, colours, "%.1f")
+    _draw_bars(memory, {row.name: row.run.peak and row.run.peak / 1e6 for row in rows}, colours)
     memory.set_title("Memory at the peak of a step (MB)", loc="left")
     figure.savefig(path)
 
@@ -76,10 +76,10 @@ def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -
         axes.legend(frameon=False, ncols=2)
 
 
-def _draw_bars(axes: "Axes", values: dict[str, float | None], colours: dict[str, str], form: str) -> None:
+def _draw_bars(axes: "Axes", values: dict[str, float | None], colours: dict[str, str]) -> None:
     there = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
     bars = axes.barh(range(len(there)), list(there.values()), color=[colours[name] for name in there], height=0.65)
-    axes.bar_label(bars, fmt=form, padding=4)
+    axes.bar_label(bars, fmt="%.3g", padding=4)
     axes.set_yticks(range(len(there)), list(there))
     axes.invert_yaxis()
     axes.margins(x=0.14)

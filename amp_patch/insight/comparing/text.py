@@ -34,7 +34,7 @@ def cells(row: Row) -> Iterator[str]:
     yield show(row.difference, "+.2e") + spread
     yield show(row.ms, ".2f")
     yield show(row.factor, ".2f")
-    yield "-" if row.run.peak is None else f"{row.run.peak / 1e6:.1f}"
+    yield "-" if row.run.peak is None else f"{row.run.peak / 1e6:.3g}"
     yield str(row.skipped)
     yield show(row.scale, "g")
     yield show(row.zero, ".2%")
@@ -51,8 +51,8 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     """Yield a line for each thing to know."""
     about, rows = comparison.about, comparison.rows()
     tail = len(last(range(max((row.steps for row in rows), default=0))))
-    steps = f"the last {tail} steps" if tail > 1 else "the last step"
-    yield f"final loss and difference from {about.reference}: means of {steps}" + (
+    steps = f"means of the last {tail} steps" if tail > 1 else "of the last step"
+    yield f"final loss and difference from {about.reference}: {steps}" + (
         f", ± standard deviation over {len(about.seeds)} seeds" if len(about.seeds) > 1 else ""
     )
     if comparison.noise is not None:

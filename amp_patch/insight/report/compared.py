@@ -113,20 +113,20 @@ def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
         element("h2", "Time and memory"),
         element(
             "div",
-            _bars(times, colours, "Time of a step, median (ms)", ".2f"),
-            _bars(memory, colours, "Memory at the peak of a step (MB)", ".1f"),
+            _bars(times, colours, "Time of a step, median (ms)"),
+            _bars(memory, colours, "Memory at the peak of a step (MB)"),
             class_="pair",
         ),
     )
 
 
-def _bars(values: dict[str, float | None], colours: dict[str, int], title: str, form: str) -> Markup:
+def _bars(values: dict[str, float | None], colours: dict[str, int], title: str) -> Markup:
     most = max((value for value in values.values() if value is not None and math.isfinite(value)), default=0) or 1
     lines = []
     for name, value in values.items():
         if value is not None and math.isfinite(value):
             fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
-            text = format(value, form)
+            text = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
             lines.append(
                 element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
             )
@@ -197,14 +197,14 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         [Cell(module), Cell(str(order.index(module) + 1), order.index(module)), *_heat(module, names, found)]
         for module in sorted(order, key=lambda module: worst[module], reverse=True)
     ]
-    heading = ("layer", "order", *(f"{name} {what}" for name in names for what in ("output", "gradient")))
+    heading = ("layer", "order", *(f"{name} {what}" for name in names for what in ("out", "grad")))
     yield element(
         "section",
         element("h2", "Layers"),
         element(
             "p",
             f"Relative error against {summary.about.reference} in the first step from equal weights, of what a layer"
-            " gives and of the gradient of its weights. First come layers whose output is off by more than their input.",
+            " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than their input.",
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )
