@@ -18,7 +18,7 @@ class Watcher:
         """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """A `step` of a bound optimizer begins: gradients are unscaled, and whether it is skipped is not decided yet."""
+        """A `step` of a bound optimizer begins: gradients are unscaled, and whether it is skipped is not decided."""
 
     def step_ended(self, optimizer: Any) -> None:
         """A `step` of a bound optimizer has been taken, or skipped."""

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import shlex
 import sys
-from pathlib import Path
 
 from ..errors import MissingExtraError
 from . import run as runs

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name is the script's."""
     parser.usage = (
-        "%(prog)s [--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE] [--opt-level LEVEL] [--lists LIST] [--]"
-        " (SCRIPT | -m MODULE) [ARGUMENT ...]\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
+        "%(prog)s [--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE] [--opt-level LEVEL]"
+        " [--lists LIST] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]\n"
+        "       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
     )
     parser.add_argument(
         "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"

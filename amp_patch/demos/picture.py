@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 SMOOTHED_STEPS = 20
 """A final loss, and each point of a curve, is the mean of so many."""
 
+
 class Curve(NamedTuple):
     """A line to draw: what stands at its end, a loss for each step, its colour."""
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from fork_server import ForkServer
 from forked_scripts import make_call
 
 from amp_patch.cli.main import main
@@ -33,17 +32,9 @@ INITIALIZE = "model, optimizer = amp.initialize(model, optimizer, opt_level='O1'
 LOOP = "for number in range(4):\n    step(number)\nprint('end')\n"
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    """Forks of a process that has imported what a session and a recording need."""
-    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.recorder")
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def call(fork_server, monkeypatch, tmp_path, capsys):
-    return make_call("explain", fork_server, monkeypatch, tmp_path, capsys)
+def call(watching_server, monkeypatch, tmp_path, capsys):
+    return make_call("explain", watching_server, monkeypatch, tmp_path, capsys)
 
 
 def rows(text):

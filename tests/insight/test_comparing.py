@@ -1,4 +1,4 @@
-"""What `insight.compare` finds, against what is known of the runs, and that watched runs are what they are unwatched."""
+"""What `insight.compare` finds, against what is known of the runs, and that watched runs are the plain ones."""
 
 import copy
 import gc
@@ -138,7 +138,7 @@ def test_the_one_layer_that_runs_low_comes_first(layer, layers, seed, tmp_path):
     train = make_train("O4", lists=str(path), layers=layers, seed=seed)
     found = insight.compare(train, ("O0", "O4"), steps=2)
     assert found.layers("O4")[0].module == layer == found.rows()[1].worst.module
-    before = [one for one in found.recording.of(LayerRecord)]
+    before = list(found.recording.of(LayerRecord))
     before = before[: [one.module for one in before].index(layer)]
     assert all(one.output == 0 for one in before) and 1e-4 < found.layers("O4")[0].output < 1e-2
 

@@ -11,6 +11,7 @@ from .campaign import parse_run as parse_run
 from .campaign import plan_runs as plan_runs
 from .comparison import Comparison as Comparison
 from .picture import make_figure as make_figure
+from .summary import Row as Row
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 

@@ -1,4 +1,4 @@
-"""`Campaign`: the runs of a comparison, one after another, each as often as is needed for nothing to disturb its clock."""
+"""`Campaign`: the runs of a comparison, one after another, each so often that nothing disturbs its clock."""
 
 import math
 import platform
@@ -20,7 +20,7 @@ from ..records import (
     RunRecord,
     SampleRecord,
 )
-from ..runs import Run, Runner, RunFailedError
+from ..runs import Run, RunFailedError, Runner
 from .comparison import Comparison
 
 CURVES = "comparing.probes:CurveProbe"
@@ -30,13 +30,17 @@ CLOSE = 0.02
 
 
 class Plan(NamedTuple):
-    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown."""
+    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
+
+    `leave` is whether a training is left after its steps, or goes on to its own end.
+    """
 
     runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
     command: str = ""
+    leave: bool = True
 
 
 def plan_runs(
@@ -106,12 +110,16 @@ class Campaign:
             reasons = [f"{one.run}: {one.failed}" for one in self._compared.values()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan = self._plan
-        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, _name_machine(self._header.device), plan.command)
+        about = ComparisonRecord(
+            plan.reference, plan.steps, plan.seeds, _name_machine(self._header.device), plan.command
+        )
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
         self._say(f"{name}{', inputs off by one unit' if is_noise else ''}, seed {seed}")
-        recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "nudge": is_noise}, seed)
+        recording, failed = self._watch(
+            name, CURVES, {"steps": self._plan.steps, "nudge": is_noise, "leave": self._plan.leave}, seed
+        )
         if not is_noise:
             self._describe(name, recording, failed)
         for curve in () if recording is None or (failed and is_noise) else recording.of(CurveRecord):

@@ -14,7 +14,8 @@ from ...session import Session
 
 class PeakMeter:
     """On CUDA the allocator tells. On a CPU it is what torch's profiler sees between ops, less what they need inside,
-    on top of the weights, masters and optimizer states that there are at the start, and of gradients that stay. Other devices: None.
+    on top of the weights, masters and optimizer states that there are at the start, and of gradients that stay.
+    Other devices: None.
     """
 
     def __init__(self, session: Session) -> None:

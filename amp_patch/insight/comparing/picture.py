@@ -67,7 +67,13 @@ def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -
         floor = max(min(shown), max(shown) * 1e-12) / 2
         axes.set_ylim(bottom=floor)
         axes.fill_between(
-            range(1, len(noise) + 1), floor, noise, color="#000000", alpha=0.13, linewidth=0, label="noise: inputs off by one unit"
+            range(1, len(noise) + 1),
+            floor,
+            noise,
+            color="#000000",
+            alpha=0.13,
+            linewidth=0,
+            label="noise: inputs off by one unit",
         )
     over = f", median and range of {seeds} seeds" if seeds > 1 else ""
     axes.set_title(f"Size of the loss's difference from {reference}{over}", loc="left")

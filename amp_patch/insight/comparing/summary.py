@@ -80,7 +80,9 @@ class Summary:
         """The mean size of the differences of losses over the last steps if inputs are off by one unit in the last
         place; None if that was not measured.
         """
-        found = [statistics.fmean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)]
+        found = [
+            statistics.fmean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)
+        ]
         return statistics.fmean(found) if found else None
 
     @property

@@ -118,9 +118,7 @@ def _power_of_ten(power: int) -> Markup:
 
 def _round_steps(steps: int) -> list[int]:
     """Step 1, and some round ones."""
-    every = next(
-        size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6
-    )
+    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
     return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
 
 
@@ -147,7 +145,9 @@ def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
         if number:
             height, x = (bottom - top - 4) * number / most, LEFT + (record.lowest + place - first) * width
             title = element("title", f"2^{record.lowest + place}: {number:,} gradients, {number / total:.2%}")
-            bar = element("rect", title, x=x, y=bottom - height, width=max(0.5, width - 0.6), height=height, class_="bar")
+            bar = element(
+                "rect", title, x=x, y=bottom - height, width=max(0.5, width - 0.6), height=height, class_="bar"
+            )
             parts.append(bar)
     parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
     for value in range(-(-first // 10) * 10, last, 10):

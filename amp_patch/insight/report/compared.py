@@ -149,8 +149,8 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that are"
-            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: what the dtype would make of"
-            " them once they are multiplied by the loss scale.",
+            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: what the dtype would make"
+            " of them once they are multiplied by the loss scale.",
         ),
         element("div", *_controls(power), class_="controls"),
         element("output", tell_shares(record, low, power), id="shares", for_="scale low", aria_live="polite"),
@@ -173,7 +173,14 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
 def _controls(power: int) -> Iterator[Markup]:
     yield element("label", "Loss scale", for_="scale")
     yield element(
-        "input", type="range", id="scale", min="0", max=POWERS, step="1", value=power, aria_valuetext=f"2 to the {power}"
+        "input",
+        type="range",
+        id="scale",
+        min="0",
+        max=POWERS,
+        step="1",
+        value=power,
+        aria_valuetext=f"2 to the {power}",
     )
     yield element("output", f"2^{power} = {2**power:,}", id="scale-text", for_="scale")
     yield element("label", "Dtype", for_="low")
@@ -190,9 +197,7 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
     if not names:
         return
     order = list(dict.fromkeys(one.module for one in summary.recording.of(LayerRecord)))
-    worst = {
-        module: max(added(layers[module]) for layers in found.values() if module in layers) for module in order
-    }
+    worst = {module: max(added(layers[module]) for layers in found.values() if module in layers) for module in order}
     body = [
         [Cell(module), Cell(str(order.index(module) + 1), order.index(module)), *_heat(module, names, found)]
         for module in sorted(order, key=lambda module: worst[module], reverse=True)
@@ -204,7 +209,8 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             f"Relative error against {summary.about.reference} in the first step from equal weights, of what a layer"
-            " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than their input.",
+            " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than"
+            " their input.",
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )

@@ -41,9 +41,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
     title = "Runs compared" if summary else "What ran in which precision"
     sections = [] if summary is None else list(make_comparison(summary))
     sections += [*make_ops(recording), *make_others(recording, (*_SHOWN, *_SMALL))]
-    body = element(
-        "main", element("h1", title), _header(recording, summary, command), *sections, _data(recording)
-    )
+    body = element("main", element("h1", title), _header(recording, summary, command), *sections, _data(recording))
     names = [] if summary is None else [run.run for run in summary.runs]
     head = join(
         [
@@ -101,7 +99,5 @@ def _data(recording: Recording) -> Markup:
         element("h2", "Data"),
         element("p", f"All {len(recording.records) + 1} records of this page, a line of JSON each."),
         element("p", element("button", "Download records.jsonl", type="button", id="download")),
-        element(
-            "script", Markup("\n" + text.replace("<", "\\u003c")), type="application/x-ndjson", id="records"
-        ),
+        element("script", Markup("\n" + text.replace("<", "\\u003c")), type="application/x-ndjson", id="records"),
     )

@@ -60,7 +60,9 @@ def make_table(
 
 
 def _make_filter(name: str, label: str, rows: int) -> Markup:
-    field = element("input", type="search", id=f"{name}-filter", data_table=name, autocomplete="off", spellcheck="false")
+    field = element(
+        "input", type="search", id=f"{name}-filter", data_table=name, autocomplete="off", spellcheck="false"
+    )
     count = element("output", f"{rows} of {rows} rows", for_=f"{name}-filter", aria_live="polite")
     return element("p", element("label", label, for_=f"{name}-filter"), " ", field, " ", count, class_="filter")
 
