@@ -53,15 +53,15 @@ def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -
     reference, seeds = summary.about.reference, len(summary.about.seeds)
     width = smoothed_steps(summary)
     ends = []
-    for name, colour in colours.items():
+    for order, (name, colour) in enumerate(colours.items()):
         low, middle, high = find_spread(sizes(summary.differences(name)), width)
         if name != reference and middle:
             steps = range(1, len(middle) + 1)
-            axes.plot(steps, middle, color=colour, linewidth=1.8, label=name)
+            axes.plot(steps, middle, color=colour, linewidth=1.2 + 0.6 * (len(colours) - 1 - order), label=name)
             axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
             ends += [value for value in middle if 0 < value < math.inf]
     noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
-    shown = [*ends, *(value for value in noise if value > 0)]
+    shown = [value for value in (*ends, max(noise, default=0.0)) if 0 < value < math.inf]
     axes.set_yscale("log")
     if shown:
         floor = max(min(shown), max(shown) * 1e-12) / 2

@@ -27,13 +27,14 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     """Return lines over steps on a logarithmic axis; what is not positive runs along its lower end, and what is not
     finite is left out. `noise` shades everything below it, and skipped steps are ticks on the axis.
     """
-    shown = [value for one in series for value in (*one.low, *one.high)] + list(noise)
+    shown = [value for one in series for value in (*one.values, *one.high)] + [max(noise, default=0.0)]
     steps = max((len(one.values) for one in series), default=1)
     axes = _Axes(steps, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
         parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: inputs off by one unit in the last place"))
-    parts += [axes.draw(one) for one in series]
+    # later lines are thinner, so that one which runs on another still shows on both sides of it
+    parts += [axes.draw(one, 1.4 + 0.6 * (len(series) - 1 - order)) for order, one in enumerate(series)]
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
 
 
@@ -73,7 +74,7 @@ class _Axes:
             yield element("text", str(step), x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
-    def draw(self, series: Series) -> Markup:
+    def draw(self, series: Series, width: float) -> Markup:
         """A line with its range and its ticks, in a group of its own."""
         parts = []
         if any(low != high for low, high in zip(series.low, series.high, strict=True)):
@@ -92,7 +93,9 @@ class _Axes:
             x, y = self._x(step), HEIGHT - BOTTOM
             title = element("title", f"{series.name}: step {step + 1} was skipped")
             parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
-        return element("g", *parts, class_=f"c{series.colour}", data_series=series.name)
+        return element(
+            "g", *parts, class_=f"c{series.colour}", data_series=series.name, style=f"stroke-width:{width:.1f}"
+        )
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """What is between two lines."""
