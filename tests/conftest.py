@@ -86,6 +86,6 @@ def fork_server():
 def watching_server():
     """Runs commands of `python` where all is imported that a session and its watchers need."""
     names = "torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.recorder"
-    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes", TORCH_CPP_LOG_LEVEL="ERROR")
+    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes")
     yield server
     server.close()

@@ -5,7 +5,6 @@ The script runs unmodified, as under `amp-patch run`, several times for each run
 
 import argparse
 import importlib.util
-import os
 import shlex
 import sys
 
@@ -48,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--opt-level has no place here: name levels by --runs")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError('--png needs matplotlib, not installed here; run: pip install "amp_patch[demo]"')
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else the profiler warns of memory from before it began
     asked = arguments.runs or _runs(RUNS)
     reference = arguments.reference or ("O0" if "O0" in asked else asked[0])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)

@@ -4,7 +4,6 @@ The demos themselves are in `amp_patch.demos`; theirs and torch's import wait un
 """
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo, and close amp's session. Raises MissingExtraError before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of memory from before it began
     demo: Demo = arguments.demo
     for option in ("levels", "seeds"):
         if getattr(arguments, option) and getattr(demo, option) in ((), 1):

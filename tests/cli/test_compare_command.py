@@ -34,7 +34,6 @@ OURS = HEAD.format(imports="import amp_patch as amp")
 
 @pytest.fixture
 def call(watching_server, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     return make_call("compare", watching_server, monkeypatch, tmp_path, capsys)
 
 

@@ -23,7 +23,10 @@ def cells(output: str) -> dict[str, list[str]]:
 
 
 def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--seed", "3"]) == 0
+    assert (
+        main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--seed", "3", "--seeds", "1"])
+        == 0
+    )
     output = capsys.readouterr().out
     assert tuple(re.split(r"\s{2,}", output.splitlines()[0])) == digits.COLUMNS
     rows = cells(output)
@@ -39,7 +42,7 @@ def test_demo_says_which_products_are_computed_in_float32(
     has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(digits, "has_low_products", lambda device_type, low: has_products)
-    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu"]) == 0
+    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu", "--seeds", "1"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "products are computed in float32" in line]
     assert len(told) == (0 if has_products else 1)
     assert all("rounded to bfloat16" in line and line.endswith("for speed here, use O0") for line in told)

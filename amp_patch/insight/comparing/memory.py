@@ -1,28 +1,30 @@
 """`PeakMeter`: the bytes in use at the peak of what runs between `start` and `stop`."""
 
 import itertools
-import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...dtypes import PLAIN_CLASSES
+from ...events import add_watching_modes
 from ...session import Session
+from ...torch_dispatch import TorchDispatchMode, leave_mode
+from ..observe import tensors_in
 
 
 class PeakMeter:
-    """On CUDA the allocator tells. On a CPU it is what torch's profiler sees between ops, less what they need inside,
-    on top of the weights, masters and optimizer states that there are at the start, and of gradients that stay.
-    Other devices: None.
+    """On CUDA the allocator tells. On a CPU it is the storages of weights, masters, gradients and optimizer states, and
+    of all that ops give from then on, as long as they live, less what ops need inside. Other devices: None.
+
+    It is stopped in the thread that has started it. On a CPU, code of torch.compile runs as it was written meanwhile.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._profile: Any = None
-        self._before = 0
-        self._gradients: list[weakref.ref[Tensor]] = []
+        self._counting: _Counting | None = None
         self.peak: int | None = None
 
     def start(self) -> None:
@@ -30,52 +32,60 @@ class PeakMeter:
         if self._session.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         elif self._session.device_type == "cpu":
-            state, gradients = _state_of(self._session)
-            self._before = count_bytes(state)
-            self._gradients = [weakref.ref(gradient) for gradient in gradients]  # zero_grad may drop them
-            del state, gradients
-            self._profile = make_profile()
-            self._profile.__enter__()
+            self._counting = _Counting()
+            self._counting.add_all(_state_of(self._session))
+            add_watching_modes(1)
+            self._counting.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Measure no more, and fill `peak`. Harmless twice."""
         if self._session.device_type == "cuda":
             self.peak = self.peak or torch.cuda.max_memory_allocated()
-        elif self._profile is not None:
-            profile, self._profile = self._profile, None
-            profile.__exit__(None, None, None)
-            kept = [gradient for reference in self._gradients if (gradient := reference()) is not None]
-            self.peak = self._before + count_bytes(kept) + find_rise(profile)
+        elif self._counting is not None and leave_mode(self._counting):
+            add_watching_modes(-1)
+            self.peak, self._counting = self._counting.peak, None
 
 
-def make_profile() -> Any:
-    """Return torch's profiler of memory, which is a context manager."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on stderr when it starts and when it stops
-    return torch.autograd.profiler.profile(profile_memory=True, use_kineto=False)
+class _Counting(TorchDispatchMode):
+    """Adds up the storages that live. A storage is told by its object, which torch keeps for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._in_use = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add_all(tensors_in((result,)))
+        return result
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages that are not known yet."""
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_CLASSES or tensor.layout is not torch.strided or not tensor.is_cpu:
+                continue
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known:
+                self._add(storage, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self._in_use)
+
+    def _add(self, storage: Any, key: int, size: int) -> None:
+        def forget(_: Any) -> None:
+            del self._known[key]
+            self._in_use -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._in_use += size
 
 
-def find_rise(profile: Any) -> int:
-    """Return by how many bytes the memory in use on the CPU rose at most, in a profile that has ended."""
-    in_use = itertools.accumulate(event.self_cpu_memory_usage for event in profile.function_events or ())
-    return max(0, max(in_use, default=0))
-
-
-def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each once."""
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _state_of(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Return weights, masters, buffers and optimizer states, and gradients."""
-    state = [weight for model in session.models() for weight in (*model.parameters(), *model.buffers())]
-    for binding in session.bindings():
-        optimizer = binding.optimizer
-        if optimizer is not None:
-            state += [weight for group in optimizer.param_groups for weight in group["params"]]
-            state += [one for each in optimizer.state.values() for one in each.values() if isinstance(one, Tensor)]
-    gradients = {id(weight.grad): weight.grad for weight in state if weight.is_leaf and weight.grad is not None}
-    return state, list(gradients.values())
+def _state_of(session: Session) -> Iterator[Tensor]:
+    """Yield weights, masters and buffers, their gradients, and optimizer states."""
+    models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
+    optimizers = [binding.optimizer for binding in session.bindings() if binding.optimizer is not None]
+    stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    for weight in itertools.chain(*models, *stepped):
+        yield weight
+        if weight.is_leaf and weight.grad is not None:
+            yield weight.grad
+    for optimizer in optimizers:
+        yield from tensors_in(optimizer.state.values())

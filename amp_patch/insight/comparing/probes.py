@@ -267,7 +267,7 @@ class LayerProbe(_StepProbe):
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._names = {}
+        self._handles, self._names = [], {}
 
     def stop(self) -> None:
         """Watch no more. Harmless twice."""
