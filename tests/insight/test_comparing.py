@@ -106,7 +106,20 @@ def test_a_failing_training_leaves_nothing():
         insight.compare(fail, ("O0", "O4"), steps=2)
     hooks = torch.nn.modules.module
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks and not events.watchers
+    assert count_dispatch_modes() == count_watching_modes() == 0
     assert not find_changes()
+
+
+def test_a_training_that_fails_in_the_step_whose_memory_is_measured_leaves_nothing():
+    def train():
+        take_steps(*start("O4"), 1)
+        raise ZeroDivisionError
+
+    found = insight.compare(train, ("O0", "O4"), steps=1)
+    assert all("ZeroDivisionError" in run.failed and run.peak is None for run in found.runs)
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
+    assert count_dispatch_modes() == count_watching_modes() == 0
 
 
 def test_an_open_session_is_refused():
@@ -163,6 +176,7 @@ def test_samples_and_counts_are_those_of_the_unscaled_gradients(level):
     end = events.watch(probe)
     take_steps(*start(level), 1)
     (counted,) = probe.recording.of(GradientRecord)
+    probe.stop()
     end()
     amp.reset()
     gradients = []
