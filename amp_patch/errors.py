@@ -92,6 +92,10 @@ class RecordError(AmpError, ValueError):
     """A file is no recording of `amp_patch.insight`."""
 
 
+class MissingExtraError(AmpError, ModuleNotFoundError):
+    """A package that only an extra of this package installs is not there."""
+
+
 def did_you_mean(word: object, allowed: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
     if not isinstance(word, str):

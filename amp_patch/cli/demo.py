@@ -12,6 +12,7 @@ import amp_patch as amp
 from ..demos import DEMOS, LEVELS, Demo, Options, find_demo, require_packages
 from ..errors import did_you_mean
 from ..tables import align
+from .scripts import new_file
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     parser.add_argument("--seeds", type=_positive, help="how many, from --seed on (default: see below)")
     parser.add_argument("--plot", type=_png, metavar="FILE.png", help="draw what was measured into one picture")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.set_defaults(refuse=parser.error)
 
 
@@ -42,6 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     for option in ("levels", "seeds"):
         if getattr(arguments, option) and getattr(demo, option) in ((), 1):
             arguments.refuse(f"the demo {demo.name} takes no {'--opt-level' if option == 'levels' else '--seeds'}")
+    if arguments.html and not demo.has_report:
+        arguments.refuse(f"the demo {demo.name} takes no --html")
     require_packages([*demo.packages, *(["matplotlib"] if arguments.plot else [])], demo.extra)
     try:
         demo.load().run(
@@ -52,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
                 seed=arguments.seed,
                 seeds=arguments.seeds or demo.seeds,
                 plot=arguments.plot,
+                html=arguments.html,
             )
         )
     finally:

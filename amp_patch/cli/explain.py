@@ -4,19 +4,26 @@ The script runs unmodified, as under `amp-patch run`, up to the end of the steps
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import AmpError
 from ..insight.runs import Run
 from . import run as runs
 from .scripts import ScriptRunner, new_file, steps, write_all
 
+if TYPE_CHECKING:
+    from ..insight import Recording
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name is the script's."""
     parser.usage = (
-        "%(prog)s [--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--opt-level LEVEL] [--lists LIST] [--]"
-        " (SCRIPT | -m MODULE) [ARGUMENT ...]\n       %(prog)s --from FILE [--by module|op|entry] [--all]"
+        "%(prog)s [--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE] [--opt-level LEVEL]"
+        " [--lists LIST] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]\n"
+        "       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
     )
     parser.add_argument(
         "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"
@@ -26,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="every layer by itself, and ops that run as in plain torch")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the records too, a line of JSON each")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file that --json wrote")
     runs.add_script(parser)
 
@@ -35,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..insight import Recording, format_recording
 
     if arguments.source is not None:
-        print(format_recording(Recording.read(arguments.source), arguments.by, with_all=arguments.all))
+        recording = Recording.read(arguments.source)
+        print(format_recording(recording, arguments.by, with_all=arguments.all))
+        _write_html(recording, arguments)
         return 0
     first, last = arguments.steps
     found = ScriptRunner(arguments).watch(Run("recorder:Recorder", {"first": first, "last": last}))
@@ -53,11 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print(format_recording(recording, arguments.by, with_all=arguments.all))
+    _write_html(recording, arguments)
     if len(recordings) > 1:
         print(f"\nof {len(recordings)} processes; this is the first")
     if len(recording.steps) < last - first:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     return 1 if code else 0
+
+
+def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
+    from ..insight.report import write_report
+
+    if arguments.html is not None:
+        write_report(recording, arguments.html, command=shlex.join(["amp-patch", *sys.argv[1:]]))
 
 
 class _NothingRecordedError(AmpError):

@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Declare what names a script, and what is laid over it."""
     parser.add_argument(
-        "--opt-level", type=_opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
+        "--opt-level", type=opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
     )
     parser.add_argument(
         "--lists",
-        type=_oplist,
+        type=oplist,
         action="append",
         default=[],
         metavar="LIST",
@@ -48,7 +48,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
 
 
-def _opt_level(text: str) -> str:
+def opt_level(text: str) -> str:
+    """Return the name of a level that there is."""
     from ..config import make_policy  # imports torch
 
     try:
@@ -58,7 +59,7 @@ def _opt_level(text: str) -> str:
     return text
 
 
-def _oplist(text: str) -> str:
+def oplist(text: str) -> str:
     """Return a shipped name, or an absolute path: scripts change their working directory."""
     from ..config import load_oplists, shipped
 

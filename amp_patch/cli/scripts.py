@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,8 +42,12 @@ class ScriptRunner:
         self._arguments = arguments
 
     def __call__(self, run: Run) -> Recording:
-        """Run it once. Raises RunFailedError if it ends in an error, or opens no session."""
+        """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
+        interrupted.
+        """
         code, _, recordings = self.watch(run)
+        if code == -signal.SIGINT:
+            raise KeyboardInterrupt
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "never called amp.initialize"
             raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
@@ -71,15 +76,19 @@ def _read(folder: str) -> list[tuple[int, Recording]]:
     return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
 
 
-def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool] | None) -> int:
-    """Run a process to its end, through Ctrl-C, which it gets too; to soon after `is_over`, if that is given."""
+def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool] | None = None) -> int:
+    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too: after that its exit code
+    is that of SIGINT.
+    """
     sys.stdout.flush()
+    is_interrupted = False
     with subprocess.Popen(command, env=environment) as process:
         while True:
             try:
-                return process.wait(None if is_over is None else _POLL_SECONDS)
+                code = process.wait(None if is_over is None else _POLL_SECONDS)
+                return -signal.SIGINT if is_interrupted else code
             except KeyboardInterrupt:
-                pass
+                is_interrupted = True
             except subprocess.TimeoutExpired:
                 if is_over is not None and is_over():
                     return _end(process)

@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AmpError, did_you_mean
+from ..errors import MissingExtraError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
 
-class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package that only a demo needs is not installed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a demo is asked for: optimizer steps of each run, the first seed and how many, and where to draw."""
+    """What a demo is asked for: optimizer steps of each run, the first seed and how many, and where to draw, and to
+    write a report.
+    """
 
     levels: tuple[str, ...]
     device: "torch.device"
@@ -27,6 +25,7 @@ class Options:
     seed: int
     seeds: int
     plot: Path | None
+    html: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,8 @@ class Demo:
     """A demo, in the module of its name: `run(options)` prints its table and writes its picture.
 
     `steps`, `levels` and `seeds` are what it runs by default; without `levels` it chooses them itself, and with one
-    seed it takes no more. `packages` are modules that the extra `extra` of this package installs.
+    seed it takes no more. `packages` are modules that the extra `extra` of this package installs. `has_report`: it
+    writes HTML, too.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Demo:
     seeds: int = 1
     packages: tuple[str, ...] = ("sklearn", "tqdm")
     extra: str = "demo"
+    has_report: bool = False
 
     def load(self) -> Any:
         """Import its module, and torch with it, and return it."""
@@ -53,7 +54,7 @@ class Demo:
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 DEMOS: tuple[Demo, ...] = (
-    Demo("digits", "a small network on handwritten digits at each opt_level", 300, LEVELS),
+    Demo("digits", "a small network on handwritten digits at each opt_level", 100, LEVELS, seeds=3, has_report=True),
     Demo("mlp", "a table of measurements classified, float32 against mixed", 200, ("O0", "O1", "O2", "O4"), seeds=5),
     Demo(
         "checkpointing",

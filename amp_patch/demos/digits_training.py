@@ -137,7 +137,7 @@ def _report(level: str, accuracy: float, losses: list[float], seconds: list[floa
     """Join the measurements, without the first tenth of the times as warm-up, with what the session says of itself."""
     stats = amp.stats()
     return TrainResult(
-        level=level,
+        level=stats.opt_level or level,
         low_dtype=stats.low_dtype,
         accuracy=accuracy,
         final_loss=mean_of_last(losses),

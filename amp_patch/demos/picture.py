@@ -4,15 +4,14 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..insight.comparing import COLOURS as COLOURS
+from ..insight.comparing import make_figure as make_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SMOOTHED_STEPS = 20
 """A final loss, and each point of a curve, is the mean of so many."""
-
-# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white.
-COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#CC79A7", "O4": "#009E73", "O5": "#E69F00"}
 
 
 class Curve(NamedTuple):
@@ -21,21 +20,6 @@ class Curve(NamedTuple):
     label: str
     losses: Sequence[float]
     colour: str
-
-
-def make_figure(panels: int = 1) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of 150 dots per inch and its panels, side by side; `figure.savefig(path)` writes it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9 if panels == 1 else 6.5 * panels, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(visible=True, which="major", alpha=0.25)
-        panel.set_axisbelow(True)
-    return figure, axes
 
 
 def mean_of_last(losses: Sequence[float]) -> float:

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 from . import runs as runs
 
 if TYPE_CHECKING:
+    from . import comparing as comparing
+    from . import report as report
+    from .comparing import compare as compare
     from .fault_text import format_fault as format_fault
     from .recorder import explain as explain
     from .recorder import recording as recording
@@ -20,22 +23,20 @@ _HOMES = {
     **dict.fromkeys(("FaultRecord", "Recording"), "records"),
     "format_recording": "text",
     "format_fault": "fault_text",
+    "compare": "comparing",
 }
+_MODULES = ("comparing", "report")
 
 __all__ = [
-    "FaultRecord",
-    "Recording",
-    "explain",
-    "format_fault",
-    "format_recording",
-    "recording",
-    "runs",
-    "trace",
+    *("FaultRecord", "Recording", "compare", "comparing", "explain", "format_fault", "format_recording", "recording"),
+    *("report", "runs", "trace"),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what has the name when it is first asked for: a file is read, and printed, without torch."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

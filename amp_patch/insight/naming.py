@@ -76,7 +76,7 @@ class ModuleStack:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._names = dict(_name_all(list(models)))
+        self._names = dict(name_modules(list(models)))
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
 
@@ -132,7 +132,7 @@ class ModuleStack:
 
 def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of models, each under the name of its module and its own, and gradients."""
-    for module, prefix in dict(_name_all(list(models))).values():
+    for module, prefix in dict(name_modules(list(models))).values():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
             yield full, tensor
@@ -140,7 +140,7 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield f"the gradient of {full}", tensor.grad
 
 
-def _name_all(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
     kinds = [type(model).__name__ for model in models]
     for number, model in enumerate(models):
         is_only = kinds.count(kinds[number]) == 1

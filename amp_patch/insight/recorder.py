@@ -61,7 +61,7 @@ class Recorder(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
-        self.run = _describe(session)
+        self.run = describe_run(session)
         self.stop()
         if self._is_in_window():
             self._observe(session)
@@ -130,7 +130,8 @@ def get_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def _describe(session: Session) -> RunRecord:
+def describe_run(session: Session) -> RunRecord:
+    """Return what there is to say of the run of a session."""
     policy, oplists = session.policy, session.oplists
     return RunRecord(
         torch=torch.__version__,

@@ -1,6 +1,6 @@
 """What is recorded of a run: one frozen schema, written as lines of JSON and read again.
 
-A file holds a line for each record, `{"kind": "run" | "op" | "step", ...}`, the run first; each rank writes its own.
+A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first; each rank writes its own.
 """
 
 import json
@@ -152,8 +152,121 @@ class FaultRecord:
     is_search: bool = False
 
 
-Record = RunRecord | OpRecord | UndoneCastRecord | StepRecord | FaultRecord
-R = TypeVar("R", bound=Record)
+@dataclass(frozen=True, slots=True)
+class ComparisonRecord:
+    """What was compared: runs with `reference`, for so many steps from each seed, on what machine, by what command."""
+
+    kind: ClassVar[str] = "comparison"
+
+    reference: str
+    steps: int
+    seeds: tuple[int, ...]
+    machine: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRecord:
+    """One run of a comparison.
+
+    Attributes:
+        run: its name, such as "O4" or "O4+my_lists.yaml".
+        opt_level, low, lists, digest: as in `RunRecord`; empty where it never began.
+        peak: bytes in use at the peak of a step, weights and optimizer included; None where that is not known.
+        loss_scale: that of the step whose layers are compared; None where they are not.
+        has_equal_weights: whether that step began with the weights of the reference, but for rounding.
+        failed: why it ended early, "" if it did not.
+    """
+
+    kind: ClassVar[str] = "compared"
+
+    run: str
+    opt_level: str = ""
+    low: str = ""
+    lists: tuple[str, ...] = ()
+    digest: str = ""
+    peak: int | None = None
+    loss_scale: float | None = None
+    has_equal_weights: bool = True
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveRecord:
+    """A run from one seed, a value for each step: the loss, and the first loss scale when the step had ended.
+
+    `ms` is the median time of a step, `skipped` the numbers of the steps that were skipped. `is_noise` is said of the
+    run of the reference whose inputs are off by one unit in the last place.
+    """
+
+    kind: ClassVar[str] = "curve"
+
+    run: str
+    seed: int
+    losses: tuple[float, ...]
+    scales: tuple[float, ...]
+    skipped: tuple[int, ...]
+    ms: float
+    is_noise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """By how much a layer is off the same layer of the reference, in one step from equal weights: the norm of the
+    difference over the norm, of what it was given, of its output and of its weights' gradients. None where there is
+    nothing to compare.
+    """
+
+    kind: ClassVar[str] = "layer"
+
+    run: str
+    module: str
+    input: float | None
+    output: float | None
+    gradient: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRecord:
+    """Unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`."""
+
+    kind: ClassVar[str] = "gradients"
+
+    run: str
+    lowest: int
+    counts: tuple[int, ...]
+    zeros: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """Values of a layer at positions that are the same in each run: of its input, its output, and its weights'
+    gradients. They are compared, and not kept. The record of module "" has values of all weights as its output.
+    """
+
+    kind: ClassVar[str] = "sample"
+
+    module: str
+    input: tuple[float, ...]
+    output: tuple[float, ...]
+    gradient: tuple[float, ...]
+
+
+Record = (
+    RunRecord
+    | OpRecord
+    | UndoneCastRecord
+    | StepRecord
+    | FaultRecord
+    | ComparisonRecord
+    | ComparedRecord
+    | CurveRecord
+    | LayerRecord
+    | GradientRecord
+    | SampleRecord
+)
+R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
 
 
@@ -185,9 +298,13 @@ class Recording:
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, a line of JSON each."""
-        with Path(path).open("w", encoding="utf-8") as file:
-            for record in (self.run, *self.records):
-                file.write(json.dumps({"kind": record.kind, **asdict(record)}) + "\n")
+        Path(path).write_text(self.format(), encoding="utf-8")
+
+    def format(self) -> str:
+        """Return all records, a line of JSON each; inf and NaN are strings there, since JSON has no such numbers."""
+        records = (self.run, *self.records)
+        lines = [json.dumps(_plain({"kind": record.kind, **asdict(record)}), allow_nan=False) for record in records]
+        return "\n".join([*lines, ""])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
@@ -218,7 +335,8 @@ def _read(path: Path) -> Iterator[Record]:
             data = json.loads(line)
             kind = _KINDS.get(data.pop("kind", None))
             if kind is not None:  # a later version may have others
-                record = kind(**{name: _frozen(data[name]) for name in data if name in kind.__slots__})
+                types = {field.name: field.type for field in fields(kind)}
+                record = kind(**{name: _frozen(data[name], types[name]) for name in data if name in types})
                 _check(record)
                 yield record
         except (ValueError, AttributeError, TypeError) as error:
@@ -234,5 +352,22 @@ def _check(record: Record) -> None:
             raise TypeError(f"{field.name} is {value!r}")
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _frozen(value: Any, kind: Any) -> Any:
+    """A value of JSON as one of a field's type."""
+    if isinstance(value, list):
+        element = get_args(kind)[0] if get_origin(kind) is tuple else None
+        return tuple(_frozen(one, element) for one in value)
+    is_float = kind is float or float in get_args(kind)
+    return float(value) if is_float and value in _NONFINITE else value
+
+
+_NONFINITE = ("inf", "-inf", "nan")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value

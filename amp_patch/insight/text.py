@@ -20,8 +20,7 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     `with_all` gives each layer a row of its own and shows unlisted ops that give what they were given.
     """
     ops = list(merge_steps(recording.ops))
-    rows = list(ops if with_all else fold_layers(op for op in ops if _is_of_interest(op)))
-    forward = [op for op in rows if op.phase in ("forward", "recompute")]
+    forward = [op for op in choose_ops(recording, with_all=with_all) if op.phase in ("forward", "recompute")]
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
     if any(map(_is_computed_in_float32, forward)) and by == "module":
         table += "\n* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
@@ -78,26 +77,34 @@ def _heading(recording: Recording) -> str:
     return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "") + "\n"
 
 
+OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
+
+
 def _by_module(ops: list[OpRecord]) -> str:
-    heading = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
-    return format_table(
-        heading,
-        [
-            (
-                op.module or "(no module)",
-                op.op + (" (again)" if op.phase == "recompute" else ""),
-                op.rule + (f" ({op.region})" if op.region else "") or "-",
-                op.entry or "-",
-                _dtypes(op.given),
-                _dtypes(op.ran) + ("*" if _is_computed_in_float32(op) else ""),
-                _dtypes(op.out),
-                *map(str, (op.calls, op.casts, op.avoided)),
-                op.site or "-",
-            )
-            for op in ops
-        ],
-        left=7,
+    return format_table(OP_COLUMNS, map(op_cells, ops), left=7)
+
+
+def op_cells(op: OpRecord) -> tuple[str, ...]:
+    """Return the cells of a record, in the order of `OP_COLUMNS`."""
+    return (
+        op.module or "(no module)",
+        op.op + (" (again)" if op.phase == "recompute" else ""),
+        op.rule + (f" ({op.region})" if op.region else "") or "-",
+        op.entry or "-",
+        _dtypes(op.given),
+        _dtypes(op.ran) + ("*" if _is_computed_in_float32(op) else ""),
+        _dtypes(op.out),
+        *map(str, (op.calls, op.casts, op.avoided)),
+        op.site or "-",
     )
+
+
+def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
+    """Return the rows of a recording: steps and equal layers in one, and what is of interest. See
+    `format_recording`.
+    """
+    ops = list(merge_steps(recording.ops))
+    return ops if with_all else list(fold_layers(op for op in ops if _is_of_interest(op)))
 
 
 def _by_op(ops: list[OpRecord]) -> str:

@@ -233,6 +233,9 @@ def choose_policy(
     settings = in_force.settings
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, told = settings.lay_over(opt_level, arguments)
+    if told and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
+        told += f"{',' if 'ignore' in told else ' and ignore'} lists"
+        overrides = {name: value for name, value in overrides.items() if name != "lists"}
     policy = make(level, overrides, presets=presets)
     if told and policy.lists and not policy.patch_torch_functions and not load_oplists(policy.lists).modules:
         told += f" and lists, of which {level} takes the modules alone"

@@ -82,10 +82,10 @@ class Stepper:
             args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()
+        self._masters.masters.pull()
         self._gradients.unscale()
         if not callable(closure):
             self._tell("step_begun")
-        self._masters.masters.pull()
         passes = self._window.passes()
         try:
             self._frame = sys._getframe()

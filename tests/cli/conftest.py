@@ -13,7 +13,8 @@ from amp_patch.cli.main import main
 @pytest.fixture(scope="session")
 def warm_server():
     """Forks of a process that has imported what a session and a probe need."""
-    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.tracer")
+    names = "torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.tracer"
+    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes")
     yield server
     server.close()
 

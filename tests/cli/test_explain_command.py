@@ -86,8 +86,9 @@ def test_steps_and_sums_and_files(call, tmp_path, capsys):
     assert re.search(r"^F\.linear +whitelist +\S+ +4 ", out, re.MULTILINE)
     lines = [json.loads(line) for line in (tmp_path / "rec.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines].count("step") == 2 and lines[0]["schema"] == 1
-    assert main(["explain", "--from", "rec.jsonl", "--by", "op"]) == 0
+    assert main(["explain", "--from", "rec.jsonl", "--by", "op", "--html", "rec.html"]) == 0
     assert capsys.readouterr().out == out[out.index("O1, f16") :]
+    assert "F.linear" in (tmp_path / "rec.html").read_text()
 
 
 @pytest.mark.parametrize(

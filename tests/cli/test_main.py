@@ -41,7 +41,8 @@ def test_levels_may_be_repeated_or_listed() -> None:
         pytest.param(["--device", "abacus"], "device 'abacus' cannot be used here", id="device"),
         pytest.param(["digitz"], "'digitz' is not a demo", id="name"),
         pytest.param(["digitz"], "Did you mean 'digits'?", id="name-meant"),
-        pytest.param(["--seeds", "2"], "the demo digits takes no --seeds", id="seeds"),
+        pytest.param(["paper", "--seeds", "2"], "the demo paper takes no --seeds", id="seeds"),
+        pytest.param(["paper", "--html", "x.html"], "the demo paper takes no --html", id="html"),
         pytest.param(["--plot", "curves.jpg"], "'curves.jpg' must be a .png file in a folder that exists", id="plot"),
     ],
 )

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import amp_patch as amp
 from amp_patch.cli import main
-from amp_patch.demos import DEMOS, digits, digits_training
+from amp_patch.demos import DEMOS, Options, digits, digits_training
 
 pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
 
@@ -21,7 +23,10 @@ def cells(output: str) -> dict[str, list[str]]:
 
 
 def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--seed", "3"]) == 0
+    assert (
+        main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--seed", "3", "--seeds", "1"])
+        == 0
+    )
     output = capsys.readouterr().out
     assert tuple(re.split(r"\s{2,}", output.splitlines()[0])) == digits.COLUMNS
     rows = cells(output)
@@ -37,17 +42,33 @@ def test_demo_says_which_products_are_computed_in_float32(
     has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(digits, "has_low_products", lambda device_type, low: has_products)
-    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu"]) == 0
+    assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu", "--seeds", "1"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "products are computed in float32" in line]
     assert len(told) == (0 if has_products else 1)
     assert all("rounded to bfloat16" in line and line.endswith("for speed here, use O0") for line in told)
 
 
-def test_plot_writes_a_png(tmp_path: Path) -> None:
+def test_plot_writes_a_png_and_html_a_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "curves.png"
-    assert main(["demo", "--opt-level", "O0,O4", "--steps", str(STEPS), "--device", "cpu", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(PNG_MAGIC)
+    files = ["--plot", str(tmp_path / "levels.png"), "--html", str(tmp_path / "levels.html")]
+    options = ["--opt-level", "O4,O1", "--steps", "3", "--device", "cpu", "--seeds", "2", "--seed", "5"]
+    assert main(["demo", *options, *files]) == 0
+    assert (tmp_path / "levels.png").read_bytes().startswith(PNG_MAGIC)
+    page = (tmp_path / "levels.html").read_text()
+    assert "Difference from O4" in page and ">5, 6<" in page and "BatchNorm" not in page
+
+
+def test_levels_are_compared_over_seeds_with_what_they_are_trained_by(tmp_path: Path) -> None:
+    options = Options(("O0", "O4"), torch.device("cpu"), 3, 7, 2, None)
+    comparison, results = digits.measure(options)
+    data = digits_training.load_digits_tensors()
+    for level in ("O0", "O4"):
+        alone = [digits_training.train(level, data, steps=3, seed=seed) for seed in (7, 8)]
+        assert [one.accuracy for one in results[level]] == [one.accuracy for one in alone]
+        curves = comparison.curves(level).values()
+        assert [curve.losses for curve in curves] == [pytest.approx(one.losses, rel=1e-6) for one in alone]
+        amp.reset()
+    assert comparison.noise is not None and not comparison.are_seeds_equal and comparison.runs[1].peak
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ FLOORS = (
 
 WINGS = frozenset(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 DOOR_WIDTH = 10  # names that leave through the `__init__` of a wing
+WIDE_DOORS = {"insight": 14}  # five functions for users, and what as many commands need of their results
 PORT_WIDTH = 15  # names that the stand-in has from its port
 STAND_IN = {"apex"}  # has the rooms and the names of the package that it stands in for
 BY_MODULE = {"integrations"}  # has no names but those of its modules
@@ -132,7 +133,7 @@ def test_a_module_imports_from_lower_wings_through_their_doors(path):
 
 @pytest.mark.parametrize("wing", sorted(WINGS - STAND_IN - BY_MODULE))
 def test_a_door_is_narrow(wing):
-    assert 0 < len(names_at_door(PACKAGE / wing / "__init__.py")) <= DOOR_WIDTH
+    assert 0 < len(names_at_door(PACKAGE / wing / "__init__.py")) <= WIDE_DOORS.get(wing, DOOR_WIDTH)
 
 
 def test_the_port_is_narrow():

@@ -69,7 +69,7 @@ def sources(folder: str, prefix: str, patterns: tuple[str, ...]) -> set[str]:
 
 def test_wheel_holds_exactly_the_sources(wheel: zipfile.ZipFile) -> None:
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = sources("amp_patch", "amp_patch", ("*.py", "py.typed")) | sources(
+    expected = sources("amp_patch", "amp_patch", ("*.py", "py.typed", "*.css", "*.js")) | sources(
         "lists", "amp_patch/lists", ("*.py", "*.yaml", "*.json")
     )
     assert shipped == expected

@@ -1,0 +1,100 @@
+"""`amp-patch compare`: runs of a script at several levels side by side: losses, time, memory, gradients and layers.
+
+The script runs unmodified, as under `amp-patch run`, several times for each run that is asked for.
+"""
+
+import argparse
+import importlib.util
+import shlex
+import sys
+
+from ..errors import MissingExtraError
+from . import run as runs
+from .scripts import ScriptRunner, new_file
+
+RUNS = "O0,O1,O2,O4,O5"
+USAGE = (
+    "%(prog)s [--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE] [--]"
+    " (SCRIPT | -m MODULE) [ARGUMENT ...]\n       %(prog)s SCRIPT --runs LEVEL[+LIST...],... [OPTION ...]"
+    " [-- ARGUMENT ...]"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own options; what follows the script's name is the script's, unless it is `--runs`."""
+    parser.usage = USAGE
+    parser.add_argument(
+        "--runs", type=_runs, default=None, metavar="RUNS", help=f"levels, with op lists to lay over (default: {RUNS})"
+    )
+    parser.add_argument(
+        "--reference", type=_run, metavar="RUN", help="what the others are compared with (default: O0, else the first)"
+    )
+    parser.add_argument("--steps", type=_positive, default=50, help="optimizer steps of a run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="set before the script begins (default: %(default)s)")
+    parser.add_argument("--seeds", type=_positive, default=1, help="how many, from --seed on (default: %(default)s)")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw what was measured (needs matplotlib)")
+    parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records, a line of JSON each")
+    runs.add_script(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what is asked for, print the table and write the files; return 0, or 1 if a run failed or Ctrl-C came."""
+    from ..insight.comparing import Campaign, plan_runs
+
+    arguments = _read_options_after_script(arguments)
+    if arguments.opt_level is not None:
+        arguments.parser.error("--opt-level has no place here: name levels by --runs")
+    if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError('--png needs matplotlib, not installed here; run: pip install "amp_patch[demo]"')
+    asked = arguments.runs or _runs(RUNS)
+    reference = arguments.reference or ("O0" if "O0" in asked else asked[0])
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
+    prefix = arguments.parser.prog
+    campaign = Campaign(ScriptRunner(arguments), plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
+    is_interrupted = False
+    try:
+        campaign.run()
+    except KeyboardInterrupt:
+        is_interrupted = True
+        print(f"{prefix}: interrupted; what follows is what was done by then", file=sys.stderr)
+    comparison = campaign.comparison()
+    print(comparison.table())
+    for path, save in (
+        (arguments.jsonl, comparison.to_jsonl),
+        (arguments.html, comparison.save_html),
+        (arguments.png, comparison.save_png),
+    ):
+        if path is not None:
+            save(path)
+            print(f"written: {path}", file=sys.stderr)
+    return 1 if is_interrupted or comparison.failed else 0
+
+
+def _read_options_after_script(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Take what follows the script up to `--` for options of this command, where it begins with `--runs`."""
+    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    if arguments.module is not None or not any(part == "--runs" or part.startswith("--runs=") for part in script[1:2]):
+        return arguments
+    end = script.index("--") if "--" in script else len(script)
+    line = [*script[1:end], script[0], *script[end + 1 :]]
+    parsed: argparse.Namespace = arguments.parser.parse_args(line, arguments)
+    return parsed
+
+
+def _runs(text: str) -> list[str]:
+    return [_run(one.strip()) for one in text.split(",")]
+
+
+def _run(text: str) -> str:
+    """`O4+my_lists.yaml`, checked, with the paths of its lists made absolute."""
+    level, *lists = text.split("+")
+    return "+".join([runs.opt_level(level), *map(runs.oplist, lists)])
+
+
+def _positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,216 @@
+"""`Campaign`: the runs of a comparison, one after another, each so often that nothing disturbs its clock."""
+
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import SessionError
+from ...script_settings import Settings
+from ..records import (
+    ComparedRecord,
+    ComparisonRecord,
+    CurveRecord,
+    GradientRecord,
+    LayerRecord,
+    Record,
+    Recording,
+    RunRecord,
+    SampleRecord,
+)
+from ..runs import Run, RunFailedError, Runner
+from .comparison import Comparison
+
+CURVES = "comparing.probes:CurveProbe"
+LAYERS = "comparing.probes:LayerProbe"
+CLOSE = 0.02
+"""Weights that were rounded to 16 bits are closer to the reference's than this."""
+
+
+class Plan(NamedTuple):
+    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
+
+    `leave` is whether a training is left after its steps, or goes on to its own end.
+    """
+
+    runs: dict[str, Settings]
+    reference: str
+    steps: int
+    seeds: tuple[int, ...]
+    command: str = ""
+    leave: bool = True
+
+
+def plan_runs(
+    asked: Sequence[str | Settings], reference: str, steps: int, seeds: Sequence[int], command: str = ""
+) -> Plan:
+    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; equal ones are told apart by number.
+
+    The reference is run first where it is not among them.
+    """
+    each = [parse_run(one) if isinstance(one, str) else one for one in asked]
+    first = parse_run(reference)
+    runs: dict[str, Settings] = {}
+    for settings in each if first in each else [first, *each]:
+        name = name_of(settings)
+        number = sum(known == name or known.startswith(f"{name} (") for known in runs)
+        runs[f"{name} ({number + 1})" if number else name] = settings
+    return Plan(runs, name_of(first), steps, tuple(seeds), command)
+
+
+def parse_run(text: str) -> Settings:
+    """Read a level, and op lists that are laid over those of the training: "O4+my_lists.yaml"."""
+    level, *lists = text.split("+")
+    return Settings(level, tuple(lists))
+
+
+def name_of(settings: Settings) -> str:
+    """Return a run's name, with lists by the names of their files."""
+    return "+".join([settings.opt_level or "as written", *(Path(one).name for one in settings.lists)])
+
+
+class Campaign:
+    """Runs what is planned. `tell` is called with a line as each run begins.
+
+    Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
+    two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
+    on inputs that are off by one unit in the last place: what differs then is noise.
+    """
+
+    def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._tell = tell
+        self._header: RunRecord | None = None
+        self._compared = {name: ComparedRecord(name, failed="did not run") for name in plan.runs}
+        self._curves: dict[str, list[CurveRecord]] = {name: [] for name in plan.runs}
+        self._found: list[Record] = []
+        self._samples: dict[str, SampleRecord] = {}
+        self._done = 0
+
+    def run(self) -> None:
+        """Run all. What a run raises is noted, an interrupt leaves."""
+        plan = self._plan
+        order = sorted(plan.runs, key=lambda name: name != plan.reference)
+        for seed in plan.seeds:
+            for name in order:
+                if self._compared[name].failed in ("", "did not run"):
+                    self._train(name, seed)
+                if name == plan.reference and not self._compared[name].failed:
+                    self._train(name, seed, is_noise=True)
+                if seed == plan.seeds[0] and not self._compared[name].failed:
+                    self._look_at_layers(name, seed)
+
+    def comparison(self) -> Comparison:
+        """Return what there is so far. Raises SessionError, with the first reason, where no run has taken a step."""
+        curves = [curve for each in self._curves.values() for curve in each if curve.losses]
+        if self._header is None or not curves:
+            reasons = [f"{one.run}: {one.failed}" for one in self._compared.values()]
+            raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
+        plan = self._plan
+        about = ComparisonRecord(
+            plan.reference, plan.steps, plan.seeds, _name_machine(self._header.device), plan.command
+        )
+        return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
+
+    def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
+        self._say(f"{name}{', inputs off by one unit' if is_noise else ''}, seed {seed}")
+        recording, failed = self._watch(
+            name, CURVES, {"steps": self._plan.steps, "nudge": is_noise, "leave": self._plan.leave}, seed
+        )
+        if not is_noise:
+            self._describe(name, recording, failed)
+        for curve in () if recording is None or (failed and is_noise) else recording.of(CurveRecord):
+            self._curves[name].append(replace(curve, run=name, seed=seed))
+
+    def _look_at_layers(self, name: str, seed: int) -> None:
+        scales = [curve.scales[-1] for curve in self._curves[name] if curve.scales]
+        self._say(f"{name}, layers and memory")
+        recording, failed = self._watch(name, LAYERS, {"loss_scale": scales[0] if scales else None}, seed)
+        if recording is None or failed:
+            self._compared[name] = replace(self._compared[name], failed=failed)
+            return
+        samples = {record.module: record for record in recording.of(SampleRecord)}
+        if name == self._plan.reference:
+            self._samples = samples
+        (seen,) = recording.of(ComparedRecord)
+        is_equal = name == self._plan.reference or self._has_equal_weights(samples)
+        self._compared[name] = replace(
+            self._compared[name], peak=seen.peak, loss_scale=seen.loss_scale, has_equal_weights=is_equal
+        )
+        self._found.extend(replace(record, run=name) for record in recording.of(GradientRecord))
+        if is_equal and name != self._plan.reference:
+            self._found.extend(
+                LayerRecord(name, module, *_compare(sample, samples[module]))
+                for module, sample in self._samples.items()
+                if module and module in samples
+            )
+
+    def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
+        found, own = samples.get(""), self._samples.get("")
+        error = None if found is None or own is None else find_error(own.output, found.output)
+        return error is not None and error < CLOSE
+
+    def _watch(self, name: str, probe: str, options: dict[str, object], seed: int) -> tuple[Recording | None, str]:
+        """Return what a probe recorded, and why the run failed."""
+        try:
+            return self._runner(Run(probe, options, self._plan.runs[name], seed)), ""
+        except RunFailedError as error:
+            return error.recording, str(error)
+        except Exception as error:  # of a function that trains: a run of its own has failed, the others go on
+            return None, (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+
+    def _describe(self, name: str, recording: Recording | None, failed: str) -> None:
+        if recording is None:
+            self._compared[name] = replace(self._compared[name], failed=failed)
+            return
+        run = recording.run
+        if self._header is None or name == self._plan.reference:
+            self._header = run
+        known = self._compared[name]
+        self._compared[name] = replace(
+            known, opt_level=run.opt_level, low=run.low, lists=run.lists, digest=run.digest, failed=failed
+        )
+
+    def _say(self, what: str) -> None:
+        self._done += 1
+        runs = len(self._plan.runs)
+        total = (runs + 1) * len(self._plan.seeds) + runs
+        self._tell(f"[{self._done}/{total}] {what}")
+
+
+def _compare(reference: SampleRecord, own: SampleRecord) -> tuple[float | None, ...]:
+    return (
+        find_error(reference.input, own.input),
+        find_error(reference.output, own.output),
+        find_error(reference.gradient, own.gradient),
+    )
+
+
+def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:
+    """Return the norm of the difference over that of the reference: 0 if all are equal, inf if a value is not finite or
+    the reference is zero, None without values or where their numbers differ.
+    """
+    if not reference or len(reference) != len(values):
+        return None
+    if not all(map(math.isfinite, (*reference, *values))):
+        return 0.0 if list(reference) == list(values) else math.inf
+    difference = math.hypot(*(a - b for a, b in zip(reference, values, strict=True)))
+    norm = math.hypot(*reference)
+    return 0.0 if difference == 0 else difference / norm if norm else math.inf
+
+
+def _name_machine(device: str) -> str:
+    """The name of the device that was trained on, and of the CPU."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    if device != "cuda":
+        return cpu
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, {cpu}"

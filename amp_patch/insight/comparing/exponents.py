@@ -1,0 +1,98 @@
+"""Magnitudes of gradients, counted so that what a 16-bit dtype makes of them at any power of two can be told exactly.
+
+Each power of two from 2**e up to, not with, 2**(e + 1) has four counts: of values that are 2**e, of larger ones, of
+those that bfloat16 rounds up to 2**(e + 1) (from 2 - 2**-8 times 2**e on), and of those that float16 does too (from
+2 - 2**-11 on). The counts of all powers stand one after another, from the lowest power on.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLASSES = 4
+_LOWEST, _HIGHEST = -149, 127  # powers of two that float32 has
+
+
+class Format(NamedTuple):
+    """A 16-bit dtype: up to 2**`zero` it rounds to zero, below 2**`normal` it has fewer bits, and in the power `last`
+    it rounds to inf from `infinite` of the four counts on.
+    """
+
+    zero: int
+    normal: int
+    last: int
+    infinite: int
+
+
+FORMATS = {"f16": Format(-25, -14, 15, 3), "bf16": Format(-134, -126, 127, 2)}
+"""By the short name of the dtype."""
+
+
+class Shares(NamedTuple):
+    """The parts, from 0 to 1, of values that are neither zero nor inf or NaN which become zero, subnormal, and inf."""
+
+    zero: float
+    subnormal: float
+    infinite: float
+
+
+class Counted(NamedTuple):
+    """Counts from the power `lowest` on, and how many values are zero, and inf or NaN."""
+
+    lowest: int
+    counts: tuple[int, ...]
+    zeros: int
+    nonfinite: int
+
+
+def count(tensors: "Iterable[Tensor]") -> Counted:
+    """Count the elements of floating tensors on any device, as float32. Waits for the device."""
+    import torch
+
+    total, zeros, nonfinite = torch.zeros((_HIGHEST - _LOWEST + 1) * CLASSES, dtype=torch.int64), 0, 0
+    with torch.no_grad():
+        for tensor in tensors:
+            sizes = tensor.detach().float().abs().flatten()
+            finite = sizes[sizes.isfinite()]
+            nonfinite += sizes.numel() - finite.numel()
+            found = finite[finite > 0]
+            zeros += finite.numel() - found.numel()
+            mantissa, exponent = torch.frexp(found)  # mantissa from 0.5 up to 1
+            kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
+            places = (exponent - 1 - _LOWEST) * CLASSES + kind
+            total += torch.bincount(places, minlength=len(total)).cpu()
+    powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
+    if not any(powers):
+        return Counted(0, (), zeros, nonfinite)
+    first, last = powers.index(True), len(powers) - powers[::-1].index(True)
+    return Counted(first + _LOWEST, tuple(total[first * CLASSES : last * CLASSES].tolist()), zeros, nonfinite)
+
+
+def find_shares(lowest: int, counts: Sequence[int], low: str, scale: float = 1.0) -> Shares:
+    """Return what a dtype of `FORMATS` makes of values multiplied by a scale: exact for a power of two, but for
+    subnormals that round up to a normal number, and between two of them for a scale between.
+    """
+    power = math.log2(scale)
+    below = math.floor(power)
+    first = _shares(lowest + below, counts, FORMATS[low])
+    if below == power:
+        return first
+    second = _shares(lowest + below + 1, counts, FORMATS[low])
+    return Shares(*(a + (power - below) * (b - a) for a, b in zip(first, second, strict=True)))
+
+
+def _shares(lowest: int, counts: Sequence[int], form: Format) -> Shares:
+    zero = subnormal = infinite = 0
+    for place, number in enumerate(counts):
+        power, kind = lowest + place // CLASSES, place % CLASSES
+        if power < form.zero or (power == form.zero and kind == 0):
+            zero += number
+        elif power < form.normal:
+            subnormal += number
+        elif power > form.last or (power == form.last and kind >= form.infinite):
+            infinite += number
+    total = sum(counts) or 1
+    return Shares(zero / total, subnormal / total, infinite / total)

@@ -1,0 +1,91 @@
+"""`PeakMeter`: the bytes in use at the peak of what runs between `start` and `stop`."""
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import PLAIN_CLASSES
+from ...events import add_watching_modes
+from ...session import Session
+from ...torch_dispatch import TorchDispatchMode, leave_mode
+from ..tensors import tensors_in
+
+
+class PeakMeter:
+    """On CUDA the allocator tells. On a CPU it is the storages of weights, masters, gradients and optimizer states, and
+    of all that ops give from then on, as long as they live, less what ops need inside. Other devices: None.
+
+    It is stopped in the thread that has started it. On a CPU, code of torch.compile runs as it was written meanwhile.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._counting: _Counting | None = None
+        self.peak: int | None = None
+
+    def start(self) -> None:
+        """Begin to measure."""
+        if self._session.device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif self._session.device_type == "cpu":
+            self._counting = _Counting()
+            self._counting.add_all(_state_of(self._session))
+            add_watching_modes(1)
+            self._counting.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Measure no more, and fill `peak`. Harmless twice."""
+        if self._session.device_type == "cuda":
+            self.peak = self.peak or torch.cuda.max_memory_allocated()
+        elif self._counting is not None and leave_mode(self._counting):
+            add_watching_modes(-1)
+            self.peak, self._counting = self._counting.peak, None
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up the storages that live. A storage is told by its object, which torch keeps for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._in_use = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add_all(tensors_in((result,)))
+        return result
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages that are not known yet."""
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_CLASSES or tensor.layout is not torch.strided or not tensor.is_cpu:
+                continue
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known:
+                self._add(storage, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self._in_use)
+
+    def _add(self, storage: Any, key: int, size: int) -> None:
+        def forget(_: Any) -> None:
+            del self._known[key]
+            self._in_use -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._in_use += size
+
+
+def _state_of(session: Session) -> Iterator[Tensor]:
+    """Yield weights, masters and buffers, their gradients, and optimizer states."""
+    models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
+    optimizers = [binding.optimizer for binding in session.bindings() if binding.optimizer is not None]
+    stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    for weight in itertools.chain(*models, *stepped):
+        yield weight
+        if weight.is_leaf and weight.grad is not None:
+            yield weight.grad
+    for optimizer in optimizers:
+        yield from tensors_in(optimizer.state.values())

@@ -1,0 +1,299 @@
+"""What watches the runs that are compared: `CurveProbe` a whole run, `LayerProbe` its first two steps."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...casting import cast_tree
+from ...errors import SessionError
+from ...session import Session, current
+from ..naming import name_modules
+from ..recorder import describe_run
+from ..records import ComparedRecord, CurveRecord, GradientRecord, Recording, RunRecord, SampleRecord
+from ..runs import Probe
+from . import exponents
+from .memory import PeakMeter
+from .nudging import Nudge, move_up
+
+SAMPLES = 512
+"""How many values of a tensor are compared, at most."""
+
+
+class _StepProbe(Probe):
+    """Counts steps by those of the optimizer that steps first: a GAN's two take one step together."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._first: int | None = None
+        self._count = 0
+        self.run: RunRecord | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+        if self.run is None:
+            raise SessionError("nothing was recorded: amp.initialize has not been called")
+        return Recording(self.run, list(self._records()))
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self._count
+
+    def session_opened(self, session: Session) -> None:
+        """Take down what is in force."""
+        self.run = describe_run(session)
+
+    def session_closing(self, session: Session) -> None:
+        """The next session has optimizers of its own."""
+        self._first = None
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count a step."""
+        if self._first is None:
+            self._first = id(optimizer)
+        if id(optimizer) == self._first:
+            self._count += 1
+            self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        raise NotImplementedError
+
+    def _records(self) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Watch no more. Harmless twice."""
+
+
+class CurveProbe(_StepProbe):
+    """Takes down the loss, the loss scale and the time of each step; waits for the device once a step.
+
+    The loss of a step is the mean of those that `scale_loss` was given. The time is that from the end of a step to that
+    of the next, with all that the script does between.
+
+    Args:
+        steps: how many to watch.
+        nudge: move what models are given by one unit in the last place.
+        leave: call `on_end`; else the training goes on to its own end.
+        on_end: called when they have ended.
+    """
+
+    def __init__(
+        self, steps: int, nudge: bool = False, leave: bool = True, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(on_end if leave else lambda: None)
+        self._limit = steps
+        self._is_noise = nudge
+        self._nudge: Nudge | None = None
+        self._pending: list[Tensor] = []
+        self._losses: list[float] = []
+        self._scales: list[float] = []
+        self._skipped: list[int] = []
+        self._seconds: list[float] = []
+        self._started = time.perf_counter()
+
+    def session_opened(self, session: Session) -> None:
+        """Begin, or see to more models."""
+        super().session_opened(session)
+        self.stop()
+        if self._is_noise and self._count < self._limit:
+            self._nudge = Nudge(session.models())
+            self._nudge.open()
+        self._started = time.perf_counter()
+
+    def session_closing(self, session: Session) -> None:
+        """End for now."""
+        super().session_closing(session)
+        self.stop()
+
+    def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
+        """Keep the loss up to the end of the step."""
+        if self._count < self._limit:
+            self._pending.append(loss.detach().clone())
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._count > self._limit:
+            return
+        session = current.require()
+        if session.device_type != "cpu":
+            torch.accelerator.synchronize()
+        self._seconds.append(time.perf_counter() - self._started)
+        losses = [loss.double().mean().item() for loss in self._pending]
+        self._pending.clear()
+        self._losses.append(_shorten(statistics.fmean(losses)) if losses else math.nan)
+        self._scales.append(session.stats().loss_scales[0])
+        if getattr(optimizer, "step_was_skipped", False):
+            self._skipped.append(self._count - 1)
+        if self._nudge is not None and not self._nudge.has_moved:
+            _move_first_weight(self._nudge, session.models())
+        if self._count == self._limit:
+            self.stop()
+            self._on_end()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Watch no more. Harmless twice."""
+        self._pending.clear()
+        if self._nudge is not None:
+            self._nudge.close()
+
+    def _records(self) -> Iterable[CurveRecord]:
+        warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
+        ms = 1e3 * statistics.median(warm) if warm else math.nan
+        yield CurveRecord(
+            "", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), round(ms, 4), self._is_noise
+        )
+
+
+def _shorten(value: float) -> float:
+    """A float32 has nine digits that matter."""
+    return float(f"{value:.9g}")
+
+
+def _move_first_weight(nudge: Nudge, models: list[nn.Module]) -> None:
+    """Move a weight once in the place of inputs, of which there were none to move."""
+    weight = next((weight for model in models for weight in model.parameters() if weight.is_floating_point()), None)
+    if weight is not None:
+        weight.data.copy_(move_up(weight.data))
+        nudge.has_moved = True
+
+
+class LayerProbe(_StepProbe):
+    """Takes samples of what each layer gives, and of the unscaled gradients of its weights, in the first step, counts
+    these gradients by magnitude, and measures the memory that the second step takes.
+
+    A layer is a module that has weights of its own, or no parts. Of one that runs several times the first is taken.
+
+    Args:
+        loss_scale: the scale to take where it is dynamic: 2**16 at the start may overflow.
+        on_end: called when the second step has ended.
+    """
+
+    def __init__(self, loss_scale: float | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_end)
+        self._loss_scale = loss_scale
+        self._used_scale: float | None = None
+        self._names: dict[int, tuple[nn.Module, str]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._meter: PeakMeter | None = None
+        self._inputs: dict[str, tuple[float, ...]] = {}
+        self._outputs: dict[str, tuple[float, ...]] = {}
+        self._gradients: dict[str, tuple[float, ...]] = {}
+        self._weights: tuple[float, ...] = ()
+        self._counted = exponents.Counted(0, (), 0, 0)
+
+    def session_opened(self, session: Session) -> None:
+        """Begin, or see to more models."""
+        super().session_opened(session)
+        if self._count:
+            return
+        self._names = {
+            known: (module, name or f"({type(module).__name__})")
+            for known, (module, name) in name_modules(session.models())
+        }
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._take_input),
+                register_module_forward_hook(self._take_output),
+            ]
+        for scaler in session.scalers:
+            if scaler.is_dynamic and self._loss_scale is not None:
+                scaler.set_loss_scale(self._loss_scale)
+        self._used_scale = session.scalers[0].loss_scale()
+
+    def session_closing(self, session: Session) -> None:
+        """Let go of its modules."""
+        super().session_closing(session)
+        self.stop()
+
+    def _take_input(self, module: nn.Module, args: Any) -> None:
+        """Called before what amp itself hangs on modules, which may cast."""
+        self._take(module, args, self._inputs)
+
+    def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._take(module, output, self._outputs)
+
+    def _take(self, module: nn.Module, value: Any, into: dict[str, tuple[float, ...]]) -> None:
+        known = self._names.get(id(module))
+        if known is None or known[1] in into or not torch.is_grad_enabled() or not _is_layer(module):
+            return
+        found: list[Tensor] = []
+        cast_tree(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        first = next((tensor for tensor in found if tensor.is_floating_point()), None)
+        if first is not None:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without values to look at
+                into[known[1]] = _sample(first)
+
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Look at the gradients."""
+        if self._count or self._gradients:
+            return
+        session = current.require()
+        seen: dict[int, Tensor] = {}
+        weights: list[float] = []
+        for module, name in self._names.values():
+            samples: list[float] = []
+            for weight in module.parameters(recurse=False):
+                master = session.find_master(weight)
+                holder = weight if master is None else master
+                weights.extend(_sample(holder, 8))
+                if holder.grad is not None:
+                    samples.extend(_sample(holder.grad))
+                    seen[id(holder)] = holder.grad
+            if samples:
+                self._gradients[name] = tuple(samples)
+        self._weights = tuple(weights)
+        self._counted = exponents.count(grad for grad in seen.values() if not grad.is_sparse)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._count == 1:
+            self._unhook()
+            self._meter = PeakMeter(current.require())
+            self._meter.start()
+        elif self._count == 2:
+            self.stop()
+            self._on_end()
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._names = [], {}
+
+    def stop(self) -> None:
+        """Watch no more. Harmless twice."""
+        self._unhook()
+        if self._meter is not None:
+            self._meter.stop()
+
+    def _records(self) -> Iterable[ComparedRecord | SampleRecord | GradientRecord]:
+        peak = self._meter.peak if self._meter is not None and self._count > 1 else None
+        yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
+        yield SampleRecord("", (), self._weights, ())
+        for name in dict.fromkeys([*self._outputs, *self._gradients]):
+            yield SampleRecord(name, *(one.get(name, ()) for one in (self._inputs, self._outputs, self._gradients)))
+        if self._gradients:
+            yield GradientRecord("", *self._counted)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None or next(module.children(), None) is None
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor, number: int = SAMPLES) -> tuple[float, ...]:
+    """Return at most so many values, spread evenly. Waits for the device."""
+    values = tensor.detach()
+    values = (values.to_dense() if values.is_sparse else values).flatten()
+    if values.numel() > number:
+        values = values[torch.arange(number, device=values.device) * values.numel() // number]
+    return tuple(map(_shorten, values.float().tolist()))

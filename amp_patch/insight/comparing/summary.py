@@ -1,0 +1,182 @@
+"""`Summary`: what was measured of several runs, read as one row for each."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...errors import RecordError
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Record, Recording
+from .exponents import FORMATS, Shares, find_shares
+
+LAST_STEPS = 20
+"""A final loss is the mean of the last fifth of the steps, of so many at most."""
+
+
+class Row(NamedTuple):
+    """A run in numbers; None where there is nothing to say.
+
+    `difference` is the mean of those from the reference over the last steps, and over seeds, and `spread` the standard
+    deviation over seeds. `factor` is the time of a step over the reference's. `zero` and `zero_scaled` are parts of the
+    reference's gradients that would be zero in the low dtype. `worst` is the layer that adds most to what its input is
+    off, and by how much it is off.
+    """
+
+    name: str
+    run: ComparedRecord
+    steps: int = 0
+    loss: float | None = None
+    difference: float | None = None
+    spread: float | None = None
+    ms: float | None = None
+    factor: float | None = None
+    skipped: int = 0
+    scale: float | None = None
+    zero: float | None = None
+    zero_scaled: float | None = None
+    worst: LayerRecord | None = None
+
+
+class Summary:
+    """Runs compared with one of them, as they are recorded. Raises RecordError for another recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        found = recording.of(ComparisonRecord)
+        if len(found) != 1:
+            raise RecordError("no record of kind 'comparison': this is no recording of one")
+        self.recording = recording
+        self.about = found[0]
+        self.runs = recording.of(ComparedRecord)
+
+    @property
+    def records(self) -> list[Record]:
+        """All records but that of the run."""
+        return self.recording.records
+
+    @property
+    def failed(self) -> list[ComparedRecord]:
+        """The runs that ended early."""
+        return [run for run in self.runs if run.failed]
+
+    def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
+        """Return the curves of a run by seed."""
+        return {
+            curve.seed: curve
+            for curve in self.recording.of(CurveRecord)
+            if curve.run == name and curve.is_noise is is_noise
+        }
+
+    def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
+        """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
+        reference = self.curves(self.about.reference)
+        return [
+            [own - plain for own, plain in zip(curve.losses, reference[seed].losses, strict=False)]
+            for seed, curve in self.curves(name, is_noise=is_noise).items()
+            if seed in reference
+        ]
+
+    @property
+    def noise(self) -> float | None:
+        """The mean size of the differences of losses over the last steps if inputs are off by one unit in the last
+        place; None if that was not measured.
+        """
+        found = [
+            statistics.fmean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)
+        ]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def gradients(self) -> GradientRecord | None:
+        """The gradients of the reference, counted."""
+        found = self.recording.of(GradientRecord)
+        return next((record for record in found if record.run == self.about.reference), None)
+
+    def layers(self, name: str) -> list[LayerRecord]:
+        """Return the layers of a run, the one that adds most first."""
+        return sorted((one for one in self.recording.of(LayerRecord) if one.run == name), key=added, reverse=True)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each run, in order."""
+        times = [curve.ms for curve in self.curves(self.about.reference).values()]
+        return [self._row(run, statistics.median(times) if times else None) for run in self.runs]
+
+    def _row(self, run: ComparedRecord, reference_ms: float | None) -> Row:
+        curves = [curve for curve in self.curves(run.run).values() if curve.losses]
+        if not curves:
+            return Row(run.run, run)
+        ms = statistics.median(curve.ms for curve in curves)
+        means = [] if run.run == self.about.reference else [_mean(last(each)) for each in self.differences(run.run)]
+        scale = curves[0].scales[-1]
+        unscaled, scaled = (self._share(run.low, one) for one in (1.0, scale))
+        layers = self.layers(run.run)
+        return Row(
+            run.run,
+            run,
+            steps=min(len(curve.losses) for curve in curves),
+            loss=statistics.fmean(_mean(last(curve.losses)) for curve in curves),
+            difference=statistics.fmean(means) if means else None,
+            spread=statistics.stdev(means) if len(means) > 1 and all(map(math.isfinite, means)) else None,
+            ms=ms,
+            factor=ms / reference_ms if reference_ms else None,
+            skipped=sum(len(curve.skipped) for curve in curves),
+            scale=scale,
+            zero=None if unscaled is None else unscaled.zero,
+            zero_scaled=None if scaled is None else scaled.zero,
+            worst=layers[0] if layers else None,
+        )
+
+    def _share(self, low: str, scale: float) -> Shares | None:
+        found = self.gradients
+        if found is None or not found.counts:
+            return None
+        return find_shares(found.lowest, found.counts, low, scale) if low in FORMATS else Shares(0.0, 0.0, 0.0)
+
+    @property
+    def are_seeds_equal(self) -> bool:
+        """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
+        found = [curve.losses for curve in self.curves(self.about.reference).values()]
+        return len(found) > 1 and len(set(found)) == 1
+
+
+def last(values: Sequence[float]) -> Sequence[float]:
+    """Return the last fifth, at least one and at most `LAST_STEPS`."""
+    return values[-max(1, min(LAST_STEPS, len(values) // 5)) :]
+
+
+def added(layer: LayerRecord) -> float:
+    """Return how much more a layer's output is off than its input was: below zero where it evens errors out."""
+    output, given = layer.output, layer.input or 0.0
+    if output is None:
+        return -math.inf
+    return output if output == given == math.inf else output - given
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+class Spread(NamedTuple):
+    """The lowest, the middle and the highest of all seeds, a value for each step."""
+
+    low: list[float]
+    middle: list[float]
+    high: list[float]
+
+
+def find_spread(curves: Sequence[Sequence[float]], width: int) -> Spread:
+    """Return the spread of running means over `width` steps, for the steps that all seeds have."""
+    smooth = [
+        [statistics.fmean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)] for curve in curves
+    ]
+    steps = list(zip(*smooth, strict=False))
+    return Spread([*map(min, steps)], [*map(statistics.median, steps)], [*map(max, steps)])
+
+
+def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return curves without their signs."""
+    return [[abs(value) for value in curve] for curve in curves]
+
+
+def smoothed_steps(summary: Summary) -> int:
+    """Return over how many steps curves are smoothed where they are drawn."""
+    return max(1, summary.about.steps // 25)

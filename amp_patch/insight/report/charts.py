@@ -1,0 +1,188 @@
+"""Charts of the page as inline SVG: curves over steps, and a histogram of gradients whose zones the script moves."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..comparing.exponents import CLASSES, FORMATS, Shares, find_shares
+from ..records import GradientRecord
+from .markup import Markup, element, join
+
+WIDTH, HEIGHT = 440, 260
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
+
+
+class Series(NamedTuple):
+    """A line: its name, the number of its colour, a value for each step, and the range of all seeds in each step."""
+
+    name: str
+    colour: int
+    values: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    skipped: Sequence[int] = ()
+
+
+def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) -> Markup:
+    """Return lines over steps on a logarithmic axis; what is not positive runs along its lower end, and what is not
+    finite is left out. `noise` shades everything below it, and skipped steps are ticks on the axis.
+    """
+    shown = [value for one in series for value in (*one.values, *one.high)] + [max(noise, default=0.0)]
+    steps = max((len(one.values) for one in series), default=1)
+    axes = _Axes(steps, *_find_axis(shown))
+    parts = [*axes.grid()]
+    if noise:
+        parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: inputs off by one unit in the last place"))
+    # later lines are thinner, so that one which runs on another still shows on both sides of it
+    parts += [axes.draw(one, 1.4 + 0.6 * (len(series) - 1 - order)) for order, one in enumerate(series)]
+    return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+
+
+def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float, Markup]]]:
+    """The powers of ten at both ends of an axis for all positive values, and what to write where: powers of ten, twelve
+    of them at most, or round values where there are fewer than two.
+    """
+    found = [value for value in values if 0 < value < math.inf] or [0.1, 1.0]
+    low, high = math.log10(min(found)), math.log10(max(found))
+    if high - low >= 1:
+        top = math.ceil(high)
+        bottom = max(math.floor(low), top - 12)
+        return bottom, top, [(10.0**power, _power_of_ten(power)) for power in range(bottom, top + 1)]
+    least, most = min(found), max(found)
+    step = 10.0 ** math.floor(math.log10(max(most - least, most * 1e-3)))
+    step *= next(size for size in (0.5, 1, 2, 5) if (most - least) / (step * size) <= 5)
+    ticks = [number * step for number in range(max(1, math.floor(least / step)), math.ceil(most / step) + 1)]
+    least, most = min(least, ticks[0]), max(most, ticks[-1])
+    if least == most:
+        least, most = least / 2, most * 2
+    return math.log10(least), math.log10(most), [(tick, Markup(f"{tick:.5g}")) for tick in ticks]
+
+
+class _Axes:
+    """Where a value of a step is drawn."""
+
+    def __init__(self, steps: int, low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
+        self._steps, self._low, self._high, self._ticks = steps, low, high, ticks
+
+    def grid(self) -> Iterable[Markup]:
+        """Lines and names of some values and steps."""
+        for value, name in self._ticks[:: 1 if len(self._ticks) <= 7 else 2]:
+            y = self._y(value)
+            yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
+            yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
+        for step in _round_steps(self._steps):
+            yield element("text", str(step), x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
+        yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
+
+    def draw(self, series: Series, width: float) -> Markup:
+        """A line with its range and its ticks, in a group of its own."""
+        parts = []
+        if any(low != high for low, high in zip(series.low, series.high, strict=True)):
+            parts.append(self.area(series.low, series.high, "band", f"{series.name}: range over seeds"))
+        runs: list[list[str]] = [[]]
+        for step, value in enumerate(series.values):
+            if math.isfinite(value):
+                runs[-1].append(f"{self._x(step):.1f},{self._y(value):.1f}")
+            elif runs[-1]:
+                runs.append([])
+        for points in runs:
+            if points:
+                drawn = points if len(points) > 1 else [points[0], points[0]]
+                parts.append(element("polyline", element("title", series.name), points=" ".join(drawn), class_="line"))
+        for step in series.skipped:
+            x, y = self._x(step), HEIGHT - BOTTOM
+            title = element("title", f"{series.name}: step {step + 1} was skipped")
+            parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
+        return element(
+            "g", *parts, class_=f"c{series.colour}", data_series=series.name, style=f"stroke-width:{width:.1f}"
+        )
+
+    def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
+        """What is between two lines."""
+        there = [step for step in range(len(high)) if math.isfinite(low[step]) and math.isfinite(high[step])]
+        up = [f"{self._x(step):.1f},{self._y(high[step]):.1f}" for step in there]
+        down = [f"{self._x(step):.1f},{self._y(low[step]):.1f}" for step in reversed(there)]
+        return element("polygon", element("title", title), points=" ".join(up + down), class_=style)
+
+    def _x(self, step: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self._steps - 1)
+
+    def _y(self, value: float) -> float:
+        power = math.log10(value) if value > 0 else self._low
+        part = (min(max(power, self._low), self._high) - self._low) / (self._high - self._low)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part
+
+
+def _power_of_ten(power: int) -> Markup:
+    if -3 <= power <= 3:
+        return Markup(f"{10.0**power:g}")
+    return join(["10", element("tspan", str(power), dy="-5", class_="power")])
+
+
+def _round_steps(steps: int) -> list[int]:
+    """Step 1, and some round ones."""
+    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
+    return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
+
+
+# ---- the histogram ---------------------------------------------------------------------------------------------------
+
+ZONES = ("zero", "subnormal", "infinite")
+
+
+def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
+    """Return bars by power of two, before zones of a dtype for values multiplied by 2**`power`.
+
+    The page's script moves the zones: it reads from the drawing the powers at both ends and how many pixels one takes.
+    """
+    sums = [sum(record.counts[place : place + CLASSES]) for place in range(0, len(record.counts), CLASSES)]
+    first, last = min(record.lowest, -30) - 2, max(record.lowest + len(sums), 0) + 2
+    width = (WIDTH - LEFT - RIGHT) / (last - first)
+    top, bottom = TOP, HEIGHT - BOTTOM
+    parts = [
+        element("rect", element("title", f"{zone} in the dtype"), x=x, y=top, width=w, height=bottom - top, class_=zone)
+        for zone, (x, w) in zip(ZONES, _zones(low, power, first, last, width), strict=True)
+    ]
+    total, most = sum(sums), max(sums)
+    for place, number in enumerate(sums):
+        if number:
+            height, x = (bottom - top - 4) * number / most, LEFT + (record.lowest + place - first) * width
+            title = element("title", f"2^{record.lowest + place}: {number:,} gradients, {number / total:.2%}")
+            bar = element(
+                "rect", title, x=x, y=bottom - height, width=max(0.5, width - 0.6), height=height, class_="bar"
+            )
+            parts.append(bar)
+    parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
+    for value in range(-(-first // 10) * 10, last, 10):
+        name = join(["2", element("tspan", str(value), dy="-5", class_="power")])
+        parts.append(element("text", name, x=LEFT + (value - first) * width, y=bottom + 17, class_="mid"))
+    parts.append(element("text", "magnitude", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end"))
+    return element(
+        "svg",
+        *parts,
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label="gradients of the reference by power of two",
+        id="histogram",
+        data_first=first,
+        data_last=last,
+        data_left=LEFT,
+        data_width=f"{width:.4f}",
+    )
+
+
+def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tuple[float, float]]:
+    """Where each of `ZONES` begins, and how wide it is."""
+    form = FORMATS[low]
+
+    def place(exponent: int) -> float:
+        return LEFT + (min(max(exponent - power, first), last) - first) * width
+
+    edges = [place(-10_000), place(form.zero), place(form.normal), place(form.last + 1), place(10_000)]
+    return [(edges[0], edges[1] - edges[0]), (edges[1], edges[2] - edges[1]), (edges[3], edges[4] - edges[3])]
+
+
+def tell_shares(record: GradientRecord, low: str, power: int) -> str:
+    """Return the shares as the page's script writes them, too."""
+    shares: Shares = find_shares(record.lowest, record.counts, low, 2.0**power)
+    return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

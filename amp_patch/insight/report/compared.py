@@ -1,0 +1,232 @@
+"""The page's sections of a comparison: runs, losses, time and memory, gradients, layers."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ..comparing.summary import Row, Summary, added, find_spread, sizes, smoothed_steps
+from ..comparing.text import COLUMNS, cells, footnotes
+from ..records import LayerRecord
+from .charts import Series, draw_curves, draw_histogram, tell_shares
+from .markup import Markup, element, join
+from .tables import Cell, make_table
+
+POWERS = 24
+"""The slider's last loss scale, as a power of two: the largest that amp takes by itself."""
+
+
+def make_comparison(summary: Summary) -> Iterator[Markup]:
+    """Yield the sections."""
+    rows = summary.rows()
+    colours = {row.name: number for number, row in enumerate(rows)}
+    yield element("section", element("h2", "Runs"), _runs(rows), _notes(summary))
+    yield _losses(summary, rows, colours)
+    yield _costs(rows, colours)
+    yield from _gradients(summary, rows)
+    yield from _layers(summary, rows)
+
+
+def _runs(rows: Sequence[Row]) -> Markup:
+    body = []
+    for row in rows:
+        worst = None if row.worst is None or row.worst.output is None else row.worst.output
+        values = (
+            *(None, None, row.loss, row.difference, row.ms, row.factor, row.run.peak, row.skipped, row.scale),
+            *(row.zero, row.zero_scaled, worst),
+        )
+        each = zip(cells(row), values, strict=True)
+        body.append([Cell(text, None if value is None else float(value)) for text, value in each])
+    return make_table("runs", COLUMNS, body, label="runs", left=2)
+
+
+def _notes(summary: Summary) -> Markup:
+    return element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> Markup:
+    reference = summary.about.reference
+    width = smoothed_steps(summary)
+    losses, differences = [], []
+    for row in rows:
+        curves = summary.curves(row.name)
+        skipped = next((curve.skipped for curve in curves.values()), ())
+        series = _series(row.name, colours[row.name], [curve.losses for curve in curves.values()], width, skipped)
+        losses += [series] if series.values else []
+        if row.name != reference:
+            series = _series(row.name, colours[row.name], sizes(summary.differences(row.name)), width, skipped)
+            differences += [series] if series.values else []
+    noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
+    smoothed = f", mean of {width} steps" if width > 1 else ""
+    return element(
+        "section",
+        element("h2", "Losses"),
+        _legend(rows, colours),
+        element(
+            "div",
+            _figure(
+                draw_curves(differences, noise, f"difference of the loss from {reference}"),
+                f"Difference from {reference}, its size{smoothed}. Grey: what inputs off by one unit in the last place"
+                " make. Ticks: skipped steps.",
+            ),
+            _figure(draw_curves(losses, (), "training loss"), f"Training loss{smoothed}."),
+            class_="pair",
+        ),
+    )
+
+
+def _series(
+    name: str, colour: int, curves: Sequence[Sequence[float]], width: int, skipped: Sequence[int] = ()
+) -> Series:
+    low, middle, high = find_spread(curves, width)
+    return Series(name, colour, middle, low, high, skipped)
+
+
+def _figure(drawing: Markup, caption: str) -> Markup:
+    return element("figure", drawing, element("figcaption", caption))
+
+
+def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
+    buttons = [
+        element(
+            "button",
+            element("span", class_=f"swatch c{colours[row.name]}"),
+            row.name,
+            type="button",
+            aria_pressed="true",
+            data_run=row.name,
+        )
+        for row in rows
+    ]
+    return element("p", *buttons, class_="legend", role="group", aria_label="runs shown in the charts")
+
+
+# ---- time and memory -------------------------------------------------------------------------------------------------
+
+
+def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
+    times = {row.name: row.ms for row in rows}
+    memory = {row.name: None if row.run.peak is None else row.run.peak / 1e6 for row in rows}
+    return element(
+        "section",
+        element("h2", "Time and memory"),
+        element(
+            "div",
+            _bars(times, colours, "Time of a step, median (ms)"),
+            _bars(memory, colours, "Memory at the peak of a step (MB)"),
+            class_="pair",
+        ),
+    )
+
+
+def _bars(values: dict[str, float | None], colours: dict[str, int], title: str) -> Markup:
+    most = max((value for value in values.values() if value is not None and math.isfinite(value)), default=0) or 1
+    lines = []
+    for name, value in values.items():
+        if value is not None and math.isfinite(value):
+            fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
+            text = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+            lines.append(
+                element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
+            )
+    return element("figure", element("h3", title), *(lines or [element("p", "not measured")]), class_="bars")
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
+    record = summary.gradients
+    if record is None or not record.counts:
+        return
+    scales = [row.scale for row in rows if row.run.low == "f16" and row.scale and row.scale >= 1]
+    power = min(POWERS, round(math.log2(max(scales, default=1.0))))
+    low = "f16"
+    yield element(
+        "section",
+        element("h2", "Gradients"),
+        element(
+            "p",
+            f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that are"
+            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: what the dtype would make"
+            " of them once they are multiplied by the loss scale.",
+        ),
+        element("div", *_controls(power), class_="controls"),
+        element("output", tell_shares(record, low, power), id="shares", for_="scale low", aria_live="polite"),
+        _figure(
+            draw_histogram(record, low, power),
+            join(
+                [
+                    element("span", class_="swatch zero"),
+                    "zero ",
+                    element("span", class_="swatch subnormal"),
+                    "subnormal, with fewer bits ",
+                    element("span", class_="swatch infinite"),
+                    "inf",
+                ]
+            ),
+        ),
+    )
+
+
+def _controls(power: int) -> Iterator[Markup]:
+    yield element("label", "Loss scale", for_="scale")
+    yield element(
+        "input",
+        type="range",
+        id="scale",
+        min="0",
+        max=POWERS,
+        step="1",
+        value=power,
+        aria_valuetext=f"2 to the {power}",
+    )
+    yield element("output", f"2^{power} = {2**power:,}", id="scale-text", for_="scale")
+    yield element("label", "Dtype", for_="low")
+    options = (element("option", "float16", value="f16"), element("option", "bfloat16", value="bf16"))
+    yield element("select", *options, id="low", autocomplete="off")
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
+    found = {row.name: {one.module: one for one in summary.layers(row.name)} for row in rows}
+    names = [name for name, layers in found.items() if layers]
+    if not names:
+        return
+    order = list(dict.fromkeys(one.module for one in summary.recording.of(LayerRecord)))
+    worst = {module: max(added(layers[module]) for layers in found.values() if module in layers) for module in order}
+    body = [
+        [Cell(module), Cell(str(order.index(module) + 1), order.index(module)), *_heat(module, names, found)]
+        for module in sorted(order, key=lambda module: worst[module], reverse=True)
+    ]
+    heading = ("layer", "order", *(f"{name} {what}" for name in names for what in ("out", "grad")))
+    yield element(
+        "section",
+        element("h2", "Layers"),
+        element(
+            "p",
+            f"Relative error against {summary.about.reference} in the first step from equal weights, of what a layer"
+            " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than"
+            " their input.",
+        ),
+        make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
+    )
+
+
+def _heat(module: str, names: Sequence[str], found: dict[str, dict[str, LayerRecord]]) -> Iterator[Cell]:
+    for name in names:
+        layer = found[name].get(module)
+        for error in (None, None) if layer is None else (layer.output, layer.gradient):
+            if error is None:
+                yield Cell("-")
+            else:
+                text = f"{error:.1e}" if error and math.isfinite(error) else f"{error:g}"
+                yield Cell(text, error, _heat_of(error))
+
+
+def _heat_of(error: float) -> float:
+    """From 0 at 1e-6 to 1 at 0.1, by its logarithm."""
+    return 0.0 if error <= 0 else 1.0 if not error < 0.1 else max(0.0, (math.log10(error) + 6) / 5)

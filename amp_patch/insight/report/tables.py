@@ -1,0 +1,76 @@
+"""Tables that the page's script sorts and filters; without it they are plain ones."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .markup import Markup, element, join
+
+
+class Cell(NamedTuple):
+    """A cell: what it shows, the number that it is sorted by (None: by its text), and how hot it is, from 0 to 1."""
+
+    text: str
+    value: float | None = None
+    heat: float | None = None
+
+
+def make_table(
+    name: str,
+    heading: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    label: str,
+    left: int = 1,
+    filter_by: str = "",
+) -> Markup:
+    """Return a table in a box that scrolls by itself, with a button in each heading, and a field to filter by if that
+    is given its label. The first `left` columns are set to the left.
+    """
+    body = [
+        element(
+            "tr",
+            *(
+                element(
+                    "th" if column == 0 else "td",
+                    cell.text,
+                    class_="l" if column < left else "hot" if cell.heat is not None else None,
+                    style=None if cell.heat is None else f"--e:{cell.heat:.2f}",
+                    scope="row" if column == 0 else None,
+                    data_v=_sortable(cell.value),
+                )
+                for column, cell in enumerate(row)
+            ),
+        )
+        for row in rows
+    ]
+    head = [
+        element(
+            "th",
+            element("button", text, type="button"),
+            scope="col",
+            class_="l" if column < left else None,
+            aria_sort="none",
+        )
+        for column, text in enumerate(heading)
+    ]
+    table = element("table", element("thead", element("tr", *head)), element("tbody", *body), id=name)
+    box = element("div", table, class_="box", role="region", aria_label=label, tabindex="0")
+    return join([_make_filter(name, filter_by, len(body)), box]) if filter_by else box
+
+
+def _make_filter(name: str, label: str, rows: int) -> Markup:
+    field = element(
+        "input", type="search", id=f"{name}-filter", data_table=name, autocomplete="off", spellcheck="false"
+    )
+    count = element("output", f"{rows} of {rows} rows", for_=f"{name}-filter", aria_live="polite")
+    return element("p", element("label", label, for_=f"{name}-filter"), " ", field, " ", count, class_="filter")
+
+
+def _sortable(value: float | None) -> str | None:
+    """A number as the script's `Number` reads it."""
+    if value is None:
+        return None
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return "NaN" if math.isnan(value) else repr(value)

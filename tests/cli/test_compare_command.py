@@ -1,0 +1,139 @@
+"""`amp-patch compare`: unmodified scripts, what it writes, and what it says of runs that fail."""
+
+import functools
+import json
+import signal
+
+import pytest
+
+from amp_patch.cli import scripts
+from amp_patch.cli.main import main
+from amp_patch.insight.comparing import Comparison
+
+pytestmark = pytest.mark.xdist_group("scripts")
+
+HEAD = """
+import sys
+
+import torch
+{imports}
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+print(sys.argv[1:])
+"""
+LOOP = """
+for number in range(6):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.randn(4, 4)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+APEX = HEAD.format(imports="from apex import amp")
+OURS = HEAD.format(imports="import amp_patch as amp")
+
+
+@pytest.fixture
+def call(run_command):
+    return functools.partial(run_command, "compare")
+
+
+def table(text):
+    lines = text.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("---"))
+    return {line.split()[0]: line.split() for line in lines[first + 1 : lines.index("", first)]}
+
+
+@pytest.mark.parametrize("source", [APEX, OURS], ids=["apex", "amp_patch"])
+def test_a_script_is_run_at_each_level(source, call, tmp_path):
+    (tmp_path / "mine.yaml").write_text("whitelist: [relu]\n")
+    files = ("--jsonl", "c.jsonl", "--html", "c.html", "--png", "c.png")
+    options = ("--runs", "O0,O4,O4+mine.yaml", "--steps", "4", *files)
+    code, out, err = call(source + LOOP, *options, arguments=["--steps", "9"])
+    assert code == 0 and "['--steps', '9']" in out
+    rows = table(out)
+    assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4", "bf16"), ("O4+mine.yaml", "bf16")]
+    assert err.count("amp-patch compare: [") == 7 and "[7/7] O4+mine.yaml, layers and memory" in err
+    found = Comparison.read(tmp_path / "c.jsonl")
+    assert [len(curve.losses) for curve in found.curves("O4").values()] == [4]
+    assert [one.lists[-1].rpartition("/")[2] for one in found.runs[1:]] == [
+        "apex" if source == APEX else "bfloat16",
+        "mine.yaml",
+    ]
+    assert {one.module for one in found.layers("O4")} == {"0", "1", "2"} and not found.failed
+    assert found.runs[0].peak > 0
+    assert (tmp_path / "c.html").read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_may_follow_the_script_as_far_as_two_dashes(call, tmp_path):
+    options = ["--runs", "O0,O0", "--steps", "2", "--jsonl", "c.jsonl", "--seeds", "2", "--", "--runs", "x"]
+    code, out, _ = call(APEX + LOOP, arguments=options)
+    assert code == 0 and "['--runs', 'x']" in out and "2 steps, seeds 0 to 1" in out
+    found = Comparison.read(tmp_path / "c.jsonl")
+    assert found.differences("O0 (2)") == [[0.0, 0.0]] * 2
+    first, second = found.curves("O0").values()
+    assert first.losses != second.losses  # the script sets no seed, so each run has that of the command
+
+
+def test_runs_that_fail_have_a_row_and_a_reason(call, tmp_path):
+    source = OURS + 'if amp.stats().opt_level == "O4":\n    sys.exit(3)\n' + LOOP
+    code, out, _ = call(source, "--runs", "O0,O4,O5", "--steps", "9", "--jsonl", "c.jsonl")
+    assert code == 1 and table(out)["O4"][1:6] == ["bf16", "-", "-", "-", "-"]
+    assert "O4: the script ended with exit code 3" in out and "O5: took 6 of 9 steps, and ended" in out
+    assert [bool(run.failed) for run in Comparison.read(tmp_path / "c.jsonl").runs] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("print(1)\n", "the script never called amp.initialize"), ("1 / 0\n", "the script ended with exit code 1")],
+)
+def test_a_script_without_steps_is_nothing_to_compare(source, reason, call):
+    code, _, err = call(source, "--runs", "O0")
+    assert code == 1 and f"nothing to compare: no run took a step (O0: {reason})" in err
+
+
+def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
+    forked, count = scripts._call, []
+
+    def interrupted(command, environment):
+        count.append(1)
+        return -signal.SIGINT if len(count) == 4 else forked(command, environment)
+
+    monkeypatch.setattr(scripts, "_call", interrupted)
+    code, out, err = call(APEX + LOOP, "--runs", "O0,O4,O5", "--steps", "3", "--jsonl", "c.jsonl")
+    assert code == 1 and "amp-patch compare: interrupted; what follows is what was done by then" in err
+    assert "Traceback" not in err and len(count) == 4
+    assert [run.failed for run in Comparison.read(tmp_path / "c.jsonl").runs] == ["", "did not run", "did not run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--runs", "O9"], "'O9'"),
+        (["--runs", "O4+none.yaml"], "none.yaml"),
+        (["--steps", "0"], "'0' is not a whole number of 1 or more"),
+        (["--opt-level", "O1"], "--opt-level has no place here: name levels by --runs"),
+        (["--html", "no/x.html"], "must be a file in a folder that exists"),
+        ([], "can't open file"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_runs(options, told, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        main(["compare", *options, "nothing.py"])
+    assert error.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("amp_patch.cli.compare.importlib.util.find_spec", lambda name: None)
+    assert main(["compare", "--png", str(tmp_path / "c.png"), "train.py"]) == 2
+    assert 'pip install "amp_patch[demo]"' in capsys.readouterr().err
+
+
+def test_the_command_line_is_in_the_records(call, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["amp-patch", "compare", "--runs", "O0", "a b.py"])
+    call(APEX + LOOP, "--runs", "O0", "--steps", "1", "--jsonl", "c.jsonl")
+    line = (tmp_path / "c.jsonl").read_text().splitlines()[1]
+    assert json.loads(line)["command"] == "amp-patch compare --runs O0 'a b.py'"

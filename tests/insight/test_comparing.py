@@ -1,0 +1,455 @@
+"""What `insight.compare` finds, against what is known of the runs, and that watched runs are the plain ones."""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpt import make_gpt
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch import events, insight
+from amp_patch.events import count_watching_modes
+from amp_patch.insight.comparing import Comparison, exponents, parse_run, plan_runs
+from amp_patch.insight.comparing.campaign import find_error
+from amp_patch.insight.comparing.memory import PeakMeter
+from amp_patch.insight.comparing.nudging import Nudge
+from amp_patch.insight.comparing.probes import CurveProbe, LayerProbe
+from amp_patch.insight.records import CurveRecord, GradientRecord, LayerRecord, Recording, RunRecord
+from amp_patch.script_settings import Settings
+from amp_patch.session import current
+from amp_patch.torch_private import count_dispatch_modes
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def start(level, *, seed=0, layers=2, lr=0.05, **options):
+    model = make_gpt(layers=layers, seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def take_steps(model, optimizer, steps, factor=1.0):
+    losses = []
+    for number in range(steps):
+        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(number))
+        loss = factor * F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make_train(level="O4", steps=100, factor=1.0, **options):
+    return lambda: take_steps(*start(level, **options), steps, factor)
+
+
+# ---- nothing changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", [lambda: CurveProbe(9), LayerProbe], ids=["curve", "layers"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_watched_run_is_bitwise_the_plain_one(level, probe):
+    found = []
+    for is_watched in (False, True):
+        watching = probe() if is_watched else None
+        end = events.watch(watching) if is_watched else lambda: None
+        model, optimizer = start(level)
+        random = torch.get_rng_state()
+        losses = take_steps(model, optimizer, 3)
+        assert torch.equal(torch.get_rng_state(), random)
+        found.append((losses, copy.deepcopy(model.state_dict())))
+        if is_watched:
+            assert watching.steps == 3 and watching.recording.records
+            watching.stop()
+        end()
+        amp.reset()
+    (losses, state), (watched_losses, watched_state) = found
+    assert losses == watched_losses
+    assert all(torch.equal(value, watched_state[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("is_noise", [False, True])
+def test_probes_keep_no_tensor_and_no_hook(is_noise):
+    def count():
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    probe, layers = CurveProbe(3, nudge=is_noise), LayerProbe()
+    ends = [events.watch(one) for one in (probe, layers)]
+    model, optimizer = start("O4")
+    take_steps(model, optimizer, 2)
+    before = count()
+    take_steps(model, optimizer, 1)
+    assert count() == before
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
+    for end in ends:
+        end()
+    amp.reset()
+    assert not find_changes()
+
+
+def test_a_failing_training_leaves_nothing():
+    def fail():
+        model, optimizer = start("O1")
+        model(torch.zeros(1, 4, dtype=torch.long))
+        raise ZeroDivisionError
+
+    with pytest.raises(amp.SessionError, match="no run took a step .*ZeroDivisionError"):
+        insight.compare(fail, ("O0", "O4"), steps=2)
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks and not events.watchers
+    assert count_dispatch_modes() == count_watching_modes() == 0
+    assert not find_changes()
+
+
+def test_a_training_that_fails_in_the_step_whose_memory_is_measured_leaves_nothing():
+    def train():
+        take_steps(*start("O4"), 1)
+        raise ZeroDivisionError
+
+    found = insight.compare(train, ("O0", "O4"), steps=1)
+    assert all("ZeroDivisionError" in run.failed and run.peak is None for run in found.runs)
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
+    assert count_dispatch_modes() == count_watching_modes() == 0
+
+
+def test_an_open_session_is_refused():
+    start("O4")
+    with pytest.raises(amp.SessionError, match="a session is in force"):
+        insight.compare(make_train(), ("O0",), steps=2)
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_compared_with_itself_differs_in_nothing():
+    found = insight.compare(make_train(), ("O0", "O0"), steps=4)
+    reference, again = found.rows()
+    assert (reference.name, again.name) == ("O0", "O0 (2)")
+    assert again.difference == 0 and found.differences("O0 (2)") == [[0.0] * 4]
+    layers = found.layers("O0 (2)")
+    assert len(layers) == 14 and all((one.output, one.gradient) == (0, 0) for one in layers)
+    assert reference.steps == 4 and len(set(found.curves("O0")[0].losses)) == 4
+    (noise,) = found.differences("O0", is_noise=True)
+    assert 0 < max(map(abs, noise)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers", "seed"), [("blocks.0.up", 2, 0), ("blocks.1.attention.out", 3, 5), ("head", 2, 7)]
+)
+def test_the_one_layer_that_runs_low_comes_first(layer, layers, seed, tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "extends: null\nblacklist: [linear, matmul, layer_norm, softmax, cross_entropy]\n"
+        f"modules:\n  - {{match: {layer}, run: low}}\n"
+    )
+    train = make_train("O4", lists=str(path), layers=layers, seed=seed)
+    found = insight.compare(train, ("O0", "O4"), steps=2)
+    assert found.layers("O4")[0].module == layer == found.rows()[1].worst.module
+    before = list(found.recording.of(LayerRecord))
+    before = before[: [one.module for one in before].index(layer)]
+    assert all(one.output == 0 for one in before) and 1e-4 < found.layers("O4")[0].output < 1e-2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_layers_of_every_level_are_those_of_the_reference(level):
+    found = insight.compare(make_train(), ("O0", level), steps=2)
+    layers = {one.module: one for one in found.layers(level)}
+    assert set(layers) == {name for name, part in make_gpt().named_modules() if not list(part.children())}
+    assert all(0 < layers[name].output < 0.02 for name in ("blocks.0.down", "blocks.1.attention.qkv", "head"))
+    assert all(0 < one.gradient < 0.05 for one in layers.values())
+    assert found.runs[1].has_equal_weights and not found.failed
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_samples_and_counts_are_those_of_the_unscaled_gradients(level):
+    probe = LayerProbe(loss_scale=1024.0)
+    end = events.watch(probe)
+    take_steps(*start(level), 1)
+    (counted,) = probe.recording.of(GradientRecord)
+    probe.stop()
+    end()
+    amp.reset()
+    gradients = []
+
+    class Looking(events.Watcher):
+        def step_begun(self, optimizer):
+            gradients.extend(weight.grad.clone() for weight in amp.master_params(optimizer))
+
+    end = events.watch(Looking())
+    take_steps(*start(level, **({"loss_scale": 1024.0} if level == "O2" else {})), 1)
+    end()
+    assert gradients[0].dtype is torch.float32
+    assert counted == GradientRecord("", *exponents.count(gradients))
+    assert sum(counted.counts) > 5_000
+
+
+def test_the_layers_of_a_scaled_run_are_compared_at_the_scale_that_it_came_to():
+    found = insight.compare(make_train(layers=1, factor=1e4), ("O0", "O1"), steps=14)
+    row = found.rows()[1]
+    assert row.skipped > 2 and found.curves("O1")[0].skipped[:2] == (0, 1)
+    assert row.scale == found.curves("O1")[0].scales[-1] == row.run.loss_scale == 2.0 ** (16 - row.skipped)
+    assert all(math.isfinite(one.gradient) for one in found.layers("O1"))
+
+
+def test_gradients_that_float16_would_lose_are_told_unscaled_and_scaled():
+    found = insight.compare(make_train(factor=1e-6), ("O0", "O1", "O4"), steps=1)
+    none, half, bfloat = found.rows()
+    assert (none.zero, none.zero_scaled) == (0, 0)
+    assert half.zero > 0.9 and half.zero_scaled < 0.1 and bfloat.zero < 1e-3
+
+
+@pytest.mark.parametrize("scale", [2.0**0, 2.0**8, 2.0**16, 2.0**24, 2.0**120], ids=lambda scale: f"{scale:g}")
+@pytest.mark.parametrize(("low", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)], ids=["f16", "bf16"])
+def test_shares_are_those_that_a_cast_gives(low, dtype, scale):
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.empty(100_000).uniform_(-9, 4, generator=generator)
+    values = torch.randn(100_000, generator=generator) * 10.0**sizes
+    edges = [65504.0, 65519.0, 65520.0, 65535.0, 2.0**-24, 2.0**-25, 1.001 * 2.0**-25, 2.0**-26, 2.0**-134, 2.0**-133]
+    values = torch.cat([values, torch.tensor([*edges, 3.39e38, 3.3895e38, 3.4e38, 1e-40, 0.0, math.inf, math.nan])])
+    counted = exponents.count([values[:50_000], values[50_000:]])
+    assert (counted.zeros, counted.nonfinite) == (1, 2)
+    there = values[(values != 0) & values.isfinite()]
+    cast = (there * scale).to(dtype)
+    is_subnormal = (cast != 0) & (cast.abs() < torch.finfo(dtype).tiny)
+    found = exponents.find_shares(counted.lowest, counted.counts, low, scale)
+    assert found.zero == pytest.approx((cast == 0).double().mean().item(), abs=1e-12)
+    assert found.infinite == pytest.approx(cast.isinf().double().mean().item(), abs=1e-12)
+    assert found.subnormal == pytest.approx(is_subnormal.double().mean().item(), abs=1e-3)
+
+
+def test_a_scale_between_two_powers_has_shares_between_theirs():
+    counted = exponents.count([torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 2.0**-18])
+    low, middle, high = (
+        exponents.find_shares(counted.lowest, counted.counts, "f16", scale).subnormal for scale in (8.0, 12.0, 16.0)
+    )
+    assert low > middle > high
+
+
+def test_nothing_is_counted_of_nothing():
+    counted = exponents.count([torch.zeros(3), torch.tensor([math.inf])])
+    assert counted == (0, (), 3, 1)
+    assert exponents.find_shares(counted.lowest, counted.counts, "f16") == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("reference", "values", "error"),
+    [
+        ((3.0, 4.0), (3.0, 4.5), 0.1),
+        ((0.0,), (0.0,), 0.0),
+        ((0.0,), (1.0,), math.inf),
+        ((1.0,), (math.nan,), math.inf),
+        ((math.inf,), (math.inf,), 0.0),
+        ((), (), None),
+        ((1.0,), (1.0, 2.0), None),
+    ],
+)
+def test_errors_are_relative_norms(reference, values, error):
+    assert find_error(reference, values) == error
+
+
+def test_memory_counts_what_stays_and_what_a_step_adds():
+    def train():
+        model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+        optimizer = torch.optim.Adam(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        for _ in range(9):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(2, 512)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    plain, masters = insight.compare(train, ("O0", "O5"), steps=1).rows()
+    weights = 2 * 512 * 512 * 4
+    small = 40_000  # activations, numbers of steps
+    # weights, gradients and two states, and what the step of one weight, or of all of them together, makes
+    assert 4 * weights <= plain.run.peak < 6 * weights + small
+    assert masters.run.peak > plain.run.peak + 0.4 * weights  # the low weights beside their masters
+
+
+def test_memory_is_counted_for_as_long_as_it_lives():
+    model = amp.initialize(nn.Linear(1, 1, bias=False), opt_level="O0", verbosity=0)
+    meter = PeakMeter(current.require())
+    meter.start()
+    kept = torch.zeros(1000)
+    for _ in range(3):
+        torch.zeros(500)
+    view = kept.view(10, 100)[1:]
+    del kept
+    torch.zeros(200)
+    del view
+    torch.zeros(1200)
+    meter.stop()
+    meter.stop()
+    torch.zeros(9000)
+    assert (
+        model.weight.numel() == 1
+        and meter.peak == 4 * (1 + 1500)
+        and count_watching_modes() == count_dispatch_modes() == 0
+    )
+
+
+def test_times_leave_the_first_step_out(monkeypatch):
+    times = iter([0.0, 0.0, 5.0, 5.0, 5.2, 5.2, 5.5, 5.5, 5.9, 5.9])
+    monkeypatch.setattr("amp_patch.insight.comparing.probes.time.perf_counter", lambda: next(times))
+    probe = CurveProbe(4)
+    end = events.watch(probe)
+    take_steps(*start("O0"), 4)
+    end()
+    (curve,) = probe.recording.of(CurveRecord)
+    assert curve.ms == pytest.approx(300)
+
+
+# ---- seeds, noise, failures ------------------------------------------------------------------------------------------
+
+
+def test_seeds_that_a_training_sets_itself_are_told_of():
+    found = insight.compare(make_train(), ("O0", "O4"), steps=2, seeds=2)
+    assert found.are_seeds_equal and "sets a seed of its own" in found.table()
+    assert found.rows()[1].spread == 0
+
+
+def train_unseeded():
+    model = nn.Linear(8, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    for _ in range(7):
+        loss = model(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def test_a_training_without_a_seed_is_given_each():
+    found = insight.compare(train_unseeded, ("O0", "O0", "O4"), steps=5, seeds=3)
+    assert len({curve.losses for curve in found.curves("O0").values()}) == 3 and not found.are_seeds_equal
+    assert found.differences("O0 (2)") == [[0.0] * 5] * 3 and found.rows()[2].spread > 0
+    (layer,) = found.layers("O4")
+    assert layer.module == "(Linear)" and layer.output > 0
+
+
+def test_a_training_that_begins_again_is_looked_at_in_the_session_that_steps():
+    def train():
+        start("O1")
+        amp.reset()
+        take_steps(*start("O1"), 3)
+
+    found = insight.compare(train, ("O0", "O4"), steps=2)
+    assert len(found.layers("O4")) == 14 and found.rows()[1].steps == 2
+
+
+def test_fewer_steps_than_asked_for_are_told_of():
+    found = insight.compare(train_unseeded, ("O0",), steps=9)
+    assert found.rows()[0].steps == 7 and "O0: took 7 of 9 steps, and ended" in found.table()
+
+
+def test_a_run_that_fails_has_its_reason_and_the_others_go_on():
+    def train():
+        model, optimizer = start("O1")
+        if amp.stats().opt_level == "O4":
+            raise RuntimeError("out of <memory>\nand more")
+        take_steps(model, optimizer, 2)
+
+    found = insight.compare(train, ("O0", "O4", "O5"), steps=2)
+    assert [run.failed for run in found.runs] == ["", "RuntimeError: out of <memory>", ""]
+    assert "O4: RuntimeError: out of <memory>" in found.table()
+    assert found.rows()[1].loss is None and found.rows()[2].difference is not None
+
+
+def test_other_weights_than_the_references_are_told_of():
+    count = iter(range(100))
+    found = insight.compare(lambda: take_steps(*start("O1", seed=next(count)), 3), ("O0", "O4"), steps=1)
+    assert not found.runs[1].has_equal_weights and not found.layers("O4")
+    assert "O4: began with other weights" in found.table()
+
+
+class OfKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, *, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "moved"),
+    [
+        (nn.Linear(2, 2), (torch.ones(1, 2),), True),
+        (make_gpt(layers=1), (torch.zeros(1, 4, dtype=torch.long),), True),
+        (nn.Embedding(3, 4), (torch.zeros(1, dtype=torch.long),), False),
+    ],
+    ids=["floats", "tokens", "no module has floats"],
+)
+def test_the_first_floating_input_is_moved_by_one_unit(model, args, moved):
+    plain = model(*args)
+    nudge = Nudge([model])
+    nudge.open()
+    try:
+        other, again = model(*args), model(*args)
+    finally:
+        nudge.close()
+    assert nudge.has_moved is moved is not torch.equal(other, plain)
+    assert torch.equal(other, again) and torch.allclose(other, plain, atol=1e-5)
+    assert torch.equal(model(*args), plain)
+
+
+def test_a_weight_is_moved_where_no_input_is():
+    def train():
+        model = OfKeywords()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        for _ in range(3):
+            with amp.scale_loss(model(x=torch.ones(3)).square(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    found = insight.compare(train, ("O0",), steps=3)
+    (noise,) = found.differences("O0", is_noise=True)
+    assert noise[0] == 0 and noise[1] != 0
+
+
+def test_runs_are_named_by_level_and_lists():
+    assert parse_run("O4+a/b.yaml+paper") == Settings("O4", ("a/b.yaml", "paper"))
+    plan = plan_runs(["O1", "O4+a/b.yaml", "O4+c/b.yaml", Settings("O1")], "O0", 5, [1, 2])
+    assert list(plan.runs) == ["O0", "O1", "O4+b.yaml", "O4+b.yaml (2)", "O1 (2)"]
+    assert plan.runs["O4+b.yaml (2)"] == Settings("O4", ("c/b.yaml",)) and plan.reference == "O0"
+    assert list(plan_runs(["O4", "O1"], "O1", 5, [0]).runs) == ["O4", "O1"]
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_read_as_they_were_written_and_are_json_throughout(tmp_path):
+    run = RunRecord("2", "cpu", "O1", "f16", (), "", 0)
+    curve = CurveRecord("O1", 0, (1.0, math.inf, -math.inf, math.nan), (65536.0,), (1,), math.nan)
+    layer = LayerRecord("O1", "inf", None, math.inf, 0.5)
+    path = tmp_path / "x.jsonl"
+    Recording(run, [curve, layer]).to_jsonl(path)
+    assert "Infinity" not in path.read_text() and "NaN" not in path.read_text()
+    again = Recording.read(path)
+    assert again.records[1] == layer and repr(again.records[0]) == repr(curve)
+
+
+def test_a_comparison_is_read_as_it_was_written_and_drawn(tmp_path):
+    found = insight.compare(make_train(), ("O0", "O1", "O1"), steps=3, seeds=2)
+    found.to_jsonl(tmp_path / "c.jsonl")
+    again = Comparison.read(tmp_path / "c.jsonl")
+    assert again.recording == found.recording and again.table() == found.table()
+    pytest.importorskip("matplotlib")
+    found.save_png(tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_recording_is_no_comparison():
+    with pytest.raises(amp.RecordError, match="no record of kind 'comparison'"):
+        Comparison(Recording(RunRecord("2", "cpu", "O1", "f16", (), "", 0), []))

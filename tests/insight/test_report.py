@@ -1,0 +1,135 @@
+"""The page of a recording: it needs nothing else, says what was recorded, and nothing in it is taken for markup."""
+
+import html.parser
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from compared import HOSTILE, make_comparison, make_op
+from gpt import make_gpt
+from test_comparing import make_train
+
+from amp_patch import insight
+from amp_patch.insight.colours import COLOURS, pick_colours
+from amp_patch.insight.records import Recording, RunRecord, UndoneCastRecord
+from amp_patch.insight.report import make_report
+
+VOID = {"meta", "link", "input", "br"}
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, and that each ends where it should."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.texts, self.data = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append((tag, dict(attributes)))
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1][0] == "script":
+            self.data += data if self.open[-1][1].get("id") == "records" else ""
+        elif self.open and self.open[-1][0] != "style":
+            self.texts.append(data)
+
+    def recording(self, folder):
+        path = folder / "embedded.jsonl"
+        path.write_text(self.data.strip() + "\n")
+        return Recording.read(path)
+
+    def of(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def check_offline(text):
+    page = Page(text)
+    links = [attributes[name] for _, attributes in page.elements for name in ("src", "href") if name in attributes]
+    assert links == ["data:,"]
+    assert "://" not in text and "@import" not in text and "url(" not in text and "fetch(" not in text
+    return page
+
+
+def test_a_report_of_twelve_blocks_is_small_and_holds_its_records(tmp_path):
+    found = insight.compare(make_train(layers=12), steps=1)
+    found.save_html(tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    page = check_offline(text)
+    assert len(text.encode()) < 300_000
+    assert page.recording(tmp_path) == found.recording
+    layers = [name for name, part in make_gpt(layers=12).named_modules() if not list(part.children())]
+    assert set(layers) < set(page.texts) and len(layers) == 74
+
+
+def test_records_that_are_not_finite_are_in_the_page_as_they_were(tmp_path):
+    found = make_comparison()
+    page = check_offline(make_report(found.recording))
+    assert page.recording(tmp_path) == found.recording
+    assert "inf" in page.texts
+
+
+def test_names_are_never_markup(tmp_path):
+    extra = [make_op(HOSTILE, HOSTILE, HOSTILE), UndoneCastRecord(0, HOSTILE, HOSTILE, "b", "f32", "f16")]
+    found = make_comparison(layers=(HOSTILE, "head"), extra=extra)
+    text = make_report(found.recording)
+    page = check_offline(text)
+    assert page.recording(tmp_path) == found.recording
+    assert text.lower().count("</script") == 2 and not page.of("b")
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert page.texts.count(HOSTILE) >= 5  # layer, module, op, rule, producer
+
+
+def test_every_field_has_a_label_and_every_id_is_one():
+    page = Page(make_report(make_comparison(extra=[make_op("a")]).recording))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    labels = {attributes["for"] for attributes in page.of("label")}
+    assert {attributes["id"] for tag in ("input", "select") for attributes in page.of(tag)} == labels
+    assert all(attributes.get("aria-label") for attributes in page.of("svg"))
+
+
+def test_a_recording_of_ops_alone_is_a_page_of_ops(tmp_path):
+    run = RunRecord("2", "cpu", "O1", "f16", ("float16",), "0123456789abcdef", 0)
+    recording = Recording(run, [make_op("blocks.0.up"), make_op("blocks.1.up"), make_op("", "F.softmax", "blacklist")])
+    page = check_offline(make_report(recording, command="amp-patch explain train.py"))
+    assert {"blocks.*.up", "F.softmax", "float16.yaml:3", "amp-patch explain train.py"} <= set(page.texts)
+    assert not page.of("svg") and page.recording(tmp_path) == recording
+
+
+@dataclass(frozen=True)
+class OtherRecord:
+    kind: ClassVar[str] = "other"
+
+    what: str
+    number: float | None
+
+
+def test_records_of_other_kinds_are_tables_of_their_fields():
+    page = check_offline(make_report(make_comparison(extra=[OtherRecord("<i>x</i>", 1.5)]).recording))
+    assert {"Records: other", "what", "number", "<i>x</i>", "1.5"} <= set(page.texts) and not page.of("i")
+
+
+def test_a_report_of_one_step_of_one_run_is_drawn():
+    text = make_report(make_comparison(steps=1).recording)
+    assert "nan" not in "".join(re.findall(r'(?:points|x|y|width|height)="[^"]*"', text))
+
+
+@pytest.mark.parametrize("number", [1, 6, 12])
+def test_runs_of_a_picture_have_colours_of_their_own(number):
+    names = [*COLOURS, "O4+a", "O4+b", "O1 (2)", "as written", "X", "Y"][:number]
+    colours = pick_colours(names)
+    assert list(colours) == names and len(set(colours.values())) == min(number, 10)
+    assert all(colours[name] == COLOURS[name] for name in names if name in COLOURS)
+    assert pick_colours(["O4+a", "O1"])["O4+a"] == COLOURS["O4"]

@@ -1,0 +1,213 @@
+"""The report in a real browser: Debian's chromium and chromium-driver, without a window."""
+
+import io
+import shutil
+
+import numpy
+import pytest
+from compared import HOSTILE, make_comparison, make_op
+
+from amp_patch.insight.comparing import exponents
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+image = pytest.importorskip("matplotlib.image", reason="needs matplotlib")
+
+BROWSERS = [shutil.which(name) for name in ("chromium", "chromedriver")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(None in BROWSERS, reason="needs chromium and chromium-driver (apt)"),
+]
+LAYERS = tuple(f"blocks.{number}.{part}" for number in range(4) for part in ("norm", "attention", "up")) + (HOSTILE,)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSERS[0]
+    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(BROWSERS[1]))
+    yield started
+    started.quit()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    found = make_comparison(layers=LAYERS, extra=[make_op("blocks.0"), make_op("head", "F.softmax", "blacklist")])
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    found.save_html(path)
+    return path, found
+
+
+@pytest.fixture
+def page(browser, written):
+    """The report, opened from its file. When the test is over, nothing may have been written to the console."""
+    show(browser, 1200)
+    browser.get(written[0].as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def show(browser, width, *, dark=False):
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def read_column(page, table, column):
+    """The texts of a column, of the rows that are shown."""
+    return page.execute_script(
+        "return [...document.getElementById(arguments[0]).tBodies[0].rows].filter(row => row.offsetParent)"
+        ".map(row => row.cells[arguments[1]].textContent)",
+        table,
+        column,
+    )
+
+
+def press(page, text, *keys):
+    """Press keys on the element that CSS finds: as somebody without a mouse does."""
+    element = page.find_element("css selector", text)
+    element.send_keys(*keys)
+    return element
+
+
+def test_headings_sort_by_number_and_back_by_key(page):
+    heading = "#runs thead th:nth-child(5)"  # ms/step
+    assert read_column(page, "runs", 0) == ["O0", "O1", "O4", "O5"]
+    press(page, f"{heading} button", "\n")
+    assert read_column(page, "runs", 0) == ["O1", "O0", "O4", "O5"]
+    assert page.find_element("css selector", heading).get_attribute("aria-sort") == "ascending"
+    press(page, f"{heading} button", "\n")
+    assert read_column(page, "runs", 0) == ["O4", "O0", "O1", "O5"]  # what has no time stays last
+    press(page, "#runs thead th:nth-child(1) button", "\n")
+    sorts = [one.get_attribute("aria-sort") for one in page.find_elements("css selector", "#runs thead th")]
+    assert sorts[0] == "ascending" and set(sorts[1:]) == {"none"}
+
+
+def test_layers_are_sorted_with_infinity_where_it_belongs(page):
+    press(page, "#layers thead th:nth-child(5) button", "\n")  # O4, of which one is inf
+    column = read_column(page, "layers", 4)
+    assert column == ["1.0e-02"] * (len(LAYERS) - 1) + ["inf"]
+    press(page, "#layers thead th:nth-child(2) button", "\n")
+    assert read_column(page, "layers", 0) == list(LAYERS)
+
+
+def test_a_filter_shows_the_rows_that_have_all_words(page):
+    field = press(page, "#layers-filter", "UP blocks.1")
+    assert read_column(page, "layers", 0) == ["blocks.1.up"]
+    told = page.find_element("css selector", "output[for=layers-filter]")
+    assert told.text == f"1 of {len(LAYERS)} rows"
+    field.clear()
+    field.send_keys("script>")
+    assert read_column(page, "layers", 0) == [HOSTILE]
+    press(page, "#ops-filter", "softmax")
+    assert read_column(page, "ops", 2) == ["F.softmax"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "power"), [("\ue011", 0), ("\ue011\ue014", 1), ("\ue010", 24)], ids=["home", "1", "end"]
+)
+@pytest.mark.parametrize("low", ["f16", "bf16"])
+def test_the_slider_moves_the_zones_and_their_shares(low, keys, power, page, written):
+    press(page, "#low", "b" if low == "bf16" else "f")
+    press(page, "#scale", keys)
+    record = written[1].gradients
+    shares = exponents.find_shares(record.lowest, record.counts, low, 2.0**power)
+    told = page.find_element("id", "shares").text
+    assert [float(part.split()[0]) for part in told.split(",")] == pytest.approx([100 * one for one in shares])
+    assert page.find_element("id", "scale-text").text == f"2^{power} = {2**power:,}"
+    zero, infinite = (
+        page.execute_script(
+            "const box = document.querySelector(arguments[0]).getBoundingClientRect(); return [box.left, box.right]",
+            one,
+        )
+        for one in ("#histogram rect.zero", "#histogram rect.infinite")
+    )
+    bars = page.execute_script(
+        "return [...document.querySelectorAll('#histogram .bar')].map(bar => bar.getBoundingClientRect())"
+        ".map(box => (box.left + box.right) / 2)"
+    )
+    assert len(bars) == 3
+    assert sum(25 * (zero[0] < bar < zero[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares.zero
+    assert sum(25 * (infinite[0] < bar < infinite[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares[2]
+
+
+def test_runs_are_taken_out_of_the_charts_and_put_back(page):
+    groups = "[...document.querySelectorAll('[data-series=O4]')]"
+    shown = f"return {groups}.map(group => group.getBoundingClientRect().width > 0)"
+    assert page.execute_script(shown) == [True, True]
+    press(page, "[data-run=O4]", " ")
+    assert page.execute_script(shown) == [False, False]
+    assert page.find_element("css selector", "[data-run=O4]").get_attribute("aria-pressed") == "false"
+    press(page, "[data-run=O4]", " ")
+    assert page.execute_script(shown) == [True, True]
+
+
+def test_the_download_is_the_records(page, tmp_path, written):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    page.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    press(page, "#download", "\n")
+    path = tmp_path / "records.jsonl"
+    WebDriverWait(page, 20).until(lambda _: path.exists() and path.read_text().endswith("\n"))
+    assert type(written[1]).read(path).recording == written[1].recording
+
+
+@pytest.mark.parametrize("width", [1200, 360, 320])
+def test_no_page_scrolls_sideways(width, page):
+    show(page, width)
+    root = "document.documentElement"
+    assert page.execute_script(f"return {root}.scrollWidth <= {root}.clientWidth && {root}.clientWidth <= {width}")
+    sizes = page.execute_script(
+        "return [...document.querySelectorAll('svg text:not(.power), td, button')].map(one => {"
+        " const svg = one.closest('svg'); const size = parseFloat(getComputedStyle(one).fontSize);"
+        " return svg ? size * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : size; })"
+    )
+    assert min(sizes) >= 7.5
+
+
+def test_everything_that_acts_is_reached_by_tab(page):
+    count = page.execute_script("return document.querySelectorAll('button, input, select, .box').length")
+    reached = set()
+    body = page.find_element("tag name", "body")
+    body.click()
+    for _ in range(count + 5):
+        page.switch_to.active_element.send_keys("\ue004")
+        reached.add(page.switch_to.active_element.id)
+        outline = page.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none" or page.switch_to.active_element.tag_name == "body"
+    assert len(reached - {body.id}) == count
+
+
+CONTRAST = """
+const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const paint = (...colours) => { canvas.clearRect(0, 0, 1, 1);
+  for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+  return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+const light = (rgb) => rgb.map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, n) => sum + c * [0.2126, 0.7152, 0.0722][n], 0);
+return Math.min(...[...document.querySelectorAll('h1, p, td, th, dt, dd, li, button, figcaption, output, svg text')]
+  .filter(one => one.textContent.trim()).map(one => {
+    const under = []; for (let up = one; up; up = up.parentElement) under.unshift(getComputedStyle(up).backgroundColor);
+    const style = getComputedStyle(one), ink = one.closest('svg') ? style.fill : style.color;
+    const [a, b] = [light(paint(...under)), light(paint(...under, ink))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }));
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_in_light_and_dark(dark, page):
+    show(page, 1200, dark=dark)
+    is_dark = page.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
+    assert is_dark is dark and page.execute_script(CONTRAST) >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_screenshot_is_not_blank(dark, page):
+    show(page, 800, dark=dark)
+    pixels = image.imread(io.BytesIO(page.get_screenshot_as_png()))[..., :3]
+    assert len(numpy.unique(pixels.reshape(-1, 3), axis=0)) > 50
+    assert pixels[0, 0].mean() < 0.2 if dark else pixels[0, 0].mean() > 0.9
