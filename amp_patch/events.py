@@ -17,6 +17,9 @@ class Watcher:
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
         """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
 
+    def step_begins(self, optimizer: Any) -> None:
+        """A `step` of a bound optimizer is about to be taken, or skipped: its gradients are unscaled."""
+
     def step_ended(self, optimizer: Any) -> None:
         """A `step` of a bound optimizer has been taken, or skipped."""
 

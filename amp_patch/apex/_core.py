@@ -23,6 +23,7 @@ from ..patching import Patch
 from ..session import Session, current
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
+from ..session import find_lists_to_lay_over as find_lists_to_lay_over
 from ..training import loss_scaler
 
 LossScaler = loss_scaler.LossScaler

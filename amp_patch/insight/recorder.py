@@ -60,7 +60,7 @@ class Recorder(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
-        self.run = _describe(session)
+        self.run = describe(session)
         self.stop()
         if self._is_in_window():
             self._observe(session)
@@ -114,7 +114,8 @@ def get_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def _describe(session: Session) -> RunRecord:
+def describe(session: Session) -> RunRecord:
+    """Return the record of a session."""
     policy, oplists = session.policy, session.oplists
     return RunRecord(
         torch=torch.__version__,

@@ -84,6 +84,8 @@ class Stepper:
             self._on_new_parameters()
         self._masters.masters.pull()
         self._gradients.unscale()
+        for watcher in tuple(watchers):
+            watcher.step_begins(self._get_optimizer())
         passes = self._window.passes()
         try:
             self._frame = sys._getframe()
