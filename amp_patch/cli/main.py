@@ -34,6 +34,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("explain", "Run a script for a step, and say which op ran in which precision, and why."),
     Command("lists", "Show, check, compare and explain op lists."),
     Command("run", "Run a script written for NVIDIA Apex, unmodified."),
+    Command("tune", "Find the fewest modules or ops of a script that must stay in float32."),
 )
 
 

@@ -32,7 +32,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lists",
-        type=_oplist,
+        type=oplist,
         action="append",
         default=[],
         metavar="LIST",
@@ -58,7 +58,7 @@ def _opt_level(text: str) -> str:
     return text
 
 
-def _oplist(text: str) -> str:
+def oplist(text: str) -> str:
     """Return a shipped name, or an absolute path: scripts change their working directory."""
     from ..config import load_oplists, shipped
 

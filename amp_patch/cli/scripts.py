@@ -1,6 +1,7 @@
 """Runs of a script that a probe watches, for the commands of `insight`: each in a process of its own."""
 
 import argparse
+import contextlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 from ..insight import Recording
 from ..insight.runs import Run, RunFailedError
 from . import run as runs
+
+TAIL = 20
+"""How many of the last lines that a quiet script has printed are shown if it fails."""
 
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
@@ -31,17 +35,21 @@ class ScriptRunner:
 
     Args:
         arguments: with what `cli.run.add_script` declares.
+        is_quiet: keep what the script prints to itself, unless it fails; Ctrl-C then ends more than the run.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False) -> None:
         self._arguments = arguments
+        self._is_quiet = is_quiet
+        self._printed = ""
 
     def __call__(self, run: Run) -> Recording:
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session."""
         code, _, recordings = self.watch(run)
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "never called amp.initialize"
-            raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
+            printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
+            raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
         return recordings[0]
 
     def watch(self, run: Run) -> Watched:
@@ -54,22 +62,36 @@ class ScriptRunner:
             }
             watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
             line, environment = runs.prepare(argparse.Namespace(**{**given, **laid_over}), watch=watch)
-            code = _call([sys.executable, *line], environment)
+            log = Path(folder, "printed") if self._is_quiet else None
+            code = _call([sys.executable, *line], environment, log)
+            self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
             found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
             found.sort(key=lambda match: [int(part) for part in match.groups()])
             recordings = [Recording.read(Path(folder, match[0])) for match in found]
         return Watched(code, [int(match[3]) for match in found], recordings)
 
 
-def _call(command: list[str], environment: dict[str, str]) -> int:
-    """Run a process to its end, through Ctrl-C, which it gets too."""
+def _call(command: list[str], environment: dict[str, str], log: Path | None = None) -> int:
+    """Run a process to its end, through Ctrl-C, which it gets too.
+
+    With `log`, a file that takes what it prints, the interrupt goes on when the process has ended.
+    """
     sys.stdout.flush()
-    with subprocess.Popen(command, env=environment) as process:
+    is_interrupted = False
+    with contextlib.ExitStack() as stack:
+        output: dict[str, Any] = {}
+        if log is not None:
+            output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
+        process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
         while True:
             try:
-                return process.wait()
+                code = process.wait()
+                break
             except KeyboardInterrupt:
-                pass
+                is_interrupted = True
+    if is_interrupted and log is not None:
+        raise KeyboardInterrupt
+    return code
 
 
 def write_all(recordings: Sequence[Recording], path: Path) -> None:

@@ -11,14 +11,29 @@ if TYPE_CHECKING:
     from .records import OpRecord as OpRecord
     from .records import Recording as Recording
     from .text import format_recording as format_recording
+    from .tuning.result import TuneResult as TuneResult
+    from .tuning.tuner import Tuner as Tuner
+    from .tuning.tuner import tune as tune
 
 _HOMES = {
     **dict.fromkeys(("explain", "recording"), "recorder"),
     **dict.fromkeys(("OpRecord", "Recording"), "records"),
     "format_recording": "text",
+    "TuneResult": "tuning.result",
+    **dict.fromkeys(("Tuner", "tune"), "tuning.tuner"),
 }
 
-__all__ = ["OpRecord", "Recording", "explain", "format_recording", "recording", "runs"]
+__all__ = [
+    "OpRecord",
+    "Recording",
+    "TuneResult",
+    "Tuner",
+    "explain",
+    "format_recording",
+    "recording",
+    "runs",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

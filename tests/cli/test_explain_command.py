@@ -5,8 +5,8 @@ import re
 
 import pytest
 from fork_server import ForkServer
+from forked_scripts import SETUP, make_call
 
-from amp_patch.cli import scripts
 from amp_patch.cli.main import main
 
 HEAD = """
@@ -36,7 +36,7 @@ LOOP = "for number in range(4):\n    step(number)\nprint('end')\n"
 @pytest.fixture(scope="module")
 def fork_server():
     """Forks of a process that has imported what a session and a recording need."""
-    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.recorder")
+    server = ForkServer(SETUP)
     yield server
     server.close()
 
@@ -44,24 +44,7 @@ def fork_server():
 @pytest.fixture
 def call(fork_server, monkeypatch, tmp_path, capsys):
     """Returns a function that runs the command on a script, which runs in a fork, and returns exit code and output."""
-
-    def run_script(command, environment):
-        begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
-        done = fork_server.run("-c", begin, cwd=tmp_path)
-        print(done.stdout, end="")
-        print(done.stderr, end="", file=scripts.sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(scripts, "_call", run_script)
-    monkeypatch.chdir(tmp_path)
-
-    def call(source, *options, arguments=()):
-        (tmp_path / "train.py").write_text(source)
-        code = main(["explain", *options, "train.py", *arguments])
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return call
+    return make_call("explain", fork_server, monkeypatch, tmp_path, capsys)
 
 
 def rows(text):

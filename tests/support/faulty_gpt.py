@@ -38,7 +38,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1]) + self.shift
         weights = torch.exp(scores)
-        return self.out((weights / weights.sum(-1, keepdim=True)) @ v)
+        return self.out((weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v)
 
 
 class Position(nn.Module):
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class FaultyGPT(nn.Module):
-    """Blocks whose norms (`square`) or attention (`exp`) overflow float16, after positions that it cannot tell apart."""
+    """Blocks of which some norms (`square`) or attention (`exp`) overflow float16; positions that it rounds away."""
 
     def __init__(self, width=16, layers=3, square=(), exp=(), cumsum=False):
         super().__init__()

@@ -26,7 +26,6 @@ from .._core import (
     api,
     as_models,
     as_optimizers,
-    find_lists_to_lay_over,
     is_disabled,
     make_policy,
     parse_loss_scale,
@@ -260,7 +259,7 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
     """
     policy = make_policy(properties.opt_level, bounds)
     is_patching = bool(properties.patch_torch_functions)
-    chosen = replace(
+    return replace(
         policy,
         cast_model_type=properties.cast_model_type or None,
         patch_torch_functions=is_patching,
@@ -268,9 +267,9 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
         keep_batchnorm_fp32=None if properties.level_patches else properties.keep_batchnorm_fp32,
         master_weights=None if properties.level_patches else properties.master_weights,
         loss_scale=parse_loss_scale(properties.loss_scale),
+        lists=("apex",) if is_patching else (),
         casts_inside=False,
     )
-    return replace(chosen, lists=(*(("apex",) if is_patching else ()), *find_lists_to_lay_over(chosen)))
 
 
 def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> SessionView:

@@ -75,9 +75,8 @@ def format_list(extends: Sequence[str], entries: Sequence[Entry], reasons: dict[
     """Return the text of a list file with these entries."""
     lines = []
     if extends:
-        lines.append(
-            f"extends: {extends[0] if extends[0].isidentifier() and len(extends) == 1 else json.dumps(extends)}"
-        )
+        is_word = len(extends) == 1 and extends[0].isidentifier()
+        lines.append(f"extends: {extends[0] if is_word else json.dumps(extends)}")
     for kind, key in (("module", "modules"), ("op", "blacklist")):
         chosen = [one for one in entries if one.kind == kind]
         lines += [f"{key}:"] if chosen else []

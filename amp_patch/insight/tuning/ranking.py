@@ -48,9 +48,10 @@ class Ranking:
         by_entry: dict[Entry, list[LowOpRecord]] = {}
         for one in self._ops:
             entry = self._entry(one)
-            if entry is not None and entry.name != WHOLE_MODEL and entry not in forced:
-                if not any(other.covers(entry) or other.matches(entry.name) for other in forced):
-                    by_entry.setdefault(entry, []).append(one)
+            if entry is None or entry.name == WHOLE_MODEL or entry in forced:
+                continue
+            if not any(other.covers(entry) or other.matches(entry.name) for other in forced):
+                by_entry.setdefault(entry, []).append(one)
 
         beside = {one.module for one in self._ops if self._find_outlying(one)}
 

@@ -218,13 +218,13 @@ class _Mode(TorchFunctionMode):
         """Go on the stack of the thread that the session was opened in."""
         if not self.is_entered:
             self.is_entered = True
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Come off it. Harmless twice."""
         if self.is_entered:
             self.is_entered = False
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Modules(ModuleStack):
@@ -248,8 +248,8 @@ class _Modules(ModuleStack):
 
 def _name(function: Any) -> str:
     with contextlib.suppress(Exception):
-        return resolve_name(function).replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
-    return getattr(function, "__name__", str(function))
+        return str(resolve_name(function)).replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
+    return str(getattr(function, "__name__", function))
 
 
 def _storage(tensor: Tensor) -> int:

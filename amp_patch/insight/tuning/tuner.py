@@ -141,7 +141,7 @@ class Tuner:
             except (_EnoughRunsError, KeyboardInterrupt):
                 raise
             except Exception as error:  # what a training raises may come of the overflow
-                verdict = Verdict(False, math.inf, "", math.inf, f"{type(error).__name__}: {error}")
+                verdict = Verdict(False, math.inf, "", math.inf, _describe(error))
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self._log(str(trial))
@@ -209,6 +209,12 @@ class Tuner:
 
 class _EnoughRunsError(Exception):
     """The budget of runs is spent."""
+
+
+def _describe(error: Exception) -> str:
+    """Return an error as one line: the last, which with a traceback says what it was."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if len(lines) > 1 else f"{type(error).__name__}: {error}"
 
 
 def _spell(name: str, folder: Path, out: Path | None) -> str:
