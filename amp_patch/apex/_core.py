@@ -21,10 +21,9 @@ from ..config import load_oplists, presets
 from ..config import make_policy as _make_policy
 from ..errors import SessionError
 from ..patching import Patch
-from ..session import Session, current
+from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
-from ..session import find_lists_to_lay_over
 from ..training import loss_scaler
 
 LossScaler = loss_scaler.LossScaler

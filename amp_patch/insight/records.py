@@ -105,6 +105,7 @@ class CheckedStepRecord:
         losses: those scaled since the step before, unscaled: float32 means of their elements.
         skipped: whether the step was skipped for an overflow.
         loss_scale: of the first scaler, at the step.
+        is_dynamic: whether it follows the gradients.
     """
 
     kind: ClassVar[str] = "checked"
@@ -114,6 +115,7 @@ class CheckedStepRecord:
     losses: tuple[float, ...]
     skipped: bool
     loss_scale: float
+    is_dynamic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class SketchRecord:
     Attributes:
         step, optimizer: as in CheckedStepRecord.
         parameter: its qualified name.
-        norm: of the gradient, float32.
+        norm, largest: of the gradient, L2 and largest magnitude, float32.
         sketch: at most 4,096 float32 values, little-endian in base64: the gradient itself, or sums of its elements with
             fixed signs. The norm of the difference of two sketches is about that of the gradients.
     """
@@ -134,6 +136,7 @@ class SketchRecord:
     optimizer: int
     parameter: str
     norm: float
+    largest: float
     sketch: str
 
 

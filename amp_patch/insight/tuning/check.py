@@ -93,8 +93,9 @@ class Check(Probe):
         """Count a step, and put the weights back."""
         number, session = self._number(optimizer), current.require()
         skipped = bool(getattr(optimizer, "step_was_skipped", False))
+        is_dynamic = session.policy.is_scale_dynamic
         losses = tuple(float(loss) for loss in self._losses)
-        self._records.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale))
+        self._records.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
         with torch.no_grad():

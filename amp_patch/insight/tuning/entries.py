@@ -3,6 +3,7 @@
 import fnmatch
 import itertools
 import json
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -75,8 +76,8 @@ def format_list(extends: Sequence[str], entries: Sequence[Entry], reasons: dict[
     """Return the text of a list file with these entries."""
     lines = []
     if extends:
-        is_word = len(extends) == 1 and extends[0].isidentifier()
-        lines.append(f"extends: {extends[0] if is_word else json.dumps(extends)}")
+        is_plain = len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0])
+        lines.append(f"extends: {extends[0] if is_plain else json.dumps(extends)}")
     for kind, key in (("module", "modules"), ("op", "blacklist")):
         chosen = [one for one in entries if one.kind == kind]
         lines += [f"{key}:"] if chosen else []

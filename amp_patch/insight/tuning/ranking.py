@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording
+from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
 from .entries import Entry, fold, prune
 from .reference import WHOLE_MODEL
 
@@ -30,7 +30,8 @@ class Ranking:
         self._existing = {name for record in modules for name in record.names}
         self._ran = {name for record in modules for name in record.ran}
         steps = reference.of(CheckedStepRecord)
-        self._loss_scale = max((step.loss_scale for step in steps), default=1.0)
+        self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
+        self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[Entry]:
         """Return entries for what overflows; one for all of a row of siblings if all of them do."""
@@ -81,11 +82,14 @@ class Ranking:
         return len(covered) + len(given) - len(modules)
 
     def find_loss_scale(self, forced: Sequence[Entry]) -> float | None:
-        """Return the largest power of 2 by which no gradient of an op that is not forced overflows, if the script
-        begins with more.
+        """Return the largest power of 2 by which no gradient overflows, of results and of parameters that are not
+        forced, if the script begins with more and has a dynamic scale.
         """
-        rest = [one for one in self._ops if not _overflows(one) and self._entry(one) not in forced]
-        largest = max((one.gradient for one in rest), default=0.0)
+        rest = [one.gradient for one in self._ops if not _overflows(one) and self._entry(one) not in forced]
+        for one in self._gradients:
+            if not any(_is_in(one.parameter.rpartition(".")[0], entry) for entry in forced):
+                rest.append(one.largest)
+        largest = max(rest, default=0.0)
         limit = LARGEST.get(self._low, math.inf) / 2
         if largest == 0.0 or largest * self._loss_scale <= limit:
             return None

@@ -247,9 +247,11 @@ class _Modules(ModuleStack):
 
 
 def _name(function: Any) -> str:
+    found = ""
     with contextlib.suppress(Exception):
-        return str(resolve_name(function)).replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
-    return str(getattr(function, "__name__", function))
+        found = resolve_name(function) or ""
+    name = found or str(getattr(function, "__name__", function))
+    return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -66,7 +66,6 @@ class Shadow:
 
     def run(self, module: str, op: str, function: Function, args: Any, kwargs: Any, *, is_listed: bool) -> Any:
         """Call a function as it is, see what would become of it in 16 bits, and return its result."""
-        sums = self._sums.setdefault((module, op), _Sums(is_listed))
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
         with torch.no_grad():
             rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
@@ -74,6 +73,9 @@ class Shadow:
         device = given[0].device
         before = _get_random_state(device)
         result = function(*args, **kwargs)
+        if not any(map(_is_plain, tensors_in([result]))):
+            return result
+        sums = self._sums.setdefault((module, op), _Sums(is_listed))
         with _random_state(device, before), torch.no_grad(), contextlib.suppress(Exception):
             shadow = function(*_exchange(args, rounded), **_exchange(kwargs, rounded))
             sums.calls += 1

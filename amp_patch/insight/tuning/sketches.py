@@ -10,12 +10,15 @@ from torch import Tensor
 SIZE = 4096
 
 
-def sketch(gradient: Tensor) -> tuple[float, str]:
-    """Return the norm of a gradient, and its sketch: see SketchRecord. Draws no random numbers of the run's."""
+def sketch(gradient: Tensor) -> tuple[float, float, str]:
+    """Return the norm of a gradient, its largest magnitude, and its sketch: see SketchRecord.
+
+    Draws no random numbers of the run's.
+    """
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     dense = local.to_dense() if local.layout is not torch.strided else local
     flat = dense.detach().float().reshape(-1)
-    norm = float(torch.linalg.vector_norm(flat))
+    norm, largest = float(torch.linalg.vector_norm(flat)), float(flat.abs().amax()) if flat.numel() else 0.0
     if flat.numel() > SIZE:
         signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
         signed = flat * signs.mul_(2).sub_(1).to(flat.device)
@@ -23,7 +26,7 @@ def sketch(gradient: Tensor) -> tuple[float, str]:
     values = array.array("f", flat.tolist())
     if sys.byteorder == "big":
         values.byteswap()
-    return norm, base64.b64encode(values.tobytes()).decode()
+    return norm, largest, base64.b64encode(values.tobytes()).decode()
 
 
 def distance(first: str, second: str) -> float:

@@ -193,7 +193,7 @@ class Tuner:
             message += "" if before is None else f"; with none: {describe_worst(before.verdict)}"
         else:
             message = f"nothing reaches {tolerance}"
-            message += "" if best is None else f": the best has {describe_worst(best.verdict)}"
+            message += "" if best is None else f"; the best: {describe_worst(best.verdict)}"
             message += floor + (self._ranking.find_hint() if is_searched else "")
         if stopped:
             message += f"; {stopped}" + (", so there may be entries that are not needed" if is_reached else "")
