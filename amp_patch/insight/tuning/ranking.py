@@ -89,22 +89,29 @@ class Ranking:
         for one in self._gradients:
             if not any(_is_in(one.parameter.rpartition(".")[0], entry) for entry in forced):
                 rest.append(one.largest)
-        largest = max(rest, default=0.0)
+        return self._lower(max(rest, default=0.0), self._loss_scale)
+
+    def find_scale_of_loss(self, scale: float | None) -> float | None:
+        """Return the same for the gradient of the loss, which is 1: one in 16 bits overflows at 2**16, whatever else."""
+        return self._lower(1.0, self._loss_scale if scale is None else scale)
+
+    def _lower(self, largest: float, scale: float) -> float | None:
         limit = LARGEST.get(self._low, math.inf) / 2
-        if largest == 0.0 or largest * self._loss_scale <= limit:
+        if not self._loss_scale or largest * scale <= limit:
             return None
         return float(2.0 ** math.floor(math.log2(limit / largest)))
 
     def explain(self, entry: Entry) -> str:
-        """Return the strongest reason for an entry."""
+        """Return the reason for an entry: the first op that overflows, or else the one that loses most."""
         mine = [one for one in self._ops if _is_of(one, entry)]
         if not mine:
             return "what runs here, other than ops that can be told by themselves"
-        one = max(mine, key=lambda one: (one.overflow, one.overflow_in, max(one.error, one.gradient_error)))
+        overflowing = [one for one in mine if one.overflow] or [one for one in mine if _overflows(one)]
+        one = overflowing[0] if overflowing else max(mine, key=lambda one: max(one.error, one.gradient_error))
         low = NAMES.get(self._low, self._low)
         if one.overflow:
             return f"{one.op}: {_percent(one.overflow)} of its results overflow {low}"
-        if one.overflow_in:
+        if overflowing:
             return f"{one.op}: {_percent(one.overflow_in)} of what it is given overflows {low}"
         if one.gradient_error > one.error:
             return f"{one.op}: its gradients lose {one.gradient_error:.2g} in {low}"

@@ -135,17 +135,26 @@ class Tuner:
         """Test entries, once."""
         candidate = prune(entries)
         if candidate not in self._trials:
-            try:
-                run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
-                verdict = judge(self._reference, run, self._tolerance)
-            except (_EnoughRunsError, KeyboardInterrupt):
-                raise
-            except Exception as error:  # what a training raises may come of the overflow
-                verdict = Verdict(False, math.inf, "", math.inf, _describe(error))
+            verdict = self._try(candidate)
+            lower = self._ranking.find_scale_of_loss(self._loss_scale)
+            if verdict.is_skipped and not self._trials and lower is not None:
+                self._log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
+                self._loss_scale = lower
+                verdict = self._try(candidate)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self._log(str(trial))
         return self._trials[candidate].verdict.passed
+
+    def _try(self, candidate: Sequence[Entry]) -> Verdict:
+        """Run under a candidate. What the training raises counts, too: it may come of an overflow."""
+        try:
+            run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
+            return judge(self._reference, run, self._tolerance)
+        except _EnoughRunsError:
+            raise
+        except Exception as error:
+            return Verdict(False, math.inf, "", math.inf, _describe(error))
 
     def _measure_noise(self) -> float:
         """Return by how much the worst gradient in float32 is off if each weight is off by one ulp."""

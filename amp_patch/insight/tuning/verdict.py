@@ -24,6 +24,7 @@ class Verdict:
         parameter: whose it is, "" where that is nobody's.
         loss_error: the largest relative error of a loss.
         fault: why it did not pass, in words; "" if it did.
+        is_skipped: whether that is a step that was skipped for an overflow.
     """
 
     passed: bool
@@ -31,6 +32,7 @@ class Verdict:
     parameter: str
     loss_error: float
     fault: str
+    is_skipped: bool = False
 
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
@@ -42,7 +44,7 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     for key, step in wanted.items():
         if found[key].skipped and not step.skipped:
             fault = f"step {step.step} was skipped for an overflow at loss scale {found[key].loss_scale:g}"
-            return Verdict(False, math.inf, _find_non_finite(run, step), math.inf, fault)
+            return Verdict(False, math.inf, _find_non_finite(run, step), math.inf, fault, is_skipped=True)
     loss_error = max((_compare_losses(step, found[key]) for key, step in wanted.items()), default=0.0)
     worst, parameter = max(_errors(reference, run), default=(0.0, ""))
     fault = ""
