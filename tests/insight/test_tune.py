@@ -68,23 +68,24 @@ def names(result):
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value) if isinstance(value, str) else "",
 )
-def test_the_fault_is_found_and_no_entry_can_be_left_out(faults, units, entries, most, tune, tmp_path):
-    train = make_training(**faults)
-    result = tune(train, units=units)
+def test_the_fault_is_found_and_no_entry_can_be_left_out(faults, units, entries, most, tune):
+    result = tune(make_training(**faults), units=units, steps=1)
     assert names(result) == entries and result.is_reached and result.runs <= most
     by_entries = {trial.entries: trial for trial in result.trials}
     assert by_entries[result.entries].verdict.worst < 0.01
     for left_out in result.entries:
         rest = tuple(entry for entry in result.entries if entry != left_out)
         assert rest not in by_entries or not by_entries[rest].verdict.passed
-    if len(entries) != 3:
-        return
-    # the file by itself, as a script that names it would run
+
+
+def test_the_file_that_is_written_is_enough_by_itself(tune, tmp_path):
+    train = make_training(square=(0, 1, 2))
+    assert names(tune(train)) == ["blocks.*.n1"]
     again = insight.tune(train, extends=tmp_path / "tuned.yaml", log=lambda line: None)
     assert again.entries == () and again.runs == 2 and again.is_reached
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_other_depths_and_seeds_and_places(seed, tune):
     rng = random.Random(seed)
     layers = rng.choice([2, 4, 5])
@@ -165,7 +166,7 @@ def test_a_tolerance_below_the_noise_of_float32_is_refused(tune):
 
 
 def test_a_tolerance_that_takes_much_is_reached_with_much(tune):
-    result = tune(make_training(layers=2), tolerance=5e-4, steps=1)
+    result = tune(make_training(layers=1), tolerance=6e-4, steps=1)
     assert result.is_reached and 1 <= len(result.entries) < 10
 
 
@@ -335,7 +336,7 @@ def test_two_models_and_two_optimizers(tune):
 
 @pytest.mark.parametrize("most", [2, 5])
 def test_the_budget_of_runs_is_kept(most, tune):
-    result = tune(make_training(cumsum=True), units="ops", max_runs=most)
+    result = tune(make_training(layers=1, cumsum=True), units="ops", max_runs=most, steps=1)
     assert result.runs == most and f"stopped after {most} runs (max_runs)" in result.message
 
 
@@ -487,6 +488,30 @@ def test_a_reference_that_is_broken_off_leaves_nothing(raised, tmp_path):
         FunctionRunner(train)(Run("tuning.reference:Reference", {}, Settings("O1", (str(tmp_path / "list.yaml"),))))
     assert not find_changes() and not events.watchers
     assert torch.overrides._get_current_function_mode() is None
+
+
+def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(tmp_path):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Model(FaultyGPT):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.block = torch.compile(self.blocks[0].forward, backend=backend)
+
+        def forward(self, tokens):
+            return self.head(self.block(self.embedding(tokens)))
+
+    (tmp_path / "list.yaml").write_text(FLOAT32)
+    train = make_training(make_model=Model, layers=1)
+    run = Run("tuning.reference:Reference", {"steps": 1}, Settings("O1", (str(tmp_path / "list.yaml"),)))
+    found = FunctionRunner(train)(run)
+    assert ("blocks.0.up", "linear") in {(one.module, one.op) for one in found.of(LowOpRecord)} and not compiled
+    train()
+    assert compiled
 
 
 def test_a_weight_that_is_off_moves_gradients_by_little(tmp_path):

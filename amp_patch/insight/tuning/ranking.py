@@ -92,7 +92,7 @@ class Ranking:
         return self._lower(max(rest, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
-        """Return the same for the gradient of the loss, which is 1: one in 16 bits overflows at 2**16, whatever else."""
+        """Return the same for the gradient of the loss, which is 1: in float16 it overflows at a scale of 2**16."""
         return self._lower(1.0, self._loss_scale if scale is None else scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ...casting import Mode, compiling
+from ...casting import Mode
 from ...errors import SessionError
 from ...interrupts import UndoStack
 from ...patching import references
@@ -32,8 +32,8 @@ WHOLE_MODEL = "**"
 class Reference(Check):
     """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
 
-    Shadows are of listed ops, and in modules of all others too; of what runs in the first thread, forward, and not
-    compiled.
+    Shadows are of listed ops, and in modules of all others too; of what runs in the first thread, and forward. Code of
+    torch.compile runs as it was written.
     """
 
     def __init__(self, steps: int = 2, *, is_off: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
@@ -118,11 +118,14 @@ class _Shadowing:
         return ModulesRecord(tuple(names), tuple(name for name in names if name in self._ran))
 
     def start(self) -> None:
-        """Put covers around the replacements of ops, and have all casts of this thread go to float32."""
+        """Put covers around the replacements of ops, have all casts of this thread go to float32, and what is compiled
+        run as it was written.
+        """
         self._is_on = True
         switch, patcher = self._session.switch, self._session.patcher
         region = switch.enter(Mode.FLOAT32, self)
         self._undo.callback(switch.leave, region)
+        self._undo.callback(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
         self._undo.callback(references.uncover, patcher, self._covers)
         self._undo.callback(self._running.close)
         patcher.cover(self._cover)
@@ -156,7 +159,7 @@ class _Shadowing:
         """Call a function, with its shadow if it would run in 16 bits. `kind` is the list it is on, if any."""
         if not self._is_on or self._is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
-        if compiling.is_dynamo_compiling() or get_current_node() is not None:
+        if get_current_node() is not None:
             return function(*args, **kwargs)
         module = self._find_module()
         inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one.dtype is torch.float32]
