@@ -9,8 +9,8 @@ _OF_LEVELS = frozenset(
 
 
 class Settings(NamedTuple):
-    """`opt_level` takes the place of the script's; `lists` are laid over its own at levels that patch functions, later
-    ones winning.
+    """`opt_level` takes the place of the script's; `lists` are laid over its own, later ones winning. Levels that patch
+    no functions take the module rules alone, and lists without any are left out there.
     """
 
     opt_level: str | None = None

@@ -5,6 +5,7 @@ inside sessions, bindings and loss scalers is touched in this file alone.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..config import load_oplists, presets
 from ..config import make_policy as _make_policy
 from ..errors import SessionError
 from ..patching import Patch
-from ..session import Session, current
+from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
 from ..training import loss_scaler
@@ -86,13 +87,14 @@ class SessionView:
         accept_low: bool,
     ) -> "SessionView":
         """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
-        same.
+        same. The lists that a command lays over come after those of the policy.
 
         `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
         """
+        lists = (*policy.lists, *find_lists_to_lay_over(policy))
         return cls(
             current.initialize(
-                policy,
+                dataclasses.replace(policy, lists=lists),
                 models,
                 optimizers,
                 num_losses=num_losses,

@@ -36,6 +36,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("lists", "Show, check, compare and explain op lists."),
     Command("run", "Run a script written for NVIDIA Apex, unmodified."),
     Command("trace", "Run a script until a value does not fit, and say which op made it, why, and what to try."),
+    Command("tune", "Find the fewest modules or ops of a script that must stay in float32."),
 )
 
 

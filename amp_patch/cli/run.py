@@ -38,7 +38,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=(
             "an op list (a shipped name or a .yaml file) to lay over the script's, or over the list apex for a script"
-            " of Apex, at O1 and O4; may be repeated, and later ones win"
+            " of Apex; O2, O3 and O5 take its module rules alone; may be repeated, and later ones win"
         ),
     )
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")

@@ -1,6 +1,7 @@
 """Runs of a script that a probe watches, for the commands of `insight`: each in a process of its own."""
 
 import argparse
+import contextlib
 import re
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from ..insight import Recording
 from ..insight.runs import Run, RunFailedError
 from . import run as runs
 
-_POLL_SECONDS = 0.5
-_GRACE_SECONDS = 5.0
+TAIL = 20
+"""How many of the last lines that a quiet script has printed are shown if it fails."""
+
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
@@ -36,10 +38,13 @@ class ScriptRunner:
 
     Args:
         arguments: with what `cli.run.add_script` declares.
+        is_quiet: keep what the script prints to itself, unless it fails; Ctrl-C then ends more than the run.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False) -> None:
         self._arguments = arguments
+        self._is_quiet = is_quiet
+        self._printed = ""
 
     def __call__(self, run: Run) -> Recording:
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
@@ -50,7 +55,8 @@ class ScriptRunner:
             raise KeyboardInterrupt
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "never called amp.initialize"
-            raise RunFailedError(f"the script {reason}", recordings[0] if recordings else None)
+            printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
+            raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
         return recordings[0]
 
     def watch(self, run: Run, until: Callable[[Recording], bool] | None = None) -> Watched:
@@ -63,8 +69,10 @@ class ScriptRunner:
             }
             watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
             line, environment = runs.prepare(argparse.Namespace(**{**given, **laid_over}), watch=watch)
+            log = Path(folder, "printed") if self._is_quiet else None
             is_over = None if until is None else lambda: any(until(recording) for _, recording in _read(folder))
-            code = _call([sys.executable, *line], environment, is_over)
+            code = _call([sys.executable, *line], environment, is_over, log)
+            self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
@@ -76,13 +84,24 @@ def _read(folder: str) -> list[tuple[int, Recording]]:
     return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
 
 
-def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool] | None = None) -> int:
+def _call(
+    command: list[str],
+    environment: dict[str, str],
+    is_over: Callable[[], bool] | None = None,
+    log: Path | None = None,
+) -> int:
     """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too: after that its exit code
     is that of SIGINT.
+
+    With `log`, a file that takes what it prints.
     """
     sys.stdout.flush()
     is_interrupted = False
-    with subprocess.Popen(command, env=environment) as process:
+    with contextlib.ExitStack() as stack:
+        output: dict[str, Any] = {}
+        if log is not None:
+            output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
+        process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
         while True:
             try:
                 code = process.wait(None if is_over is None else _POLL_SECONDS)

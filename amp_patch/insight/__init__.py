@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .records import Recording as Recording
     from .text import format_recording as format_recording
     from .tracer import trace as trace
+    from .tuning.result import TuneResult as TuneResult
+    from .tuning.tuner import Tuner as Tuner
+    from .tuning.tuner import tune as tune
 
 _HOMES = {
     **dict.fromkeys(("explain", "recording"), "recorder"),
@@ -24,12 +27,14 @@ _HOMES = {
     "format_recording": "text",
     "format_fault": "fault_text",
     "compare": "comparing",
+    "TuneResult": "tuning.result",
+    **dict.fromkeys(("Tuner", "tune"), "tuning.tuner"),
 }
 _MODULES = ("comparing", "report")
 
 __all__ = [
-    *("FaultRecord", "Recording", "compare", "comparing", "explain", "format_fault", "format_recording", "recording"),
-    *("report", "runs", "trace"),
+    *("FaultRecord", "Recording", "TuneResult", "Tuner", "compare", "comparing", "explain", "format_fault"),
+    *("format_recording", "recording", "report", "runs", "trace", "tune"),
 ]
 
 

@@ -102,6 +102,10 @@ class ModuleStack:
         running = self._running()
         return running[-1][0] if running else None
 
+    def modules_here(self) -> list[nn.Module]:
+        """Return the modules that are running in this thread, innermost first."""
+        return [module for module, _ in reversed(self._running())]
+
     def _running(self) -> list[tuple[nn.Module, str]]:
         try:
             return self._local.running  # type: ignore[no-any-return]

@@ -242,6 +242,17 @@ def choose_policy(
         policy = make(level, {**overrides, "lists": None}, presets=presets)
     if told:
         say("%s", told)
-    if settings.lists and policy.patch_torch_functions:
-        policy = make(level, {**overrides, "lists": (*policy.lists, *settings.lists)}, presets=presets)
+    if laid_over := find_lists_to_lay_over(policy):
+        policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)
     return policy
+
+
+def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
+    """Return the lists that a command lays over those of a policy: at levels that patch no functions, the ones that
+    have module rules.
+    """
+    if policy.patch_torch_functions:
+        return in_force.settings.lists
+    if policy.low_dtype is None:
+        return ()
+    return tuple(one for one in in_force.settings.lists if load_oplists(one).modules)

@@ -185,6 +185,10 @@ class Session:
         """Return the float32 master of a 16-bit parameter, or None."""
         return self._bindings.masters.get(parameter)
 
+    def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the qualified names of parameters or masters; of others, their shapes in words."""
+        return self._bindings.names_of(tensors)
+
     def add_scalers(self, num_losses: int) -> None:
         """Have at least `num_losses` scalers."""
         policy = self.policy

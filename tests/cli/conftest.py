@@ -14,7 +14,7 @@ from amp_patch.cli.main import main
 def warm_server():
     """Forks of a process that has imported what a session and a probe need."""
     names = "torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.tracer"
-    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes")
+    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes, amp_patch.insight.tuning.reference")
     yield server
     server.close()
 
@@ -23,11 +23,14 @@ def warm_server():
 def run_scripts(warm_server, monkeypatch, tmp_path):
     """Commands run scripts in forks, and in the test's folder."""
 
-    def run_script(command, environment, is_over=None):
+    def run_script(command, environment, is_over=None, log=None):
         begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
         done = warm_server.run("-c", begin, cwd=tmp_path)
-        print(done.stdout, end="")
-        print(done.stderr, end="", file=scripts.sys.stderr)
+        if log is None:
+            print(done.stdout, end="")
+            print(done.stderr, end="", file=sys.stderr)
+        else:
+            log.write_text(done.stdout + done.stderr)
         return done.returncode
 
     monkeypatch.setattr(scripts, "_call", run_script)

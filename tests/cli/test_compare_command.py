@@ -97,9 +97,9 @@ def test_a_script_without_steps_is_nothing_to_compare(source, reason, call):
 def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
     forked, count = scripts._call, []
 
-    def interrupted(command, environment):
+    def interrupted(*arguments):
         count.append(1)
-        return -signal.SIGINT if len(count) == 4 else forked(command, environment)
+        return -signal.SIGINT if len(count) == 4 else forked(*arguments)
 
     monkeypatch.setattr(scripts, "_call", interrupted)
     code, out, err = call(APEX + LOOP, "--runs", "O0,O4,O5", "--steps", "3", "--jsonl", "c.jsonl")

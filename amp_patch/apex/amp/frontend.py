@@ -267,7 +267,7 @@ def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
         keep_batchnorm_fp32=None if properties.level_patches else properties.keep_batchnorm_fp32,
         master_weights=None if properties.level_patches else properties.master_weights,
         loss_scale=parse_loss_scale(properties.loss_scale),
-        lists=("apex", *in_force.settings.lists) if is_patching else (),
+        lists=("apex",) if is_patching else (),
         casts_inside=False,
     )
 

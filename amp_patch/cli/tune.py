@@ -1,0 +1,97 @@
+"""`amp-patch tune`: a list that keeps the fewest modules or ops of a script in float32, within a tolerance.
+
+The script runs unmodified, as under `amp-patch run`, for a few steps: once in float32, then under candidates.
+"""
+
+import argparse
+
+from ..insight import runs as insight_runs
+from . import run as runs
+from .scripts import ScriptRunner, new_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own options; what follows the script's name is the script's."""
+    parser.usage = (
+        "%(prog)s [--tolerance T] [--units modules|ops|both] [--extends LIST] [--out FILE] [--steps N] [--seed N]"
+        " [--max-runs N] [--opt-level LEVEL] [--lists LIST] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.1,
+        metavar="T",
+        help="largest relative error of the gradient of each parameter (default: %(default)s); of a loss, a fifth",
+    )
+    parser.add_argument(
+        "--units",
+        choices=("modules", "ops", "both"),
+        default="modules",
+        help="what to keep in float32; both: modules, and ops where there is none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--extends", type=runs.oplist, metavar="LIST", help="the list to tune (default: those of the script)"
+    )
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="write the list (default: print it)")
+    parser.add_argument(
+        "--steps", type=_count, default=2, metavar="N", help="optimizer steps to compare (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of each run (default: %(default)s)")
+    parser.add_argument(
+        "--max-runs", type=_runs, default=40, metavar="N", help="of the script, at most (default: %(default)s)"
+    )
+    runs.add_script(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, and 1 if there is none."""
+    from ..insight import Tuner
+
+    runs.prepare(arguments)  # says what is wrong with the command line
+    runner: insight_runs.Runner = ScriptRunner(arguments, is_quiet=True)
+    result = Tuner(
+        runner,
+        opt_level=arguments.opt_level,
+        extends=arguments.extends,
+        units=arguments.units,
+        tolerance=arguments.tolerance,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        max_runs=arguments.max_runs,
+        out=arguments.out,
+        log=_print,
+    ).run()
+    _print(f"\n{result.message}; {result.runs} runs")
+    if result.text and arguments.out is None:
+        _print(f"\n{result.text.rstrip()}")
+    elif result.text:
+        result.to_yaml(arguments.out)
+        _print(f"written to {arguments.out}: give it to initialize as lists, or to amp-patch run by --lists")
+    return 0 if result.is_reached else 1
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _tolerance(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: give a number above 0, such as 0.1")
+    return value
+
+
+def _count(text: str, least: int = 1) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least {least}")
+    return int(text)
+
+
+def _runs(text: str) -> int:
+    """A number of runs: the one in float32, and another."""
+    return _count(text, 2)

@@ -1,0 +1,139 @@
+"""`Check`: the losses and gradients of some steps of a run, all of them from the weights that it began with."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...casting import Mode
+from ...errors import SessionError
+from ...session import Session, current
+from ..recorder import describe_run
+from ..records import CheckedStepRecord, Record, Recording, RunRecord, SketchRecord
+from ..runs import Probe
+from .sketches import sketch
+
+
+class Check(Probe):
+    """Sees `steps` steps of each optimizer, and puts its weights back after each: a copy of them is kept.
+
+    Args:
+        steps: how many.
+        loss_scale: what a dynamic scale begins with; None: as the script has it.
+        is_off: let the run begin with weights that are off by one float32 ulp, up or down as a fixed seed says.
+        on_end: called when all have been seen.
+    """
+
+    def __init__(
+        self,
+        steps: int = 2,
+        loss_scale: float | None = None,
+        *,
+        is_off: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._steps = steps
+        self._loss_scale = loss_scale
+        self._is_off = is_off
+        self._on_end = on_end
+        self._run: RunRecord | None = None
+        self._scale = 1.0
+        self._optimizers: list[int] = []  # ids, in the order of their first steps
+        self._taken: list[int] = []
+        self._losses: list[Tensor] = []
+        self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._records: list[Record] = []
+
+    @property
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+        if self._run is None:
+            raise SessionError("nothing was recorded: amp.initialize has not been called")
+        return Recording(self._run, list(self._records))
+
+    @property
+    def steps(self) -> int:
+        """How many steps the optimizer that steps first has ended."""
+        return self._taken[0] if self._taken else 0
+
+    def session_opened(self, session: Session) -> None:
+        """Set the scale, and what the run begins with."""
+        if self._run is None and self._is_off:
+            _shift(session)
+        self._run = describe_run(session)
+        if self._loss_scale is not None and session.policy.is_scale_dynamic:
+            for scaler in session.scalers:
+                scaler.set_loss_scale(self._loss_scale)
+
+    def session_closing(self, session: Session) -> None:
+        """Keep nothing of the session's."""
+        self.stop()
+
+    def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
+        """Keep the value of a loss."""
+        with current.require().switch.region(Mode.OFF):  # the lists are not for what is done here
+            self._losses.append(loss.detach().float().mean())
+
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Take down the gradients."""
+        number = self._number(optimizer)
+        if self._taken[number] >= self._steps:
+            self._on_end()
+            return
+        session, tensors = current.require(), _parameters(optimizer)
+        self._scale = float(session.scalers[0].scale)
+        seen: Counter[str] = Counter()
+        with session.switch.region(Mode.OFF):
+            for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
+                seen[name] += 1
+                if tensor.grad is not None:
+                    unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
+                    self._records.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count a step, and put the weights back."""
+        number, session = self._number(optimizer), current.require()
+        skipped = bool(getattr(optimizer, "step_was_skipped", False))
+        is_dynamic = session.policy.is_scale_dynamic
+        losses = tuple(float(loss) for loss in self._losses)
+        self._records.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
+        self._losses.clear()
+        self._taken[number] += 1
+        with torch.no_grad():
+            for tensor, before in self._weights[number]:
+                tensor.copy_(before)
+        session.refresh()
+        if len(self._taken) >= len(session.bindings()) and min(self._taken) >= self._steps:
+            self._on_end()
+
+    def stop(self) -> None:
+        """Watch no more, and keep no weights. Harmless twice."""
+        self._weights.clear()
+        self._losses.clear()
+
+    def _number(self, optimizer: Optimizer) -> int:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers.append(id(optimizer))
+            self._taken.append(0)
+            number = len(self._taken) - 1
+            self._weights[number] = [(one, one.detach().clone()) for one in _parameters(optimizer)]
+        return self._optimizers.index(id(optimizer))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _shift(session: Session) -> None:
+    """Move every weight by one ulp of its dtype, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for binding in session.bindings():
+            for tensor in binding.parameters():
+                if tensor.is_floating_point():
+                    is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool).to(tensor.device)
+                    infinity = torch.full_like(tensor, torch.inf)
+                    tensor.copy_(torch.nextafter(tensor, torch.where(is_up, infinity, -infinity)))
+    session.refresh()

@@ -1,0 +1,264 @@
+"""`Reference`: a run in float32, in which each op that would run in 16 bits has a shadow that does."""
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ...casting import Mode
+from ...errors import SessionError
+from ...interrupts import UndoStack
+from ...patching import references
+from ...session import Session
+from ...torch_dispatch import get_current_node
+from ...torch_private import BatchNormBase
+from ..naming import ModuleStack
+from ..records import ModulesRecord, Recording
+from ..rules import RuleFinder
+from ..tensors import tensors_in
+from .check import Check
+from .shadow import Function, Shadow
+
+WHOLE_MODEL = "**"
+"""The pattern that matches the model itself."""
+
+
+class Reference(Check):
+    """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
+
+    Shadows are of listed ops, and in modules of all others too; of what runs in the first thread, and forward. Code of
+    torch.compile runs as it was written.
+    """
+
+    def __init__(self, steps: int = 2, *, is_off: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(steps, is_off=is_off, on_end=on_end)
+        self._shadowing: _Shadowing | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+        found = super().recording
+        if self._shadowing is not None:
+            found.records += [*self._shadowing.shadow.records(), self._shadowing.modules()]
+        return found
+
+    def session_opened(self, session: Session) -> None:
+        """Begin, or see to more models."""
+        super().session_opened(session)
+        if session.policy.low_dtype is None:
+            raise SessionError(
+                f"nothing to tune: {session.policy.opt_level} runs everything in float32; use another level"
+            )
+        if self._shadowing is not None:
+            self._shadowing.stop()
+        shadow = None if self._shadowing is None else self._shadowing.shadow
+        self._shadowing = _Shadowing(session, session.policy.low_dtype, shadow)
+        self._shadowing.start()
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count a step, and put the weights back."""
+        if self._shadowing is not None:
+            self._shadowing.end_step()
+        super().step_ended(optimizer)
+
+    def stop(self) -> None:
+        """Watch no more. Harmless twice."""
+        super().stop()
+        if self._shadowing is not None:
+            self._shadowing.stop()
+
+
+class _Shadowing:
+    """Finds the calls of one session that would run in 16 bits, and gives them to a `Shadow`.
+
+    Which those are is told by the lists for ops that they name. Any other runs in what it is given, so storages that
+    would hold 16 bits are known by their addresses until the step ends; at levels that cast the model all in it are 16
+    bits, but for what its rules say.
+    """
+
+    def __init__(self, session: Session, low: torch.dtype, shadow: Shadow | None) -> None:
+        self._session = session
+        self._rules = RuleFinder(session)
+        self._thread = threading.get_ident()
+        self._names: dict[int, str] = {}
+        self._runs: dict[int, str] = {}
+        for model in session.models():
+            self._see(model, "", "")
+        self._ran: set[str] = set()
+        self._mode = _Mode(self)
+        self._running = _Modules(session.models(), self._mode)
+        self._covers: list[Function] = []
+        self._low_storages: set[int] = set()
+        self._undo = UndoStack()
+        self._is_busy = False
+        self._is_on = False
+        self.shadow = Shadow(low, lambda: float(session.scalers[0].scale)) if shadow is None else shadow
+
+    def _see(self, module: nn.Module, name: str, inherited: str) -> None:
+        """Take down by which rule of the script's own lists a module runs, and the modules in it."""
+        oplists = self._session.oplists
+        own = () if oplists is None else oplists.modules[:-1]
+        run = next((rule.run for rule in reversed(own) if rule.chooses(name, module)), inherited)
+        policy = self._session.policy
+        if not run and isinstance(module, BatchNormBase) and policy.keep_batchnorm_fp32:
+            run = "float32"
+        self._names[id(module)], self._runs[id(module)] = name, run
+        for child_name, child in module.named_children():
+            self._see(child, f"{name}.{child_name}" if name else child_name, run)
+
+    def modules(self) -> ModulesRecord:
+        """Return the names of all modules but the models themselves, and of those that ran."""
+        names = dict.fromkeys(name for name in self._names.values() if name)
+        return ModulesRecord(tuple(names), tuple(name for name in names if name in self._ran))
+
+    def start(self) -> None:
+        """Put covers around the replacements of ops, have all casts of this thread go to float32, and what is compiled
+        run as it was written.
+        """
+        self._is_on = True
+        switch, patcher = self._session.switch, self._session.patcher
+        region = switch.enter(Mode.FLOAT32, self)
+        self._undo.callback(switch.leave, region)
+        self._undo.callback(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+        self._undo.callback(references.uncover, patcher, self._covers)
+        self._undo.callback(self._running.close)
+        patcher.cover(self._cover)
+        self._running.open()
+
+    def stop(self) -> None:
+        """Leave everything as it was. Harmless twice."""
+        self._is_on = False
+        self._mode.leave()
+        self._undo.close()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Keep nothing of the step."""
+        self.shadow.end_step()
+        self._low_storages.clear()
+
+    def _cover(self, owner: Any, name: str, replacement: Function) -> Function | None:
+        spelling = self._rules.find_spelling(owner, name, replacement)
+        if spelling is None:
+            return None
+        op, kind = spelling.entry.op, str(spelling.kind)
+
+        def cover(*args: Any, **kwargs: Any) -> Any:
+            return self.call(replacement, args, kwargs, op, kind)
+
+        self._covers.append(cover)
+        return cover
+
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, kind: str = "") -> Any:
+        """Call a function, with its shadow if it would run in 16 bits. `kind` is the list it is on, if any."""
+        if not self._is_on or self._is_busy or threading.get_ident() != self._thread:
+            return function(*args, **kwargs)
+        if get_current_node() is not None:
+            return function(*args, **kwargs)
+        module = self._find_module()
+        inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one.dtype is torch.float32]
+        is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(kind, module, inputs)
+        is_composed = not kind and self._session.casts is not None and isinstance(function, types.FunctionType)
+        self._is_busy = not is_composed  # else the listed functions that it calls are seen
+        try:
+            if is_low and not is_composed:
+                place = "" if module is None else self._names[id(module)] or WHOLE_MODEL
+                is_listed = kind in ("whitelist", "blacklist")
+                if self._session.casts is None:  # a layer casts what it is given
+                    is_listed = any(isinstance(one, nn.Parameter) for one in inputs)
+                result = self.shadow.run(place, op, function, args, kwargs, is_listed=is_listed)
+            else:
+                result = function(*args, **kwargs)
+            self._mark(result, is_low)
+            return result
+        finally:
+            self._is_busy = False
+
+    def _find_module(self) -> nn.Module | None:
+        named = [module for module in self._running.modules_here() if id(module) in self._names]
+        self._ran.update(self._names[id(module)] for module in named)
+        return named[0] if named else None
+
+    def _is_low(self, kind: str, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
+        run = "" if module is None else self._runs[id(module)]
+        if self._session.casts is None:
+            return module is not None and run != "float32"
+        if kind in ("whitelist", "blacklist"):
+            return run == "low" or (kind == "whitelist" and run != "float32")
+        if kind in ("banned", "inplace_error"):
+            return False
+        arrays = [one for one in inputs if one.dim()] or inputs
+        return all(_storage(one) in self._low_storages for one in arrays)
+
+    def _mark(self, result: Any, is_low: bool) -> None:
+        storages = {_storage(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
+        if is_low:
+            self._low_storages |= storages
+        else:
+            self._low_storages -= storages
+
+
+class _Mode(TorchFunctionMode):
+    """Shows what is called in a model and is on no list."""
+
+    def __init__(self, shadowing: _Shadowing) -> None:
+        super().__init__()
+        self._shadowing = shadowing
+        self.is_entered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__" or not callable(func):
+            return func(*args, **(kwargs or {}))
+        return self._shadowing.call(func, args, kwargs or {}, _name(func))
+
+    def enter(self) -> None:
+        """Go on the stack of the thread that the session was opened in."""
+        if not self.is_entered:
+            self.is_entered = True
+            super().__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Come off it. Harmless twice."""
+        if self.is_entered:
+            self.is_entered = False
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class _Modules(ModuleStack):
+    """The modules that are running; while there are some in the first thread, the mode is on."""
+
+    def __init__(self, models: Sequence[nn.Module], mode: _Mode) -> None:
+        super().__init__(models)
+        self._mode = mode
+        self._thread = threading.get_ident()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        super()._enter(module, args)
+        if threading.get_ident() == self._thread:
+            self._mode.enter()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(module, args, output)
+        if threading.get_ident() == self._thread and not self._running():
+            self._mode.leave()
+
+
+def _name(function: Any) -> str:
+    found = ""
+    with contextlib.suppress(Exception):
+        found = resolve_name(function) or ""
+    name = found or str(getattr(function, "__name__", function))
+    return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -1,0 +1,92 @@
+"""What tuning gives back: the runs that were made, the list, and what to say of it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...tables import format_table
+from ..records import RunRecord
+from .entries import Entry
+from .verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run under a candidate: its number, the entries, how many modules and ops they keep in float32, and what came
+    of it.
+    """
+
+    number: int
+    entries: tuple[Entry, ...]
+    size: int
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        names = ", ".join(entry.name for entry in self.entries) or "nothing in float32"
+        return f"run {self.number}: {'passes' if self.verdict.passed else 'fails'}, {_outcome(self.verdict)}: {names}"
+
+
+@dataclass(frozen=True, slots=True)
+class TuneResult:
+    """The outcome.
+
+    Attributes:
+        entries: of the list, empty if none are needed.
+        trials: the runs under candidates, in order.
+        runs: how many runs of all kinds were made.
+        is_reached: whether the entries keep to the tolerance.
+        message: the outcome in words.
+        text: of the list file; empty without entries.
+    """
+
+    entries: tuple[Entry, ...]
+    trials: tuple[Trial, ...]
+    runs: int
+    is_reached: bool
+    message: str
+    text: str
+
+    def table(self) -> str:
+        """Return the trials as text, a line each."""
+        rows = [
+            (
+                str(trial.number),
+                "yes" if trial.verdict.passed else "no",
+                f"{trial.verdict.worst:.2g}",
+                trial.verdict.parameter or "-",
+                f"{trial.verdict.loss_error:.2g}",
+                ", ".join(entry.name for entry in trial.entries) or "-",
+            )
+            for trial in self.trials
+        ]
+        return format_table(("run", "passes", "worst", "of", "loss", "in float32"), rows, left=6)
+
+    def to_yaml(self, path: str | os.PathLike[str]) -> None:
+        """Write the list."""
+        Path(path).write_text(self.text, encoding="utf-8")
+
+
+def choose_best(trials: Sequence[Trial]) -> Trial | None:
+    """Return the smallest trial that passed, or that with the smallest error."""
+    passed = [trial for trial in trials if trial.verdict.passed]
+    if passed:
+        return min(passed, key=lambda trial: (trial.size, len(trial.entries), trial.verdict.worst))
+    return min(trials, key=lambda trial: (trial.verdict.worst, trial.verdict.loss_error, trial.size), default=None)
+
+
+def describe_worst(verdict: Verdict) -> str:
+    """Return the worst gradient of a run in words."""
+    if verdict.worst == float("inf"):
+        return verdict.fault
+    return f"worst parameter {verdict.worst:.2g}" + (f" ({verdict.parameter})" if verdict.parameter else "")
+
+
+def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
+    """Return comments that say of a list where it comes from."""
+    about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
+    return f"# amp-patch tune: {about}\n# {' '.join(message.split())}\n"
+
+
+def _outcome(verdict: Verdict) -> str:
+    return describe_worst(verdict) if verdict.passed else verdict.fault

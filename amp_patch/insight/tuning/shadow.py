@@ -1,0 +1,162 @@
+"""`Shadow`: what would become of ops in 16 bits, told in a run in float32.
+
+An op runs a second time, on its inputs rounded to 16 bits and still held in float32, and its results are rounded: no
+16-bit kernel is needed. Its error is kept until the backward pass, where the gradient of its result tells how much it
+matters.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..records import LowOpRecord
+from ..tensors import tensors_in
+
+Function = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is known of one op in one module."""
+
+    is_listed: bool
+    calls: int = 0
+    overflow_in: float = 0.0
+    overflow: float = 0.0
+    underflow: float = 0.0
+    error: float = 0.0
+    gradient_error: float = 0.0
+    gradient: float = 0.0
+    effect: float = 0.0
+
+
+class Shadow:
+    """Collects over calls, for each module and op.
+
+    Args:
+        low: the 16-bit dtype.
+        get_scale: the loss scale that gradients carry.
+    """
+
+    def __init__(self, low: torch.dtype, get_scale: Callable[[], float]) -> None:
+        self._low = low
+        self._get_scale = get_scale
+        self._sums: dict[tuple[str, str], _Sums] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def records(self) -> list[LowOpRecord]:
+        """Return what there is so far."""
+        names = [name for name in _Sums.__slots__ if name != "is_listed"]
+        return [
+            LowOpRecord(module, op, sums.is_listed, *(getattr(sums, name) for name in names))
+            for (module, op), sums in self._sums.items()
+        ]
+
+    def end_step(self) -> None:
+        """Keep no tensor of the step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def run(self, module: str, op: str, function: Function, args: Any, kwargs: Any, *, is_listed: bool) -> Any:
+        """Call a function as it is, see what would become of it in 16 bits, and return its result."""
+        given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
+        with torch.no_grad():
+            rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
+            shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
+        device = given[0].device
+        before = _get_random_state(device)
+        result = function(*args, **kwargs)
+        if not any(map(_is_plain, tensors_in([result]))):
+            return result
+        sums = self._sums.setdefault((module, op), _Sums(is_listed))
+        with _random_state(device, before), torch.no_grad(), contextlib.suppress(Exception):
+            shadow = function(*_exchange(args, rounded), **_exchange(kwargs, rounded))
+            sums.calls += 1
+            sums.overflow_in = max((sums.overflow_in, *shares))
+            for tensor, other in zip(tensors_in([result]), tensors_in([shadow]), strict=True):
+                if _is_plain(tensor) and tensor.shape == other.shape and tensor.numel():
+                    self._compare(sums, tensor, self._round(other))
+        return result
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._low).float()
+
+    def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor) -> None:
+        exact = tensor.detach()
+        sums.overflow = max(sums.overflow, _share(_overflows(exact, low)))
+        sums.underflow = max(sums.underflow, _share((exact != 0) & (low == 0)))
+        delta = torch.where(exact.isfinite() & low.isfinite(), low - exact, 0.0)
+        sums.error = max(sums.error, _relative(delta, exact))
+        if not (tensor.requires_grad and tensor.grad_fn is not None):
+            return
+
+        def hear(gradient: Tensor) -> None:
+            with torch.no_grad():
+                scale = self._get_scale()
+                full = gradient.detach().float()
+                largest = float(full.abs().amax()) / scale
+                if math.isfinite(largest):
+                    sums.gradient = max(sums.gradient, largest)
+                    sums.effect += abs(float((full * delta).sum())) / scale
+                    rounded = self._round(full)
+                    lost = torch.where(rounded.isfinite(), rounded - full, 0.0)
+                    sums.gradient_error = max(sums.gradient_error, _relative(lost, full))
+
+        self._handles.append(tensor.register_hook(hear))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.layout is torch.strided
+
+
+def _overflows(exact: Tensor, low: Tensor) -> Tensor:
+    return exact.isfinite() & ~low.isfinite()
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.float().mean()) if mask.numel() else 0.0
+
+
+def _relative(error: Tensor, exact: Tensor) -> float:
+    whole = float(torch.linalg.vector_norm(torch.where(exact.isfinite(), exact, 0.0)))
+    return float(torch.linalg.vector_norm(error)) / whole if whole else 0.0
+
+
+def _exchange(value: Any, others: dict[int, Tensor]) -> Any:
+    """Return a value with others in the place of some tensors, in lists, tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _exchange(one, others) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_exchange(one, others) for one in value)
+    return value
+
+
+def _get_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), on_device
+
+
+@contextlib.contextmanager
+def _random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Have the block draw the random numbers that follow a state, and those after it the numbers that follow now."""
+    after = _get_random_state(device)
+    try:
+        _set_random_state(device, state)
+        yield
+    finally:
+        _set_random_state(device, after)
+
+
+def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)

@@ -1,0 +1,44 @@
+"""Gradients made small enough to be kept in a file, so that the difference of two can still be told."""
+
+import array
+import base64
+import sys
+
+import torch
+from torch import Tensor
+
+SIZE = 4096
+
+
+def sketch(gradient: Tensor) -> tuple[float, float, str]:
+    """Return the norm of a gradient, its largest magnitude, and its sketch: see SketchRecord.
+
+    Draws no random numbers of the run's.
+    """
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    dense = local.to_dense() if local.layout is not torch.strided else local
+    flat = dense.detach().float().reshape(-1)
+    norm, largest = float(torch.linalg.vector_norm(flat)), float(flat.abs().amax()) if flat.numel() else 0.0
+    if flat.numel() > SIZE:
+        signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        signed = flat * signs.mul_(2).sub_(1).to(flat.device)
+        flat = torch.nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
+    values = array.array("f", flat.tolist())
+    if sys.byteorder == "big":
+        values.byteswap()
+    return norm, largest, base64.b64encode(values.tobytes()).decode()
+
+
+def distance(first: str, second: str) -> float:
+    """Return the norm of the difference of two gradients by their sketches: exact up to 4,096 values, then within some
+    percent. inf for gradients of other shapes; NaN where they hold what is not finite.
+    """
+    one, other = _decode(first), _decode(second)
+    return float(torch.linalg.vector_norm(one - other)) if one.shape == other.shape else float("inf")
+
+
+def _decode(text: str) -> Tensor:
+    values = array.array("f", base64.b64decode(text))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return torch.tensor(values, dtype=torch.float64)

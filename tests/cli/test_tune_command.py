@@ -1,0 +1,139 @@
+"""`amp-patch tune`: unmodified scripts, and what the command says and leaves."""
+
+import functools
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from amp_patch.cli import scripts
+from amp_patch.cli.main import main
+
+pytestmark = pytest.mark.xdist_group("scripts")
+
+SCRIPT = """
+import torch
+from apex import amp
+
+
+class Gate(torch.nn.Module):
+    def forward(self, x):
+        weights = torch.exp(torch.tanh(x) + 12)
+        return x * weights / weights.sum(-1, keepdim=True)
+
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), Gate(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for number in range(5):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.randn(6, 4)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print("step", number)
+"""
+LOW = "extends: apex\nwhitelist: [exp, sum]\n"
+
+
+@pytest.fixture
+def call(run_command, tmp_path):
+    """Returns a function that tunes a script."""
+    (tmp_path / "low.yaml").write_text(LOW)
+    return functools.partial(run_command, "tune")
+
+
+@pytest.mark.parametrize("level", [(), ("--opt-level", "O2")], ids=["O1", "O2"])
+def test_a_script_is_repaired_by_the_file_that_is_written(level, call, tmp_path, capsys):
+    code, out, err = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml", *level)
+    assert (code, err) == (0, "") and "step" not in out.replace("2 steps", "").replace("step 0 was skipped", "")
+    lines = out.splitlines()
+    assert lines[0] == "run 1: float32, 2 steps" and lines[1].startswith("run 2: passes, worst parameter 0.00")
+    assert (
+        lines[1].endswith(": 1") and lines[2].startswith("run 3: fails, ") and lines[4].startswith("1 entry in float32")
+    )
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert text.startswith(f"# amp-patch tune: {'O2' if level else 'O1'} on cpu, torch ")
+    assert 'extends: low.yaml\nmodules:\n  - {match: "1", run: float32, why: "' in text and "exp: all of its" in text
+    assert main(["lists", "check", "tuned.yaml"]) == 0 and capsys.readouterr().out == ""
+    code, out, _ = call(SCRIPT, "--lists", "tuned.yaml", *level)  # laid over: nothing is left to do
+    assert code == 0 and "nothing needs float32 at a tolerance of 0.1: worst parameter" in out and "; 2 runs" in out
+
+
+def test_without_a_file_the_list_is_printed(call, tmp_path):
+    before = set(tmp_path.iterdir())
+    code, out, _ = call(SCRIPT, "--lists", "low.yaml", "--units", "ops", "--steps", "1")
+    assert code == 0 and "\nblacklist:\n  - {op: exp, why: " in out and "extends: [" in out and "low.yaml" in out
+    assert {path.name for path in set(tmp_path.iterdir()) - before} == {"train.py"}
+
+
+def test_what_cannot_be_reached_says_so(call, tmp_path):
+    code, out, _ = call(SCRIPT, "--tolerance", "1e-9", "--out", "tuned.yaml")
+    assert code == 1 and "nothing reaches a tolerance of 1e-09; float32 itself is off by" in out
+    assert not (tmp_path / "tuned.yaml").exists()
+    code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--max-runs", "2", "--out", "tuned.yaml")
+    assert code == 0 and "stopped after 2 runs (max_runs), so there may be entries that are not needed" in out
+    assert (tmp_path / "tuned.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("print('nothing')\n", "the script never called amp.initialize\n  nothing"),
+        ("import torch\nprint('so far')\n1 / 0\n", "ZeroDivisionError: division by zero"),
+        (SCRIPT.replace("O1", "O0"), "O0 runs everything in float32"),
+    ],
+    ids=["no apex", "crash", "O0"],
+)
+def test_a_script_that_cannot_be_tuned_shows_what_it_printed(source, told, call):
+    code, out, err = call(source)
+    assert code == 1 and told in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--tolerance", "0"), ("--tolerance", "x"), ("--max-runs", "1"), ("--steps", "0"), ("--units", "all")],
+    ids=" ".join,
+)
+def test_wrong_usage(options, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["tune", *options, "train.py"])
+    assert error.value.code == 2 and options[0] in capsys.readouterr().err
+
+
+def test_a_missing_script_is_wrong_usage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        main(["tune", "no.py"])
+    assert error.value.code == 2 and "no such file" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_best_so_far(call, monkeypatch, tmp_path):
+    run_script, runs = scripts._call, []
+
+    def interrupted(*arguments):
+        runs.append(1)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return run_script(*arguments)
+
+    monkeypatch.setattr(scripts, "_call", interrupted)
+    code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml")
+    assert code == 0 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatch):
+    waits = []
+
+    class Process(subprocess.Popen):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    command = [sys.executable, "-S", "-c", "print('heard')"]
+    assert scripts._call(command, {}, log=tmp_path / "log") == -signal.SIGINT
+    assert (tmp_path / "log").read_text() == "heard\n" and len(waits) >= 2
+    assert scripts._call(command, {}) == 0

@@ -1,0 +1,543 @@
+"""What tuning finds in models with seeded faults, and that its runs are the training's own."""
+
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faulty_gpt import LOW, FaultyGPT, make_training
+from gpt import make_gpt
+from torch import nn
+from torch_state import find_changes
+
+import amp_patch as amp
+from amp_patch import events, insight
+from amp_patch.config.op_lists import check_oplists
+from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from amp_patch.insight.runs import FunctionRunner, Run
+from amp_patch.insight.tuning.sketches import sketch
+from amp_patch.insight.tuning.verdict import judge
+from amp_patch.script_settings import Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients under a static loss scale")
+FLOAT32 = 'modules:\n  - {match: "**", run: float32}\n'
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(LOW)
+    return path
+
+
+@pytest.fixture
+def tune(base, tmp_path):
+    """Returns a function that tunes from the base list, checks what holds of any result, and returns it."""
+
+    def tune(train, **options):
+        lines = []
+        options = {"extends": base, "out": tmp_path / "tuned.yaml", "log": lines.append, **options}
+        result = insight.tune(train, **options)
+        assert len(lines) <= result.runs <= options.get("max_runs", 40)
+        assert [path.name for path in tmp_path.glob(".*")] == [] and not find_changes()
+        if result.text:
+            assert (tmp_path / "tuned.yaml").read_text() == result.text
+            report = check_oplists(tmp_path / "tuned.yaml")
+            assert report.errors == report.warnings == []
+        return result
+
+    return tune
+
+
+def names(result):
+    return [entry.name for entry in result.entries]
+
+
+@pytest.mark.parametrize(
+    ("faults", "units", "entries", "most"),
+    [
+        ({"square": (0, 1, 2)}, "modules", ["blocks.*.n1"], 6),
+        ({"exp": (1,)}, "modules", ["blocks.1.attn"], 6),
+        ({"cumsum": True}, "modules", ["pos"], 6),
+        ({"square": (0, 1, 2), "exp": (1,)}, "modules", ["blocks.*.n1", "blocks.1.attn"], 6),
+        ({"square": (0, 1, 2)}, "ops", ["mean", "rsqrt", "square"], 6),
+        ({"cumsum": True}, "ops", ["cumsum", "linear", "sin"], 25),
+        ({"square": (0, 1, 2), "exp": (1,)}, "ops", ["exp", "mean", "rsqrt", "square", "sum"], 25),
+        ({"square": (0, 1, 2), "exp": (1,)}, "both", ["blocks.*.n1", "blocks.1.attn"], 6),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value) if isinstance(value, str) else "",
+)
+def test_the_fault_is_found_and_no_entry_can_be_left_out(faults, units, entries, most, tune):
+    result = tune(make_training(**faults), units=units, steps=1)
+    assert names(result) == entries and result.is_reached and result.runs <= most
+    by_entries = {trial.entries: trial for trial in result.trials}
+    assert by_entries[result.entries].verdict.worst < 0.01
+    for left_out in result.entries:
+        rest = tuple(entry for entry in result.entries if entry != left_out)
+        assert rest not in by_entries or not by_entries[rest].verdict.passed
+
+
+def test_the_file_that_is_written_is_enough_by_itself(tune, tmp_path):
+    train = make_training(square=(0, 1, 2))
+    assert names(tune(train)) == ["blocks.*.n1"]
+    again = insight.tune(train, extends=tmp_path / "tuned.yaml", log=lambda line: None)
+    assert again.entries == () and again.runs == 2 and again.is_reached
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_other_depths_and_seeds_and_places(seed, tune):
+    rng = random.Random(seed)
+    layers = rng.choice([2, 4, 5])
+    place = rng.randrange(layers)
+    kind = rng.choice(["square", "exp"])
+    result = tune(make_training(seed=seed, layers=layers, **{kind: (place,)}))
+    assert names(result) == [f"blocks.{place}.{'n1' if kind == 'square' else 'attn'}"] and result.runs <= 6
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        weights = torch.exp(torch.tanh(x) + 11.5)
+        return x * (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def train_digits(level="O1", **options):
+    from amp_patch.demos.digits_training import build_model
+
+    def train():
+        torch.manual_seed(3)
+        *before, last = build_model()
+        model = nn.Sequential(*before, Gate(), last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(torch.randn(16, 1, 8, 8)), torch.randint(10, (16,)))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_digits_network_with_a_gate_that_overflows(level, tune, base):
+    base.write_text("extends: float16\nwhitelist: [exp]\n")
+    result = tune(train_digits(level), opt_level=level)
+    assert names(result) == ["12"] and result.runs <= 6
+    assert "exp" in result.text or level != "O1"
+
+
+def test_bfloat16_has_the_range_and_needs_nothing(tune):
+    result = tune(make_training(level="O4", square=(0, 1), exp=(2,)), opt_level="O4")
+    assert names(result) == [] and result.is_reached and result.runs == 2
+
+
+def test_nothing_is_needed(tune, tmp_path):
+    result = tune(make_training())
+    assert result.entries == () and result.is_reached and len(result.trials) == 1 and result.text == ""
+    assert result.message.startswith("nothing needs float32 at a tolerance of 0.1: worst parameter 0.00")
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+def test_the_default_is_what_the_script_has(tune, base):
+    result = tune(make_training(exp=(1,)), extends=None)
+    assert result.entries == ()  # its list, float16, has exp in float32
+
+    def train():
+        torch.manual_seed(0)
+        model = FaultyGPT(exp=(1,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level="O1", lists=str(base), verbosity=0)
+        tokens = torch.randint(20, (4, 9))
+        with amp.scale_loss(model(tokens).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    result = tune(train, extends=None)
+    assert names(result) == ["blocks.1.attn"] and "\nextends: base.yaml\n" in result.text
+
+
+def test_a_tolerance_below_the_noise_of_float32_is_refused(tune):
+    result = tune(make_training(), tolerance=1e-9)
+    assert not result.is_reached and result.runs == 2 and result.text == ""
+    assert result.message.startswith("nothing reaches a tolerance of 1e-09; float32 itself is off by ")
+    assert "(the noise floor)" in result.message
+
+
+def test_a_tolerance_that_takes_much_is_reached_with_much(tune):
+    result = tune(make_training(layers=1), tolerance=6e-4, steps=1)
+    assert result.is_reached and 1 <= len(result.entries) < 10
+
+
+def loss_in_ops(model, tokens):
+    weights = torch.exp(model(tokens).flatten(0, 1) + 12)
+    return -(weights / weights.sum(-1, keepdim=True)).square().mean()
+
+
+def train_with_loss_code():
+    torch.manual_seed(0)
+    model = FaultyGPT(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for _ in range(3):
+        with amp.scale_loss(loss_in_ops(model, torch.randint(20, (4, 9))), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_runs_outside_of_modules_needs_ops(tune):
+    result = tune(train_with_loss_code, steps=1)
+    assert not result.is_reached and "exp" in result.message and "add --units both" in result.message
+    result = tune(train_with_loss_code, units="both", steps=1)
+    assert result.is_reached and "exp" in names(result) and {entry.kind for entry in result.entries} == {"op"}
+
+
+class Scaled(nn.Module):
+    """An unlisted op overflows between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b((self.a(x) * 1e6) / 1e6)
+
+
+class GradientsTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, factor):
+        context.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * context.factor, None
+
+
+class Backward(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.a, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x):
+        return x + GradientsTimes.apply(self.a(x), self.factor)
+
+
+def train_vectors(make_model, **options):
+    def train():
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,)))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    return train
+
+
+def test_an_op_on_no_list_that_overflows_is_seen(tune):
+    result = tune(train_vectors(lambda: nn.Sequential(nn.Linear(16, 16), Scaled())))
+    assert names(result) == ["1"] and re.search(r"Tensor\.mul: \d+ % of its results overflow float16", result.text)
+
+
+def test_gradients_that_overflow_move_a_dynamic_scale_and_no_module(tune):
+    def make():
+        return nn.Sequential(nn.Linear(16, 16), Backward(1e6), nn.Linear(16, 4))
+
+    result = tune(train_vectors(make))
+    assert result.entries == () and result.is_reached and "at a loss scale of 0." in result.message
+    result = tune(train_vectors(make, loss_scale=128.0))
+    assert "1.a" in names(result) and result.is_reached and "loss scale" not in result.message
+
+
+def test_a_loss_in_16_bits_overflows_at_the_first_scale_whatever_else(tune, base):
+    base.write_text("extends: apex\nwhitelist: [exp, sum]\n")
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Gate(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", lists="apex", verbosity=0)
+        with amp.scale_loss((model(torch.randn(6, 4)) * 0.5).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    result = tune(train, steps=1)
+    assert names(result) == ["1"] and result.runs == 4 and "at a loss scale of 16384" in result.message
+
+
+def test_the_lists_do_not_act_on_what_a_check_computes(tmp_path):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((100, 100), 3.0))
+
+    (tmp_path / "low.yaml").write_text("extends: float16\nwhitelist: [sum, mean, vector_norm, abs, amax]\n")
+
+    def train():
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+        loss = torch.stack([model.weight[0, 0] * 1e5, model.weight[1, 1] * 1e-9])
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(torch.ones(2))
+        optimizer.step()
+
+    run = Run("tuning.check:Check", {"steps": 1}, Settings("O1", (str(tmp_path / "low.yaml"),)))
+    found = FunctionRunner(train)(run)
+    (step,), (gradient,) = found.of(CheckedStepRecord), found.of(SketchRecord)
+    assert step.losses == (pytest.approx(1.5e5),) and gradient.norm == gradient.largest == pytest.approx(1e5)
+
+
+def test_random_ops_draw_the_same_numbers_in_all_runs(tune):
+    class Model(FaultyGPT):
+        def forward(self, tokens):
+            x = F.dropout(self.pos(self.embedding(tokens)), 0.2)
+            for block in self.blocks:
+                x = F.dropout(block(x), 0.1)
+            x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            return self.head(x)
+
+    assert names(tune(make_training(make_model=Model, square=(1,)))) == ["blocks.1.n1"]
+
+
+def test_two_models_and_two_optimizers(tune):
+    def train():
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        critic = nn.ModuleDict({"first": nn.Linear(16, 16), "odd name": Scaled(), "last": nn.Linear(4, 1)})
+        both = [torch.optim.Adam(one.parameters(), lr=1e-3) for one in (generator, critic)]
+        amp.initialize([generator, critic], both, opt_level="O1", num_losses=2, verbosity=0)
+
+        def criticize(x):
+            for part in critic.values():
+                x = part(x)
+            return F.softplus(x).mean()
+
+        for _ in range(4):
+            for number, optimizer in enumerate(both):
+                optimizer.zero_grad()
+                with amp.scale_loss(criticize(generator(torch.randn(4, 8))), optimizer, loss_id=number) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+
+    result = tune(train)
+    assert names(result) == ["odd name"] and result.runs <= 6
+
+
+# ---- the budget, and what ends the search ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_the_budget_of_runs_is_kept(most, tune):
+    result = tune(make_training(layers=1, cumsum=True), units="ops", max_runs=most, steps=1)
+    assert result.runs == most and f"stopped after {most} runs (max_runs)" in result.message
+
+
+def test_the_best_so_far_is_kept_by_an_interrupt(tune):
+    train, calls = make_training(square=(0,), exp=(2,)), []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        train()
+
+    result = tune(interrupted)
+    assert names(result) == ["blocks.0.n1", "blocks.2.attn"] and result.is_reached
+    assert "interrupted in run 4" in result.message
+
+    def at_once():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(at_once)
+
+
+def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
+    train = make_training(exp=(1,))
+
+    def strict():
+        train()
+        raise AssertionError("not reached in float32")
+
+    calls = []
+
+    def picky():
+        calls.append(1)
+        if len(calls) == 2:
+            raise FloatingPointError("inf in the loss")
+        train()
+
+    assert tune(strict).is_reached  # the run has been left before
+    result = tune(picky)
+    assert result.is_reached and result.trials[0].verdict.fault == "FloatingPointError: inf in the loss"
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        (lambda: None, {}, "initialize has not been called"),
+        (make_training(batches=0), {}, "the run ended before a step was taken"),
+        (make_training(), {"opt_level": "O0"}, "O0 runs everything in float32"),
+    ],
+    ids=["no session", "no step", "O0"],
+)
+def test_what_cannot_be_tuned_is_said(train, options, message, tune):
+    with pytest.raises(Exception, match=message):
+        tune(train, **options)
+    assert not find_changes() and not events.watchers
+
+
+def test_a_run_that_is_not_finite_in_float32_is_not_tuned(tune):
+    with pytest.raises(amp.SessionError, match="nothing to tune: in float32, too, a loss of step 0 is nan"):
+        tune(train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(0.0, float("nan")))))
+
+
+@pytest.mark.parametrize("options", [{"units": "layers"}, {"tolerance": 0.0}, {"steps": 0}, {"max_runs": 1}])
+def test_wrong_arguments_are_refused_before_a_run(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        insight.tune(lambda: pytest.fail("a run"), **options)
+
+
+# ---- what a run does -------------------------------------------------------------------------------------------------
+
+
+def run_steps(level, seed=5):
+    """Losses and unscaled gradients of two steps from the same weights, and the model."""
+    seen = []
+    torch.manual_seed(seed)
+    model = make_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for number in range(2):
+        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        masters = list(amp.master_params(optimizer))
+        grads = {name: tensor.grad for (name, _), tensor in zip(model.named_parameters(), masters, strict=True)}
+        if any(one is None for one in grads.values()):
+            grads = {}
+        seen.append((loss.item(), {name: sketch(one) for name, one in grads.items()}))
+    return seen, model, torch.get_rng_state()
+
+
+def watch(probe, level, tmp_path, **options):
+    kept = []
+    text = FLOAT32 if "Reference" in probe else ""
+    (tmp_path / "list.yaml").write_text(text)
+    settings = Settings(level, (str(tmp_path / "list.yaml"),) if text else ())
+    found = FunctionRunner(lambda: kept.append(run_steps(level)))(Run(probe, {"steps": 9, **options}, settings))
+    return found, kept[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_check_is_bitwise_the_plain_run(level, tmp_path):
+    plain, model, state = run_steps(level)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.reset()
+    found, (seen, checked, state_then) = watch("tuning.check:Check", level, tmp_path)
+    assert [step.losses for step in found.of(CheckedStepRecord)] == [(loss,) for loss, _ in plain]
+    assert [loss for loss, _ in seen] == [loss for loss, _ in plain] and torch.equal(state, state_then)
+    assert all(torch.equal(value, weights[name]) for name, value in checked.state_dict().items())
+    recorded = [{}, {}]
+    for one in found.of(SketchRecord):
+        recorded[one.step][one.parameter] = one.norm, one.largest, one.sketch
+    if plain[0][1]:
+        assert recorded == [gradients for _, gradients in plain]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_reference_is_bitwise_a_float32_run(level, tmp_path):
+    plain, model, state = run_steps("O0")
+    amp.reset()
+    found, (seen, _, state_then) = watch("tuning.reference:Reference", level, tmp_path)
+    assert [loss for loss, _ in seen] == [loss for loss, _ in plain] and torch.equal(state, state_then)
+    recorded = {one.parameter: one.sketch for one in found.of(SketchRecord) if one.step == 1}
+    assert recorded == {name: text for name, (_, _, text) in plain[1][1].items()}
+    (modules,) = found.of(ModulesRecord)
+    assert "blocks.1.attention.qkv" in modules.ran and set(modules.ran) < set(modules.names)
+    by_op = {(one.module, one.op) for one in found.of(LowOpRecord)}
+    assert {("blocks.0.attention.qkv", "linear"), ("blocks.0.attention.qkv", "F.linear")} & by_op
+    found.to_jsonl(tmp_path / "x.jsonl")
+    assert Recording.read(tmp_path / "x.jsonl") == found
+
+
+@pytest.mark.parametrize("raised", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_reference_that_is_broken_off_leaves_nothing(raised, tmp_path):
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise raised
+
+    def train():
+        model = nn.Sequential(nn.Linear(4, 4), Broken())
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+        model(torch.ones(2, 4))
+
+    (tmp_path / "list.yaml").write_text(FLOAT32)
+    with pytest.raises(raised):
+        FunctionRunner(train)(Run("tuning.reference:Reference", {}, Settings("O1", (str(tmp_path / "list.yaml"),))))
+    assert not find_changes() and not events.watchers
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(tmp_path):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Model(FaultyGPT):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.block = torch.compile(self.blocks[0].forward, backend=backend)
+
+        def forward(self, tokens):
+            return self.head(self.block(self.embedding(tokens)))
+
+    (tmp_path / "list.yaml").write_text(FLOAT32)
+    train = make_training(make_model=Model, layers=1)
+    run = Run("tuning.reference:Reference", {"steps": 1}, Settings("O1", (str(tmp_path / "list.yaml"),)))
+    found = FunctionRunner(train)(run)
+    assert ("blocks.0.up", "linear") in {(one.module, one.op) for one in found.of(LowOpRecord)} and not compiled
+    train()
+    assert compiled
+
+
+def test_a_weight_that_is_off_moves_gradients_by_little(tmp_path):
+    exact, _ = watch("tuning.reference:Reference", "O1", tmp_path)
+    off, _ = watch("tuning.reference:Reference", "O1", tmp_path, is_off=True)
+    assert 1e-9 < judge(exact, off, 1.0).worst < 1e-4
+
+
+# ---- lists that are laid over ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(level, tmp_path):
+    (tmp_path / "ops.yaml").write_text("extends: float16\nblacklist: [linear]\n")
+    (tmp_path / "modules.yaml").write_text('modules:\n  - {match: "1", run: float32}\n')
+    dtypes = []
+
+    def train():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        dtypes.append([one.weight.dtype for one in model])
+
+    runner = FunctionRunner(train)
+    both = (str(tmp_path / "ops.yaml"), str(tmp_path / "modules.yaml"))
+    runner(Run("recorder:Recorder", {}, Settings(level, both)))
+    runner(Run("recorder:Recorder", {}, Settings(level, both[:1])))
+    low = torch.bfloat16 if level == "O5" else torch.float16
+    assert dtypes == [[low, torch.float32], [low, low]]
