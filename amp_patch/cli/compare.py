@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
     prefix = arguments.parser.prog
-    campaign = Campaign(ScriptRunner(arguments), plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
+    runner = ScriptRunner(arguments, is_quiet=True)
+    campaign = Campaign(runner, plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
     is_interrupted = False
     try:
         campaign.run()

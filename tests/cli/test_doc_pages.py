@@ -11,7 +11,7 @@ from amp_patch.cli.main import main
 pytestmark = pytest.mark.xdist_group("scripts")
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("nan.md",)
+PAGES = ("nan.md", "levels.md", "lists.md")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?:e[+-]?\d+)?%?|\d{4}-\d\d-\d\d")
 NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")
@@ -19,6 +19,7 @@ NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")
 
 def simplify(text):
     """Without what may differ from machine to machine: numbers that are not whole, folders, widths of columns."""
+    text = re.sub(r"cpu \(.*\)", "cpu", text)
     text = re.sub(r" +|-{2,}", " ", NAMED_FILE.sub(r"\1", NUMBER.sub("0.0", text)))
     return [line.rstrip() for line in text.strip().splitlines()]
 
