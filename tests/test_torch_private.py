@@ -259,6 +259,7 @@ def count_ends_of_backward() -> int:
 
 SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
 
+ATEN = torch.ops.aten
 READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "get_version": (lambda: torch_private.get_version(torch.zeros(1).add_(1)), 1),
     "get_tensor_uses": (lambda: torch_private.get_tensor_uses(torch.zeros(1)), 1),
@@ -302,6 +303,15 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "count_nodes": (lambda: count_what_an_op_adds(), 1),
     "leave_mode": (lambda: leave_a_mode_below_another(), [False, True, ["above"]]),
     "get_node_number": (lambda: find_number_of_next_node(), True),
+    "find_written": (lambda: torch_dispatch.find_written(torch.ops.aten.add.out), frozenset({3})),
+    "is_mutable": (
+        lambda: [torch_dispatch.is_mutable(op) for op in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul.Tensor)],
+        [True, False],
+    ),
+    "is_random": (
+        lambda: [torch_dispatch.is_random(op) for op in (torch.ops.aten.bernoulli.default, torch.ops.aten.mul.Tensor)],
+        [True, False],
+    ),
     "sync_module_states": (lambda: call_among_ranks(sync_states), [1.0]),
     "get_mp_policy": (lambda: call_among_ranks(read_mp_policy), torch.bfloat16),
     "get_reduced_dtypes": (lambda: call_among_ranks(read_reduced_dtypes), {"c10::BFloat16"}),

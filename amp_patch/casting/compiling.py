@@ -37,6 +37,12 @@ def prime() -> None:
     build_dynamo_tables()
 
 
+def run_eagerly() -> Callable[[], object]:
+    """Have what is compiled run as it was written, until what is returned is called."""
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
+
+
 def write_into_graphs(*functions: Callable[..., None]) -> None:
     """Have Dynamo write calls of these functions into its graphs, and nobody remove them for having no result."""
     for function in functions:

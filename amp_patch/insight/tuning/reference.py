@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ...casting import Mode
+from ...casting import Mode, compiling
 from ...errors import SessionError
 from ...interrupts import UndoStack
 from ...patching import references
@@ -125,7 +125,7 @@ class _Shadowing:
         switch, patcher = self._session.switch, self._session.patcher
         region = switch.enter(Mode.FLOAT32, self)
         self._undo.callback(switch.leave, region)
-        self._undo.callback(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+        self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, patcher, self._covers)
         self._undo.callback(self._running.close)
         patcher.cover(self._cover)
