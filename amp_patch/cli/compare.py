@@ -10,19 +10,13 @@ import sys
 
 from ..errors import MissingExtraError
 from . import run as runs
-from .scripts import ScriptRunner, new_file
+from .scripts import ScriptRunner, add_script, new_file
 
 RUNS = "O0,O1,O2,O4,O5"
-USAGE = (
-    "%(prog)s [--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE] [--]"
-    " (SCRIPT | -m MODULE) [ARGUMENT ...]\n       %(prog)s SCRIPT --runs LEVEL[+LIST...],... [OPTION ...]"
-    " [-- ARGUMENT ...]"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options; what follows the script's name is the script's, unless it is `--runs`."""
-    parser.usage = USAGE
+    """Declare the options."""
     parser.add_argument(
         "--runs", type=_runs, default=None, metavar="RUNS", help=f"levels, with op lists to lay over (default: {RUNS})"
     )
@@ -35,14 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.add_argument("--png", type=new_file, metavar="FILE", help="draw what was measured (needs matplotlib)")
     parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records, a line of JSON each")
-    runs.add_script(parser)
+    add_script(
+        parser,
+        usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE]",
+    )
+    parser.usage = str(parser.usage).replace("[--opt-level LEVEL] ", "")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run what is asked for, print the table and write the files; return 0, or 1 if a run failed or Ctrl-C came."""
     from ..insight.comparing import Campaign, plan_runs
 
-    arguments = _read_options_after_script(arguments)
     if arguments.opt_level is not None:
         arguments.parser.error("--opt-level has no place here: name levels by --runs")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
@@ -71,17 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
             save(path)
             print(f"written: {path}", file=sys.stderr)
     return 1 if is_interrupted or comparison.failed else 0
-
-
-def _read_options_after_script(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Take what follows the script up to `--` for options of this command, where it begins with `--runs`."""
-    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
-    if arguments.module is not None or not any(part == "--runs" or part.startswith("--runs=") for part in script[1:2]):
-        return arguments
-    end = script.index("--") if "--" in script else len(script)
-    line = [*script[1:end], script[0], *script[end + 1 :]]
-    parsed: argparse.Namespace = arguments.parser.parse_args(line, arguments)
-    return parsed
 
 
 def _runs(text: str) -> list[str]:

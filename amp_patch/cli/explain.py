@@ -11,20 +11,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import AmpError
 from ..insight.runs import Run
-from . import run as runs
-from .scripts import ScriptRunner, new_file, steps, write_all
+from .scripts import ScriptRunner, add_script, new_file, steps, write_all
 
 if TYPE_CHECKING:
     from ..insight import Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options; what follows the script's name is the script's."""
-    parser.usage = (
-        "%(prog)s [--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE] [--opt-level LEVEL]"
-        " [--lists LIST] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]\n"
-        "       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
-    )
+    """Declare the options."""
     parser.add_argument(
         "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"
     )
@@ -35,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the records too, a line of JSON each")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file that --json wrote")
-    runs.add_script(parser)
+    add_script(parser, usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]")
+    parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ used or an optional extra is missing.
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from ..errors import AmpError
 class Command:
     """A subcommand, in the module of its name: `add_arguments(parser)`, and `run(arguments)`, which returns the exit
     code, or None for 0.
+
+    With `has_rest`, what follows `--` on the command line is not parsed: it is in `arguments.rest`, a list.
     """
 
     name: str
     summary: str
+    has_rest: bool = False
 
     def load(self) -> Any:
         """Import its module and return it."""
@@ -29,14 +33,14 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("compare", "Run a script at several levels, and compare losses, time, memory, gradients and layers."),
+    Command("compare", "Run a script at several levels, and compare losses, time, memory, gradients and layers.", True),
     Command("demo", "Run a technique on real data: by default handwritten digits, trained at each opt_level."),
     Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
-    Command("explain", "Run a script for a step, and say which op ran in which precision, and why."),
+    Command("explain", "Run a script for a step, and say which op ran in which precision, and why.", True),
     Command("lists", "Show, check, compare and explain op lists."),
     Command("run", "Run a script written for NVIDIA Apex, unmodified."),
-    Command("trace", "Run a script until a value does not fit, and say which op made it, why, and what to try."),
-    Command("tune", "Find the fewest modules or ops of a script that must stay in float32."),
+    Command("trace", "Run a script until a value does not fit, and say which op made it, why, and what to try.", True),
+    Command("tune", "Find the fewest modules or ops of a script that must stay in float32.", True),
 )
 
 
@@ -55,10 +59,23 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
     return parser
 
 
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Split the command line where `--` parts it, and parse the first part."""
+    has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
+    end = argv.index("--") if has_rest and "--" in argv else len(argv)
+    parser, rest = build_parser(argv), argv[end + 1 :]
+    arguments, unknown = parser.parse_known_args(argv[:end])
+    if unknown:
+        hint = "; arguments of the script go after --, as in: train.py -- --epochs 3" if has_rest else ""
+        arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
+    arguments.rest = rest
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = build_parser(argv).parse_args(argv)
+    arguments = _parse(list(argv))
     try:
         code: int = arguments.command.load().run(arguments) or 0
         sys.stdout.flush()

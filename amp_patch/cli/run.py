@@ -22,11 +22,15 @@ STARTUP = Path(__file__).with_name("startup")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
     parser.usage = "%(prog)s [--opt-level LEVEL] [--lists LIST] [--force] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    add_script(parser)
+    add_settings(parser)
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
 
 
-def add_script(parser: argparse.ArgumentParser) -> None:
-    """Declare what names a script, and what is laid over it."""
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare what is laid over a script."""
     parser.add_argument(
         "--opt-level", type=opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
     )
@@ -42,10 +46,6 @@ def add_script(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
-    )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
 
 
 def opt_level(text: str) -> str:

@@ -33,16 +33,32 @@ class Watched(NamedTuple):
     recordings: list[Recording]
 
 
+def add_script(parser: argparse.ArgumentParser, *, usage: str) -> None:
+    """Declare what names a script, and what is laid over it; `usage` has the command's own options."""
+    runs.add_settings(parser)
+    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--opt-level LEVEL] [--lists LIST] [-- ARGUMENT ...]"
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="what follows a -- is given to it")
+
+
 class ScriptRunner:
     """Runs the script that a command line names; what is laid over it is that of the run, or of the command line.
 
+    Without a script that could be run, it is a usage error.
+
     Args:
-        arguments: with what `cli.run.add_script` declares.
+        arguments: with what `add_script` declares.
         is_quiet: keep what the script prints to itself, unless it fails; Ctrl-C then ends more than the run.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False) -> None:
-        self._arguments = arguments
+        named, rest = arguments.module or arguments.script, arguments.rest
+        line = [named, *rest] if named else rest
+        module, script = (line, []) if arguments.module else (None, line)
+        if arguments.module and arguments.script:
+            arguments.parser.error(f"{arguments.script}: what is the module's follows a --")
+        self._arguments = argparse.Namespace(**{**vars(arguments), "module": module, "script": script})
+        runs.prepare(self._arguments)
         self._is_quiet = is_quiet
         self._printed = ""
 

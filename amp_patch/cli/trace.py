@@ -9,18 +9,13 @@ import sys
 
 from ..insight import FaultRecord, Recording, format_fault
 from ..insight.runs import Run
-from . import run as runs
-from .scripts import ScriptRunner, Watched, new_file, steps, write_all
+from .scripts import ScriptRunner, Watched, add_script, new_file, steps, write_all
 
 FAULT, TROUBLE = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options; what follows the script's name is the script's."""
-    parser.usage = (
-        "%(prog)s [--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--opt-level LEVEL] [--lists LIST]"
-        " [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    )
+    """Declare the options."""
     parser.epilog = "exit codes: 0 every value fits, 1 one does not, 2 the script could not be looked at"
     parser.add_argument(
         "--steps",
@@ -38,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], metavar="OP", help="an op whose values may be what they are"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write what was found too, a line of JSON each")
-    runs.add_script(parser)
+    add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE]")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,15 +7,11 @@ import argparse
 
 from ..insight import runs as insight_runs
 from . import run as runs
-from .scripts import ScriptRunner, new_file
+from .scripts import ScriptRunner, add_script, new_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options; what follows the script's name is the script's."""
-    parser.usage = (
-        "%(prog)s [--tolerance T] [--units modules|ops|both] [--extends LIST] [--out FILE] [--steps N] [--seed N]"
-        " [--max-runs N] [--opt-level LEVEL] [--lists LIST] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    )
+    """Declare the options."""
     parser.add_argument(
         "--tolerance",
         type=_tolerance,
@@ -40,14 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-runs", type=_runs, default=40, metavar="N", help="of the script, at most (default: %(default)s)"
     )
-    runs.add_script(parser)
+    add_script(
+        parser,
+        usage="[--tolerance T] [--units modules|ops|both] [--extends LIST] [--out FILE] [--steps N] [--seed N]"
+        " [--max-runs N]",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, and 1 if there is none."""
     from ..insight import Tuner
 
-    runs.prepare(arguments)  # says what is wrong with the command line
     runner: insight_runs.Runner = ScriptRunner(arguments, is_quiet=True)
     result = Tuner(
         runner,

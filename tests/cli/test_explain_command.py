@@ -51,7 +51,7 @@ def rows(text):
 
 @pytest.mark.parametrize(("source", "lists"), [(APEX, "apex"), (OURS, "float16")], ids=["apex", "amp_patch"])
 def test_a_script_runs_up_to_the_end_of_the_step_that_is_explained(source, lists, call):
-    code, out, err = call(source + INITIALIZE + "print(sys.argv[1:])\n" + LOOP, arguments=["--steps", "9"])
+    code, out, err = call(source + INITIALIZE + "print(sys.argv[1:])\n" + LOOP, arguments=["--", "--steps", "9"])
     assert (code, err) == (0, "")
     assert out.startswith("['--steps', '9']\nstep 0\nO1, f16 on cpu") and f"1 step, lists {lists}\n" in out
     found = rows(out)

@@ -11,6 +11,7 @@ import amp_patch as amp
 from amp_patch.cli.main import build_parser, main
 from amp_patch.demos import DEMOS, digits
 from amp_patch.errors import AmpError
+from amp_patch.insight.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -104,3 +105,49 @@ def test_module_is_the_command() -> None:
     )
     assert done.returncode == 0
     assert "demo" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("SCRIPT --steps 2", ["SCRIPT"]),
+        ("--steps 2 SCRIPT", ["SCRIPT"]),
+        ("SCRIPT --steps 2 -- --steps 9 -- x", ["SCRIPT", "--steps", "9", "--", "x"]),
+        ("--steps 2 -- SCRIPT --steps 9", ["SCRIPT", "--steps", "9"]),
+        ("-m json.tool --steps 2 -- -m x", ["-m", "json.tool", "-m", "x"]),
+        ("--steps 2 -m json.tool", ["-m", "json.tool"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "trace", "compare", "tune"])
+def test_options_stand_before_or_after_the_script_and_its_own_follow_two_dashes(command, line, runs, monkeypatch):
+    class Ran(Exception):
+        pass
+
+    def run_script(command, *arguments):
+        raise Ran(command)
+
+    monkeypatch.setattr("amp_patch.cli.scripts._call", run_script)
+    monkeypatch.setattr("amp_patch.insight.comparing.Campaign._watch", lambda self, *asked: self._runner.watch(Run("")))
+    with pytest.raises(Ran) as ran:
+        main([command, *line.replace("SCRIPT", __file__).split()])
+    (called,) = ran.value.args
+    flags = subprocess._args_from_interpreter_flags()
+    assert called == [sys.executable, *flags, *(part.replace("SCRIPT", __file__) for part in runs)]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("SCRIPT --epochs 3", "unrecognized arguments: --epochs 3; arguments of the script go after --"),
+        ("SCRIPT data --steps 2", "unrecognized arguments: data; arguments of the script go after --"),
+        ("-m json.tool data", "data: what is the module's follows a --"),
+        ("--steps 2", "name a script, or a module with -m"),
+        ("--", "name a script, or a module with -m"),
+        ("-m", "argument -m: expected one argument"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "trace", "compare", "tune"])
+def test_what_is_neither_of_the_command_nor_after_two_dashes_is_refused(command, line, told, capsys):
+    with pytest.raises(SystemExit) as error:
+        main([command, *line.replace("SCRIPT", __file__).split()])
+    assert error.value.code == 2 and told in capsys.readouterr().err
