@@ -6,6 +6,7 @@ for, or get them twice.
 """
 
 import logging
+import os
 import sys
 import warnings
 from typing import Any
@@ -53,7 +54,7 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 def say(message: str, *args: object) -> None:
     """Give one informational line, in a distributed run on rank 0 only."""
-    if not _find_rank():
+    if not find_rank():
         say_on_every_rank(message, *args)
 
 
@@ -67,16 +68,17 @@ def say_on_every_rank(message: str, *args: object) -> None:
 
 def warn(message: str) -> None:
     """Warn of something wrong, at the line that called the package; in a distributed run the rank is named."""
-    rank = _find_rank()
+    rank = find_rank()
     warnings.warn(message if rank is None else f"rank {rank}: {message}", stacklevel=_find_stacklevel())
 
 
-def _find_rank() -> int | None:
-    """Return the rank of this process among several, or None."""
+def find_rank() -> int | None:
+    """Return the rank of this process among several, or None: of its process group, or as its launcher says."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
-    return None
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
 
 
 def _find_stacklevel() -> int:

@@ -1,7 +1,6 @@
 """`Recorder`: records the ops of some steps of a run, from the events of its session."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
+from ..reporting import find_rank
 from ..session import Session, current
 from .folding import Folding
 from .observe import Observer
@@ -124,12 +124,6 @@ class Recorder(Probe):
         return Observer(session, self._folding)
 
 
-def get_rank() -> int:
-    """Return the rank that a launcher has given this process, 0 without one."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else 0
-
-
 def describe_run(session: Session) -> RunRecord:
     """Return what there is to say of the run of a session."""
     policy, oplists = session.policy, session.oplists
@@ -140,7 +134,7 @@ def describe_run(session: Session) -> RunRecord:
         low="" if policy.low_dtype is None else short(policy.low_dtype),
         lists=() if oplists is None else tuple(map(str, oplists.names)),
         digest="" if oplists is None else oplists.digest,
-        rank=get_rank(),
+        rank=find_rank() or 0,
     )
 
 

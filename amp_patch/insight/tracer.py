@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import NonFiniteError
+from ..reporting import find_rank
 from ..session import Session
 from .fault_text import find_scale, format_fault
 from .faults import FaultFinder
 from .folding import Call, Folding
 from .naming import name_tensors
 from .observe import Observer
-from .recorder import Recorder, get_rank, in_block
+from .recorder import Recorder, in_block
 from .records import FaultRecord, Recording, RunRecord
 from .tensors import storage_of
 
@@ -109,7 +110,7 @@ class Tracer(Recorder):
             found = [self._make_unseen()]
         reach = "gradients" if self._gradients else "loss" if self._is_loss_bad else "swallowed"
         facts = {"reach": reach, "gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
-        done = [replace(fault, rank=get_rank(), **facts) for fault in found]  # type: ignore[arg-type]
+        done = [replace(fault, rank=find_rank() or 0, **facts) for fault in found]  # type: ignore[arg-type]
         if done and all(self._is_search(fault) for fault in done):
             self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
         else:

@@ -112,7 +112,6 @@ for rank in range(int(sys.argv[1])):
 else:
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGTERM) for pid in ranks])
     sys.exit(max(os.WEXITSTATUS(os.waitpid(pid, 0)[1]) for pid in ranks))
-os.environ.update(RANK=str(rank), WORLD_SIZE=sys.argv[1])
 dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=int(sys.argv[1]))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))

@@ -483,9 +483,12 @@ def test_explain_warms_up_and_records():
     assert [step.skipped for step in found.steps] == [False, False]
 
 
-@pytest.mark.parametrize(("rank", "found"), [("3", 3), ("", 0), ("zero", 0)])
-def test_the_rank_is_what_a_launcher_says_if_it_says_one(rank, found, monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "size", "found"), [("3", "4", 3), ("3", "1", 0), ("3", "", 0), ("", "4", 0), ("zero", "4", 0)]
+)
+def test_the_rank_is_what_a_launcher_says_if_it_says_one(rank, size, found, monkeypatch):
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
     initialize(make_gpt(layers=1), "O4")
     with insight.recording() as recording:
         pass
