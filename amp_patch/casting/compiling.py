@@ -7,6 +7,7 @@ code at each change, and tag the cache key.
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -111,10 +112,16 @@ def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
-class RegionCounter(Protocol):
-    """What counts open regions."""
+class RegionHolder(Protocol):
+    """What has open regions, counts them, and opens one by name for as long as the call of a graph lasts."""
 
     regions: int
+
+    def enter_run(self, name: str, frame: types.FrameType) -> None:
+        """Open a region in a graph that runs as it is."""
+
+    def leave_run(self) -> None:
+        """Close it."""
 
 
 # Dynamo writes calls of `enter_in_graph` and `leave_in_graph` into its graph. What then traces the graph on
@@ -122,35 +129,40 @@ class RegionCounter(Protocol):
 # regions open that were open when Dynamo met them. They are those of one compilation.
 
 _regions_in_graphs: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
-_counters: WeakSet[RegionCounter] = WeakSet()
+_holders: WeakSet[RegionHolder] = WeakSet()
 
 
-def count_regions(counter: RegionCounter) -> None:
-    """Have `counter` count the regions in graphs too."""
-    _counters.add(counter)
+def hold_regions(holder: RegionHolder) -> None:
+    """Have `holder` know of the regions in graphs too."""
+    _holders.add(holder)
 
 
 def enter_in_graph(name: str) -> None:
-    """Open a region, by the name of its mode, in the graph that is being compiled.
-
-    Does nothing where a graph is run as it is, as the debugging backend "eager" does.
+    """Open a region, by the name of its mode, in the graph that is being compiled; or for the ops of a graph that runs
+    as it is, through the patched functions, as the debugging backend "eager" has it.
     """
     context = TracingContext.try_get()
-    if context is not None:
-        _regions_in_graphs.setdefault(context, []).append(name)
-        for counter in _counters:
-            counter.regions += 1
+    if context is None:
+        for holder in _holders:
+            holder.enter_run(name, sys._getframe(1))
+        return
+    _regions_in_graphs.setdefault(context, []).append(name)
+    for holder in _holders:
+        holder.regions += 1
 
 
 def leave_in_graph() -> None:
     """Close the region opened last."""
     context = TracingContext.try_get()
-    if context is not None and context in _regions_in_graphs:
+    if context is None:
+        for holder in _holders:
+            holder.leave_run()
+    elif context in _regions_in_graphs:
         _regions_in_graphs[context].pop()
         if not _regions_in_graphs[context]:
             del _regions_in_graphs[context]
-        for counter in _counters:
-            counter.regions -= 1
+        for holder in _holders:
+            holder.regions -= 1
 
 
 def _write_regions() -> str:

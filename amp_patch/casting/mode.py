@@ -61,7 +61,7 @@ class Switch:
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
         _switches.add(self)
-        compiling.count_regions(self)
+        compiling.hold_regions(self)
 
     def __deepcopy__(self, memo: Any) -> "Switch":
         return self  # a copied model is under the same session
@@ -185,6 +185,16 @@ class Switch:
         self.regions += 1
         compiling.enter_in_graph(mode.name)
 
+    def enter_run(self, name: str, frame: types.FrameType) -> None:
+        """The same in a graph of Dynamo that runs as it is: in the call of that frame."""
+        if self.on:
+            self.enter(_MODES[name], _IN_GRAPH, frame)
+
+    def leave_run(self) -> None:
+        """Close what `enter_run` opened."""
+        if (region := self.find_region(_IN_GRAPH)) is not None:
+            self.leave(region)
+
     def leave_traced(self) -> None:
         """Close what `enter_traced` opened."""
         compiling.leave_in_graph()
@@ -192,6 +202,7 @@ class Switch:
         self.regions -= 1
 
 
+_IN_GRAPH = object()
 _MODES = {mode.name: mode for mode in Mode}
 
 

@@ -206,6 +206,35 @@ def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, 
     assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(backend, tmp_path):
+    class Picked(nn.Linear):
+        def forward(self, x, rows):
+            return super().forward(x)[rows]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.full, self.low = Picked(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, rows):
+            first = self.full(x, rows)
+            return first, self.low(first), x @ x
+
+    model = nn.Sequential(Block())
+    rules = write_rules(tmp_path / "rules.yaml", ['{match: "0.full", run: float32}'])
+    amp.initialize(model, opt_level="O4", lists=rules, verbosity=0)
+    expected = model[0](X, torch.arange(3))
+    model[0].compile(backend=backend, fullgraph=True)
+    for _ in range(2):
+        results = model[0](X, torch.arange(3))
+        assert [one.dtype for one in results] == [one.dtype for one in expected] == [FULL, LOW, LOW]
+        assert all(map(torch.equal, results, expected))
+        with pytest.raises(IndexError):  # in the graph, inside the part
+            model[0](X, torch.arange(3) + 1)
+        assert (X @ X).dtype is LOW and not current.require().switch.regions
+
+
 @pytest.mark.parametrize("has_idle_device", [True, False], ids=["as it is", "by dispatch keys"])
 def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, monkeypatch):
     if not has_idle_device:  # as with torch 2.6
