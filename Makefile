@@ -5,6 +5,7 @@
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
 # make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
 # make test-clients-quick  those with packages that are installed in a minute, less the slow ones; CI runs this too
+# make docs   the pages of docs/ as a site, in site/; a warning is an error. In .venv-docs, without torch
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Each makes .venv on the first run and installs into it again only when a requirement changed.
@@ -21,7 +22,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
 
-.PHONY: demo lint test unit test-torch test-clients test-clients-quick bench install
+.PHONY: demo docs lint test unit test-torch test-clients test-clients-quick bench install
 
 demo: $(STAMP) $(if $(filter qlora,$(DEMO)),$(VENV)/.installed-qlora)
 	$(PY) -m amp_patch demo $(DEMO) $(DEMO_ARGS)
@@ -62,6 +63,14 @@ test-clients-quick: .venv-clients-quick/.installed
 	$(PYTHON) -m venv .venv-clients-$*
 	.venv-clients-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-clients-$*.txt
 	.venv-clients-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+.venv-docs/.installed: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
 	touch $@
 
 bench: $(STAMP)

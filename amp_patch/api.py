@@ -82,11 +82,11 @@ def initialize(
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
         enabled: False (or the word, as a string) makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
-            patch_torch_functions_type, compute: override one property of the level; `lists/presets.yaml` says what each
-            means. `loss_scale` is a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`,
-            `backoff_factor`, `growth_interval` and `hysteresis`, which says how a dynamic one moves; `compute` is
-            "auto", "native" or "float32".
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, patch_torch_functions_type:
+            override one property of the level, as do the next two; `lists/presets.yaml` says what each means.
+        loss_scale: a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`, `backoff_factor`,
+            `growth_interval` and `hysteresis`, which says how a dynamic one moves.
+        compute: "auto", "native" or "float32".
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
             they come.
         num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.

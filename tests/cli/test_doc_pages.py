@@ -1,4 +1,7 @@
-"""The pages on insight: their files are written, their commands run, and the output is what they show."""
+"""The tutorials and the page on NaN: their files are written, their commands run, and the output is what they show.
+
+A block of the language `diff` is applied to the file of its title. In an output, a line of `...` is any lines.
+"""
 
 import re
 import shlex
@@ -11,7 +14,7 @@ from amp_patch.cli.main import main
 pytestmark = pytest.mark.xdist_group("scripts")
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("nan.md", "levels.md", "lists.md")
+PAGES = ("apex.md", "levels.md", "lists.md", "nan.md")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?:e[+-]?\d+)?%?|\d{4}-\d\d-\d\d")
 NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")
@@ -24,19 +27,51 @@ def simplify(text):
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+def apply(difference, path):
+    """Replace the one place that has the old lines by the new ones."""
+    old, new = (
+        "".join(line[1:] for line in difference.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +")
+    )
+    text = path.read_text()
+    assert text.count(old) == 1, difference
+    path.write_text(text.replace(old, new))
+
+
+def is_as_shown(printed, shown):
+    pattern = "".join(r"(.*\n)*" if line == "..." else re.escape(line) + r"\n" for line in shown)
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in printed)) is not None
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_give_what_it_shows(page, run_scripts, tmp_path, capsys):
+def test_commands_of_a_page_give_what_it_shows(page, run_scripts, warm_server, tmp_path, capsys):
     commands = 0
     for language, title, text in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
-        if title:
+        if language == "diff":
+            apply(text, tmp_path / title)
+        elif title:
             (tmp_path / title).write_text(text)
         if language != "console":
             continue
         for shown in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             command, _, expected = shown.partition("\n")
             name, *arguments = shlex.split(command)
-            assert name == "amp-patch"
-            main(arguments)
-            assert simplify(capsys.readouterr().out) == simplify(expected), command
+            if name == "amp-patch":
+                main(arguments)
+                printed, errors = capsys.readouterr()
+            else:
+                assert name == "python"
+                done = warm_server.run(*arguments, cwd=tmp_path)
+                printed, errors = done.stdout, done.stderr
+            if not is_as_shown(simplify(printed), simplify(expected)):
+                assert simplify(printed) == simplify(expected), f"{command}\n{errors}"
             commands += 1
     assert commands
+
+
+def test_what_is_shown_is_compared():
+    assert is_as_shown(["a", "b"], ["a", "b"]) and is_as_shown(["a", "b", "c"], ["...", "c"])
+    assert (
+        not is_as_shown(["a", "b"], ["a"])
+        and not is_as_shown(["a.b"], ["a-b"])
+        and not is_as_shown(["a"], ["...", "b"])
+    )

@@ -19,7 +19,7 @@ from amp_patch.doctor.machine import ApexInstall, Machine
 from amp_patch.doctor.report import as_json, as_text
 
 SOUND = Machine(
-    "3.12.1", "0.1.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
+    "3.12.1", "0.2.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
 )
 
 

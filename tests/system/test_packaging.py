@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+import yaml
 from fork_server import ForkServer
 from torch_state import VERSION
 
@@ -97,7 +98,7 @@ def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp
 def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == (
         "amp_patch",
-        "0.1.0",
+        "0.2.0",
         ">=3.10",
     )
     requirements = metadata.get_all("Requires-Dist", [])
@@ -112,14 +113,22 @@ def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert qlora == {"bitsandbytes", "peft", "matplotlib", "tqdm"}
 
 
+def test_the_version_is_the_same_everywhere(metadata: email.message.Message) -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.search(r"^## (\d\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    assert released.groups() == (metadata["Version"], str(citation["date-released"]))
+    assert citation["version"] == metadata["Version"] and citation["license"] == metadata["License-Expression"]
+
+
 def test_wheel_declares_the_command(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "amp-patch = amp_patch.cli:main" in wheel.read(name).decode()
 
 
 def pinned() -> dict[str, str]:
-    """Name and exact version of every requirement of development and of the extra qlora."""
-    files = ("requirements-dev.txt", "requirements-qlora.txt")
+    """Name and exact version of every requirement of development, of the documentation and of the extra qlora."""
+    files = ("requirements-dev.txt", "requirements-docs.txt", "requirements-qlora.txt")
     written = [line for file in files for line in (ROOT / file).read_text().splitlines()]
     lines = [line for line in written if line and not line.startswith("#")]
     return dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines)  # type: ignore[union-attr]
@@ -140,7 +149,7 @@ def test_every_client_is_pinned(path: Path) -> None:
 def test_ci_runs_what_a_developer_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-2:] == ["make test", "make test-clients-quick"]
+    assert script.read_text().splitlines()[-3:] == ["make docs", "make test", "make test-clients-quick"]
     makefile = (ROOT / "Makefile").read_text()
     recipes = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("lint", "test")}
     for step in ("ruff check", "ruff format --check", "mypy --strict amp_patch"):

@@ -1,0 +1,180 @@
+"""The README and the pages of docs/: blocks run, what is generated is current, links and anchors lead somewhere.
+
+tests/cli/test_doc_pages.py runs the tutorials, test_distributed_page.py and tests/clients/test_trainers_page.py theirs.
+"""
+
+import ast
+import doctest
+import importlib.util
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+import amp_patch as amp
+from amp_patch import insight
+from amp_patch.config.op_lists import check_oplists
+from amp_patch.config.shipped import shipped_presets
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = {"README.md": README, **{path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}}
+NEIGHBOURS = (
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "lists/README.md",
+)
+TESTED_ELSEWHERE = {"apex.md", "distributed.md", "levels.md", "lists.md", "nan.md", "trainers.md"}
+
+BLOCK = re.compile(r"^```(\w+)(?: [^\n]*)?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+BLOCKS = {page: BLOCK.findall(text) for page, text in PAGES.items()}
+PYTHON = [
+    pytest.param(code, page, id=f"{page}-{index}")
+    for page, blocks in BLOCKS.items()
+    if page not in TESTED_ELSEWHERE
+    for index, code in enumerate(code for language, code in blocks if language == "python")
+]
+FILES = {
+    found[1]: code
+    for page, blocks in BLOCKS.items()
+    for language, code in blocks
+    if page != "README.md" and language == "yaml" and (found := re.match(r"# (\S+)\n", code))
+}
+
+
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_the_files(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    languages = {language for blocks in BLOCKS.values() for language, _ in blocks}
+    assert languages == {"console", "diff", "pycon", "python", "sh", "text", "yaml"}
+    assert all(text.count("```") == 2 * len(BLOCKS[page]) for page, text in PAGES.items())
+    assert len(PYTHON) >= 14 and {"my_presets.yaml", "my_lists.yaml", "my_modules.yaml"} <= FILES.keys()
+
+
+@pytest.mark.parametrize("code, page", PYTHON)
+def test_python_blocks_run_without_a_warning(code, page):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", ["api.md", "api-insight.md"])
+def test_examples_of_the_reference_give_what_they_show(page):
+    test = doctest.DocTestParser().get_doctest(PAGES[page], {"__name__": "__main__"}, page, page, 0)
+    said = []
+    results = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert results.failed == 0, "".join(said)
+    assert results.attempted > 10
+
+
+def test_the_reference_has_every_public_name():
+    described = set(re.findall(r"^::: amp_patch\.(\S+)", PAGES["api.md"] + PAGES["api-insight.md"], re.MULTILINE))
+    public = {name for name in amp.__all__ if not name.endswith("Error")} - {"amp"}
+    modules = {"comparing", "report", "runs"}  # what the commands need
+    assert described == public | {"errors"} | {f"insight.{name}" for name in insight.__all__ if name not in modules}
+
+
+def test_the_readme_is_short_and_its_output_is_that_of_a_page_that_is_run():
+    assert len(README.splitlines()) <= 150
+    shown = [code for language, code in BLOCKS["README.md"] if language == "console"]
+    assert shown and all(code in PAGES["nan.md"] for code in shown)
+
+
+def test_the_commands_are_targets_of_the_makefile():
+    commands = [line for language, code in BLOCKS["README.md"] if language == "sh" for line in code.splitlines()]
+    assert commands == ["make demo", "make test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.MULTILINE) for command in commands)
+
+
+def test_the_list_of_the_readme_has_no_fault(tmp_path):
+    (text,) = [code for language, code in BLOCKS["README.md"] if language == "yaml"]
+    (tmp_path / "readme.yaml").write_text(text)
+    report = check_oplists(tmp_path / "readme.yaml")
+    assert not report.errors and not report.warnings
+
+
+def test_the_table_of_levels_is_that_of_the_presets():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGES["presets.md"].splitlines()
+        if line.startswith("| ")
+    ]
+    header = next(row for row in rows if row[1:2] == ["O0"])
+    written = {
+        row[0].strip("`"): dict(zip(header[1:], row[1:], strict=True))
+        for row in rows
+        if len(row) == 7 and row[0].startswith("`")
+    }
+    presets = yaml.safe_load(shipped_presets().read_text())
+    for level in header[1:]:
+        own = presets[level]
+        properties = {**presets.get(own.get("extends"), {}), **own}
+        for name, shown in written.items():
+            said = {True: "yes", False: "no", None: "-"}.get(properties[name], str(properties[name]))
+            assert shown[level] in (said, str(properties[name])), (level, name)
+    assert len(written) == 7
+
+
+def test_pages_name_public_functions_that_there_are():
+    named = {name for text in PAGES.values() for name in re.findall(r"(?<!torch\.)\bamp\.(\w+)\(", text)}
+    assert len(named) > 15 and [name for name in named if not hasattr(amp, name)] == []
+
+
+@pytest.mark.parametrize(
+    "tool, page, make",
+    [
+        ("generate_cli_page", "cli.md", lambda tool: tool.make_page()),
+        ("draw_figures", "figures.svg", lambda tool: tool.draw((ROOT / "benchmarks" / "README.md").read_text())),
+    ],
+)
+def test_what_is_generated_is_current(tool, page, make):
+    assert (ROOT / "docs" / page).read_text() == make(load_tool(tool)), f"run: python tools/{tool}.py"
+
+
+def messages():
+    """Every string constant of the package, with `...` in the place of what is filled in."""
+    for path in (ROOT / "amp_patch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sd]", "...", node.value)
+
+
+def test_messages_that_are_explained_are_those_of_the_package():
+    quoted = re.findall(r"^### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
+    said = "\n".join(messages())
+    assert len(quoted) > 20 and [text for text in quoted if text not in said] == []
+
+
+def anchors(text):
+    """The anchors of headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*(f"docs/{page}" if page != "README.md" else page for page in PAGES), *NEIGHBOURS])
+def test_links_lead_to_files_and_headings_that_there_are(name):
+    text = BLOCK.sub("", (ROOT / name).read_text())
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        path = (ROOT / name).parent / target if target else ROOT / name
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
