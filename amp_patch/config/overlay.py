@@ -231,10 +231,9 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     known = shipped_names()
     if text in known:
         return lists_dir() / f"{text}.yaml"
-    raise OpListError(
-        f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or"
-        f" .yml.{did_you_mean(text, known)}"
-    )
+    beside = [name for name in (f"{text}.yaml", f"{text}.yml") if text and os.path.isfile(base / name)]
+    hint = did_you_mean(beside[0], beside) if beside else did_you_mean(text, known)
+    raise OpListError(f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{hint}")
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
@@ -244,6 +243,12 @@ def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
         base = locate(text, path.parent)
     except OpListError as error:
         raise OpListError(str(error), path, node.line, node.column) from None
+    if not os.path.exists(base):
+        beside = (one.name for one in base.parent.glob("*.y*ml") if one.name != path.name)
+        hint = did_you_mean(base.name, beside, prefix=text.removesuffix(base.name))
+        known = ", ".join(shipped_names())
+        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
+        raise OpListError(problem, path, node.line, node.column)
     identity = _identify(base)
     if identity not in chain and len(chain) < MAX_EXTENDS:
         return base

@@ -174,9 +174,4 @@ def _is_null(node: Node) -> bool:
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    hint = ""
-    if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in allowed:
-        hint = f" Did you mean 'O{level[1:]}'? The first character is the letter O."
-    return PolicyError(
-        f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint or did_you_mean(level, allowed)}"
-    )
+    return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{did_you_mean(level, allowed)}")

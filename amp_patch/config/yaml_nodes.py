@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ..errors import AmpError, OpListError, PolicyError
+from .yaml_syntax import explain_syntax, quote
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -116,18 +117,16 @@ class _Reader:
         return root
 
     def refuse_syntax(self, exc: yaml.YAMLError) -> NoReturn:
-        """Raise the parser's complaint with its position, and name tabs, the usual cause."""
-        mark = getattr(exc, "problem_mark", None) or getattr(exc, "context_mark", None)
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
-        lines = self._text.splitlines()
-        source = lines[line - 1] if line <= len(lines) else ""
-        hint = "; indent with spaces, YAML does not allow tabs there" if "\t" in source else ""
-        raise self._error(f"not valid YAML: {problem}{hint}", self._path, line, column) from exc
+        """Raise the parser's complaint, in plain words, with its position."""
+        problem, line, column = explain_syntax(exc, self._text)
+        raise self._error(f"not valid YAML: {problem}", self._path, line, column) from exc
 
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
-            self._refuse_event(event, f"alias *{event.anchor} is not allowed; write the value out")
+            quoted = quote(f"*{event.anchor}")
+            self._refuse_event(
+                event, f"alias *{event.anchor} is not allowed; quote a pattern: {quoted}, write a value out"
+            )
         if getattr(event, "anchor", None) is not None:
             self._refuse_event(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
         if getattr(event, "tag", None) is not None:

@@ -141,7 +141,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
             "mine.yaml:1:21: there are no properties for the CPU",
         ),
         ("Mine: {compute: fp32}\n", r"mine.yaml:1:17: compute: 'fp32' is none of auto, native, float32"),
-        ("Mine: {compute: float16}\n", r"mine.yaml:1:17: compute: 'float16' is none of.*Did you mean 'float32'"),
+        ("Mine: {compute: float16}\n", r"mine.yaml:1:17: compute: 'float16' is none of.*Did you mean 'native'"),
         ("Mine: {loss_scale: 1, loss_scale: 2}\n", "mine.yaml:1:23: .*loss_scale"),
         ("Mine: {extends: !!python/object/apply:os.system [ls]}\n", "mine.yaml:1:17"),
     ],
