@@ -61,8 +61,8 @@ class ModuleRule:
         return found is not None and isinstance(module, found)
 
 
-def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule:
-    """Return the rule that one entry of `modules` states.
+def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
+    """Return the rule that one entry of `modules` states, or None where unknown keys leave it open.
 
     Raises OpListError with its place; unknown keys go to `diagnostics`.
     """
@@ -70,11 +70,15 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
         problem = 'an entry of modules must be a mapping; write one such as {match: "encoder.*.norm", run: float32}'
         raise OpListError(problem, path, node.line, node.column)
     fields = check_keys(node, MODULE_KEYS, path, diagnostics)
+    if not set(fields) <= set(MODULE_KEYS):
+        return None
     if ("match" in fields) == ("type" in fields):
-        problem = "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
+        problem = (
+            "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both; give one"
+        )
         raise OpListError(problem, path, node.line, node.column)
     if "run" not in fields:
-        problem = f"an entry of modules needs the key 'run' ({', '.join(RUNS)})"
+        problem = f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}"
         raise OpListError(problem, path, node.line, node.column)
     run = read_choice(fields["run"], path, "run", RUNS)
     why = read_text(fields["why"], path, "why") if "why" in fields else ""
@@ -97,7 +101,8 @@ def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
             raise ValueError("a part of the name is empty")
         return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise OpListError(f"{match!r} is not a pattern: {error}", path, node.line, node.column) from None
+        remedy = "correct the regular expression" if match.startswith("re:") else "write one such as encoder.*.norm"
+        raise OpListError(f"{match!r} is not a pattern: {error}; {remedy}", path, node.line, node.column) from None
 
 
 def _compile_part(part: str) -> str:

@@ -48,7 +48,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
             [fault] if fault else [],
         )
     elif op.split(".")[0] == "torch":
-        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}")
+        hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
+        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")
     else:
         try:
             return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
@@ -168,7 +169,7 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
     """
     top = owner_path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
-        raise OpListError(f"{op!r} is not an op; a rule applies to functions of torch, or of packages built on it")
+        raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
     length = count_imported(owner_path)
     if not length:
         return None

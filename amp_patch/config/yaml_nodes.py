@@ -113,7 +113,7 @@ class _Reader:
         next(self._events)  # the end of the document
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
-            self._refuse_event(event, "a second document starts here; a file holds exactly one")
+            self._refuse_event(event, "a second document starts here; put it into a file of its own")
         return root
 
     def refuse_syntax(self, exc: yaml.YAMLError) -> NoReturn:
@@ -124,13 +124,11 @@ class _Reader:
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
             quoted = quote(f"*{event.anchor}")
-            self._refuse_event(
-                event, f"alias *{event.anchor} is not allowed; quote a pattern: {quoted}, write a value out"
-            )
+            self._refuse_event(event, f"alias *{event.anchor} is not allowed; if it is a pattern, quote it: {quoted}")
         if getattr(event, "anchor", None) is not None:
             self._refuse_event(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
         if getattr(event, "tag", None) is not None:
-            self._refuse_event(event, f"tag {event.tag!r} is not allowed; values are plain text, lists and mappings")
+            self._refuse_event(event, f"tag {event.tag!r} is not allowed; write plain text, a list or a mapping")
         if depth > MAX_DEPTH:
             self._refuse_event(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
@@ -153,9 +151,7 @@ class _Reader:
                 self._refuse(key.line, key.column, f"a key is {_kind(key)}; keys must be plain text")
             if key.value in key_at:
                 first = "{}:{}".format(*key_at[key.value])
-                self._refuse(
-                    key.line, key.column, f"key {key.value!r} is already given at {first}; each key may be given once"
-                )
+                self._refuse(key.line, key.column, f"key {key.value!r} is already given at {first}; give each key once")
             key_at[key.value] = key.line, key.column
             values[key.value] = self._node(next(self._events), depth + 1)
         return Node(values, line, column, key_at=key_at)

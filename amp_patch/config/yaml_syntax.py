@@ -20,16 +20,24 @@ def explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     opened = f"{begin.line + 1}:{begin.column + 1}" if begin else f"{line}:{column}"
     lines = text.splitlines()
     source = lines[line - 1] if line <= len(lines) else ""
-    if "\t" in source:
-        return f"{problem}; indent with spaces, YAML does not allow tabs there", line, column
+    if "\t" in source[: len(source) - len(source.lstrip())]:
+        return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", line, column
     if "alias" in context or "anchor" in context or "cannot start any token" in problem:
         return _explain_indicator(source, line, column)
+    if "simple key" in context and begin and lines[begin.line].lstrip().startswith("-"):
+        return (
+            "a dash without a space after it begins no item; write `- ` and the name",
+            begin.line + 1,
+            begin.column + 1,
+        )
+    if "escape" in problem and begin:
+        return "a backslash in double quotes begins an escape; use single quotes", begin.line + 1, begin.column + 1
     return _explain(problem, context, source.strip(), opened), line, column
 
 
 def _explain_indicator(source: str, line: int, column: int) -> tuple[str, int, int]:
     """Say that a value needs quotes; the mark is at its first character, or at the second."""
-    start = next((at for at in (column, column - 1) if _INDICATOR.match(source[at - 1 : at])), column)
+    start = next((at for at in (column - 1, column) if at and _INDICATOR.match(source[at - 1 : at])), column)
     found = _VALUE.match(source, start - 1)
     value = found[0].strip() if found else ""
     return f"a plain value cannot begin with {value[:1]}; quote it: {quote(value)}", line, start
@@ -46,8 +54,6 @@ def _explain(problem: str, context: str, source: str, opened: str) -> str:
     if "unexpected ':'" in problem:
         return "a plain value in brackets has a `:` in it; quote the value"
     if "quoted scalar" in context or "double-quoted" in context:
-        if "escape" in problem:
-            return "a backslash in double quotes begins an escape; use single quotes"
         return f"the quote at {opened} is not closed; close it"
     if "simple key" in context:
         return f"the key at {opened} has no colon; write `key:`"

@@ -36,7 +36,7 @@ def test_a_missing_op_has_no_spellings_where_it_may_be_missing(op: str) -> None:
         ("sofmax", f"torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?"),
         ("torch.Size", "'torch.Size' is a class, so no rule can apply to it; name a function"),
         ("to", "'to' cannot be on a list, since the casts are made of it, or it is no op; leave it out"),
-        ("os.system", "'os.system' is not an op; a rule applies to functions of torch, or of packages built on it"),
+        ("os.system", "'os.system' is not an op; name a function of torch, or of a package built on it"),
     ],
 )
 def test_a_refusal_has_no_position(op: str, problem: str) -> None:

@@ -125,7 +125,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
     [
         ("", "mine.yaml"),
         ("- O1\n", "mine.yaml:1:1"),
-        ("Mine: O1\n", r"mine.yaml:1:7: expected a mapping of properties"),
+        ("Mine: O1\n", r"mine.yaml:1:7: a level must be a mapping of properties"),
         ("Mine: {extends: O9}\n", r"mine.yaml:1:17: opt_level 'O9' is not a preset"),
         ("Mine: {extends: Other}\nOther: {extends: Mine}\n", "extends itself"),
         ("Mine: {extends: Mine}\n", "extends itself"),
