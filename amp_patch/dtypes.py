@@ -32,6 +32,9 @@ _BY_NAME = {
     "fp32": torch.float32,
 }
 
+DTYPE_WORDS = tuple(_BY_NAME)
+"""The words that name a dtype to train in."""
+
 TensorCast = Callable[[Tensor], Tensor]
 
 

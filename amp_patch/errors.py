@@ -6,8 +6,13 @@ because that is what scripts written for Apex expect. A message says what was gi
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
+
+from .synonyms import SYNONYMS
+
+_LEVEL = re.compile("[o0\u043e\u03bf]?([0-9])")  # also with the letter of another script
 
 
 class AmpError(RuntimeError):
@@ -18,6 +23,7 @@ class _Located(Exception):
     """An error that may stand in a file; its text then starts with `path:line:column: `.
 
     Attributes:
+        message: the text without the place.
         path, line, column: the place, lines and columns counted from 1; all None where there is none.
     """
 
@@ -29,6 +35,7 @@ class _Located(Exception):
         column: int | None = None,
     ) -> None:
         super().__init__(message if path is None else f"{os.fspath(path)}:{line}:{column}: {message}")
+        self.message = message
         self.path = None if path is None else os.fspath(path)
         self.line = line
         self.column = column
@@ -96,10 +103,45 @@ class MissingExtraError(AmpError, ModuleNotFoundError):
     """A package that only an extra of this package installs is not there."""
 
 
-def did_you_mean(word: object, allowed: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest allowed word, or an empty string when none is close."""
+def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
+    """Return ` Did you mean 'x'?` for the allowed word that is meant, or an empty string where none is close.
+
+    Case, hyphens and underscores do not matter; then come other names of the same thing (`synonyms`), which may be
+    several words, and then words that are spelt alike.
+
+    Args:
+        prefix: put before each word that is suggested.
+        cutoff: how alike words must be spelt, as `difflib` counts it; 1.0 for the same but for what does not matter.
+    """
     if not isinstance(word, str):
         return ""
-    by_folded = {name.casefold(): name for name in allowed}
-    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
-    return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
+    by_folded: dict[str, tuple[str, ...]] = {}
+    for name in allowed:
+        by_folded.setdefault(_fold(name), (name,))
+    meant = _find_meant(_fold(word), by_folded, cutoff)
+    if not meant:
+        return ""
+    *others, last = (repr(f"{prefix}{name}") for name in meant)
+    remark = " The first character is the letter O." if _LEVEL.fullmatch(_fold(meant[0])) and word[0] != "O" else ""
+    return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?{remark}"
+
+
+def _find_meant(word: str, by_folded: dict[str, tuple[str, ...]], cutoff: float) -> tuple[str, ...]:
+    level = _LEVEL.fullmatch(word)
+    if found := by_folded.get(word) or (by_folded.get(f"o{level[1]}") if level else None):
+        return found
+    synonyms: dict[str, tuple[str, ...]] = {}
+    for synonym, names in SYNONYMS.items():
+        if allowed := tuple(name for name in names if by_folded.get(_fold(name)) == (name,)):
+            synonyms[_fold(synonym)] = allowed
+    if word in synonyms:
+        return synonyms[word]
+    for words, least in ((by_folded, cutoff), (synonyms, max(cutoff, 0.8))):
+        if close := difflib.get_close_matches(word, words, n=1, cutoff=least):
+            return words[close[0]]
+    return ()
+
+
+def _fold(word: str) -> str:
+    """Return a word without what does not matter: case, and hyphens and underscores inside it."""
+    return re.sub(r"(?<=[^_])[-_ ]+(?=[^_])", "", word.casefold())

@@ -74,9 +74,13 @@ bits. Where this list cannot say what autocast does:
 def render(device_type: str) -> str:
     """Return the text of the list file for "cpu" or "cuda"."""
     argument = (OPENING.format(device_type=device_type) + NOTES[device_type]).strip("\n")
-    blocks = [
+    head = [
+        "# yaml-language-server: $schema=schema.json",
         f"description: what torch.autocast does on {device_type}, as of torch {torch.__version__.partition('+')[0]}",
-        "\n".join(f"# {line}".rstrip() for line in argument.splitlines()),
+        *(f"# {line}".rstrip() for line in argument.splitlines()),
+    ]
+    blocks = [
+        "\n".join(head),
         *(
             "\n".join([f"{rule}:", *(f"  - {{op: {op}, why: parity}}" for op in ops)])
             for rule, ops in get_rules(device_type).items()

@@ -1,60 +1,43 @@
-"""`amp-patch lists`: show op lists, check list files, compare lists, and explain what they say of one op."""
+"""`amp-patch lists`: show op lists, check list files, compare lists, explain what they say of one op; begin a list of
+one's own, and have an editor know the ops.
+
+Exit codes: 0 right, 1 a list has faults or two lists differ, 2 trouble: what was asked for cannot be told, since a list
+is not there or cannot be used.
+"""
 
 import argparse
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from ..config import op_lists
-from . import lists_diff, lists_explain, lists_show
-from .lists_printing import print_lines
+from ..errors import OpListError
+from . import lists_check, lists_diff, lists_explain, lists_init, lists_schema, lists_show
 
-_CHECK = "print every fault of list files as file:line:column: text; exit code 1 if there is one"
+TASKS = {
+    "show": lists_show,
+    "check": lists_check,
+    "diff": lists_diff,
+    "explain": lists_explain,
+    "init": lists_init,
+    "schema": lists_schema,
+}
+"""Each a module with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the four tasks and their arguments."""
+    """Declare the tasks and their arguments."""
     tasks = parser.add_subparsers(metavar="TASK", required=True)
-    _add_task(tasks, "show", lists_show.SUMMARY, lists_show.add_arguments, lists_show.run)
-    _add_task(tasks, "check", _CHECK, _add_check_arguments, _run_check)
-    _add_task(tasks, "diff", lists_diff.SUMMARY, lists_diff.add_arguments, lists_diff.run)
-    _add_task(tasks, "explain", lists_explain.SUMMARY, lists_explain.add_arguments, lists_explain.run)
-
-
-def _add_task(
-    tasks: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    summary: str,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    task: Callable[[argparse.Namespace], int],
-) -> None:
-    parser = tasks.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    add_arguments(parser)
-    parser.set_defaults(task=task)
+    for name, module in TASKS.items():
+        summary = module.SUMMARY
+        task = tasks.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        module.add_arguments(task)
+        task.set_defaults(task=module.run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one task and return its exit code.
-
-    Raises OpListError where lists cannot be read; `diff` says so itself and returns 2.
-    """
+    """Do one task and return its exit code."""
     task: Callable[[argparse.Namespace], int] = arguments.task
-    return task(arguments)
-
-
-def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="a list file; faults of files that it extends are printed too",
-    )
-
-
-def _run_check(arguments: argparse.Namespace) -> int:
-    reports = [op_lists.check_oplists(path) for path in arguments.files]
-    errors = dict.fromkeys(error for report in reports for error in report.errors)  # of a file that two extend, once
-    # a fault may leave entries without effect that would have one, so only a file without faults is warned of
-    warnings = dict.fromkeys(warning for report in reports if not report.errors for warning in report.warnings)
-    print_lines([*errors, *warnings])
-    return 1 if errors else 0
+    try:
+        return task(arguments)
+    except OpListError as error:  # not 1, which would say that there is an answer
+        print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
+        return 2

@@ -3,8 +3,8 @@
 from . import explain as explain
 from . import op_lists as op_lists
 from . import presets as presets
+from . import schema as schema
 from . import shipped as shipped
-from . import torch_autocast as torch_autocast
 from .module_rules import ModuleRule as ModuleRule
 from .op_lists import OpLists as OpLists
 from .op_lists import load_oplists as load_oplists

@@ -1,15 +1,32 @@
 """Where the faults of a file go: the first one is raised, or all of them are collected."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import OpListError
 
 _log = logging.getLogger(__name__)
 
-Place = tuple[str | None, int | None, int | None]
-"""Path, line and column; None where there is none."""
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of a file, or a warning; its text is `path:line:column: message`.
+
+    Attributes:
+        path, line, column: the place; None where there is none.
+    """
+
+    message: str
+    path: str | None
+    line: int | None
+    column: int | None
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        told = f"warning: {self.message}" if self.is_warning else self.message
+        return told if self.path is None else f"{self.path}:{self.line}:{self.column}: {told}"
 
 
 class Diagnostics:
@@ -23,8 +40,7 @@ class Diagnostics:
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
-        self._errors: dict[str, Place] = {}  # by message: a broken file may be reached along several ways
-        self._warnings: dict[str, Place] = {}
+        self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
 
     def __enter__(self) -> None:
         pass
@@ -34,33 +50,29 @@ class Diagnostics:
     ) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
-        self._errors[str(error)] = (error.path, error.line, error.column)
+        self._found[Finding(error.message, error.path, error.line, error.column)] = None
         return True
 
     def warn(self, text: str, path: str, line: int, column: int) -> None:
         """Log, or keep, what is no fault but has no effect."""
         if self.is_collecting:
-            self._warnings[f"{path}:{line}:{column}: warning: {text}"] = (path, line, column)
+            self._found[Finding(text, path, line, column, is_warning=True)] = None
         else:
             _log.warning("%s:%d:%d: %s", path, line, column, text)
 
     @property
-    def errors(self) -> list[str]:
-        """The messages of the errors, sorted by place."""
-        return _sort_by_place(self._errors)
+    def errors(self) -> list[Finding]:
+        """The faults, sorted by place."""
+        return _sort_by_place(one for one in self._found if not one.is_warning)
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Finding]:
         """The kept warnings, sorted by place."""
-        return _sort_by_place(self._warnings)
+        return _sort_by_place(one for one in self._found if one.is_warning)
 
 
-def _sort_by_place(messages: Mapping[str, Place]) -> list[str]:
-    """Return messages by line and column, the files in the order of their first message."""
-    files = list(dict.fromkeys(path for path, _, _ in messages.values()))
-
-    def place(message: str) -> tuple[int, int, int]:
-        path, line, column = messages[message]
-        return files.index(path), line or 0, column or 0
-
-    return sorted(messages, key=place)
+def _sort_by_place(found: Iterable[Finding]) -> list[Finding]:
+    """Return findings by line and column, the files in the order of their first."""
+    listed = list(found)
+    files = list(dict.fromkeys(one.path for one in listed))
+    return sorted(listed, key=lambda one: (files.index(one.path), one.line or 0, one.column or 0))

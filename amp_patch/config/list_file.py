@@ -76,7 +76,8 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
 def read_text(node: Node, path: Path, what: str) -> str:
     """Return the text of a scalar; `what` it stands for opens the error."""
     if not isinstance(node.value, str):
-        problem = f"{what} must be a single text value, not a {type(node.value).__name__}"
+        kind = {list: "list", dict: "mapping"}[type(node.value)]
+        problem = f"{what} must be a single text value, not a {kind}; write the text alone"
         raise OpListError(problem, path, node.line, node.column)
     return node.value
 
@@ -103,7 +104,9 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
         return node.value
     if key == "extends":
         return [node]
-    raise OpListError(f"{key} must be a list of ops (`- name` lines)", path, node.line, node.column)
+    item = "{type: torch.nn.LayerNorm, run: float32}" if key == "modules" else "softmax"
+    problem = f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`"
+    raise OpListError(problem, path, node.line, node.column)
 
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
@@ -126,8 +129,11 @@ def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) ->
     with diagnostics:
         is_optional = "optional" in fields and read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
     bounds = _read_bounds(fields, path, diagnostics)
+    if "op" not in fields and not set(fields) <= set(ENTRY_KEYS):
+        return  # another word for it may be among the unknown keys
     if "op" not in fields:
-        raise OpListError(f"an entry of {rule} needs the key 'op'", path, node.line, node.column)
+        problem = f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone"
+        raise OpListError(problem, path, node.line, node.column)
     name = _read_name(fields["op"], rule, path)
     if bounds is not None:
         yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, *bounds, is_optional)
@@ -136,15 +142,27 @@ def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) ->
 def _read_name(node: Node, rule: Rule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if not NAME.fullmatch(name):
-        problem = f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft"
+        problem = _explain_name(name, node.quoted)
     elif rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
-            f"{name} writes its running statistics, which are float32, and would write to cast copies of them. Leave it"
-            " unlisted: it takes 16-bit inputs as it is"
+            f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
+            " unlisted, it takes 16-bit inputs as it is"
         )
     else:
         return name
     raise OpListError(problem, path, node.line, node.column)
+
+
+def _explain_name(name: str, is_quoted: bool) -> str:
+    """Return what is wrong with text that is no name, and what to do."""
+    words = [word for word in re.split(r"[\s,]+", name) if word != "-"]
+    if name.startswith("-") and NAME.fullmatch(name[1:]):
+        return f"{name!r} is not an op name; take the dash away"
+    if is_quoted or len(words) < 2 or not all(NAME.fullmatch(word) for word in words):
+        return f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft"
+    if " - " in name:
+        return f"{name!r} is one item, since what follows it is indented further; put the dashes below each other"
+    return f"{name!r} is one item; begin a line with `- ` for each op, or write [{', '.join(words)}]"
 
 
 def _read_bounds(fields: dict[str, Node], path: Path, diagnostics: Diagnostics) -> tuple[str, str] | None:
@@ -158,7 +176,7 @@ def _read_bounds(fields: dict[str, Node], path: Path, diagnostics: Diagnostics) 
     since, until = bounds
     with diagnostics:
         if since and until and _parse_version(since) >= _parse_version(until):
-            problem = f"until {until!r} is not later than since {since!r}; no torch fits"
+            problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
             raise OpListError(problem, path, fields["until"].line, fields["until"].column)
     return since, until
 

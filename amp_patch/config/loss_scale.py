@@ -95,6 +95,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
     if not is_scale(number):
         keys = ", ".join(one.name for one in fields(DynamicScale))
         raise PolicyError(
-            f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of {keys}"
+            f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of"
+            f" {keys}.{did_you_mean(value, ('dynamic',))}"
         )
     return number

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from torch import nn
 
-from ..errors import OpListError
+from ..errors import OpListError, did_you_mean
 from .diagnostics import Diagnostics
 from .list_file import check_keys, read_choice, read_text
+from .packages import check_that_it_may_come, count_imported, is_being_imported
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
@@ -60,20 +61,24 @@ class ModuleRule:
         return found is not None and isinstance(module, found)
 
 
-def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule:
-    """Return the rule that one entry of `modules` states.
+def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
+    """Return the rule that one entry of `modules` states, or None where unknown keys leave it open.
 
     Raises OpListError with its place; unknown keys go to `diagnostics`.
     """
     if not isinstance(node.value, dict):
-        problem = 'an entry of modules is a mapping such as {match: "encoder.*.norm", run: float32}'
+        problem = 'an entry of modules must be a mapping; write one such as {match: "encoder.*.norm", run: float32}'
         raise OpListError(problem, path, node.line, node.column)
     fields = check_keys(node, MODULE_KEYS, path, diagnostics)
+    if not set(fields) <= set(MODULE_KEYS):
+        return None
     if ("match" in fields) == ("type" in fields):
-        problem = "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both"
+        problem = (
+            "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both; give one"
+        )
         raise OpListError(problem, path, node.line, node.column)
     if "run" not in fields:
-        problem = f"an entry of modules needs the key 'run' ({', '.join(RUNS)})"
+        problem = f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}"
         raise OpListError(problem, path, node.line, node.column)
     run = read_choice(fields["run"], path, "run", RUNS)
     why = read_text(fields["why"], path, "why") if "why" in fields else ""
@@ -81,9 +86,8 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
     chooser, pattern = read_text(fields[key], path, key), None
     if key == "match":
         pattern = _compile(chooser, fields[key], path)
-    elif not TYPE_NAME.fullmatch(chooser):
-        problem = f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm"
-        raise OpListError(problem, path, fields[key].line, fields[key].column)
+    elif (fault := _find_problem(chooser)) is not None:
+        raise OpListError(fault, path, fields[key].line, fields[key].column)
     return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
@@ -97,18 +101,56 @@ def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
             raise ValueError("a part of the name is empty")
         return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise OpListError(f"{match!r} is not a pattern: {error}", path, node.line, node.column) from None
+        remedy = "correct the regular expression" if match.startswith("re:") else "write one such as encoder.*.norm"
+        raise OpListError(f"{match!r} is not a pattern: {error}; {remedy}", path, node.line, node.column) from None
 
 
 def _compile_part(part: str) -> str:
     return "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in part)
 
 
+def _find_problem(chooser: str) -> str | None:
+    """Return what keeps the value of `type` from naming a class of modules, as far as what is imported can tell."""
+    if not TYPE_NAME.fullmatch(chooser):
+        hint = did_you_mean(chooser, _torch_modules(), prefix="torch.nn.", cutoff=0.8)
+        return f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm.{hint}"
+    names = chooser.split(".")
+    imported = count_imported(names)
+    if names[0] == "__main__" or any(is_being_imported(".".join(names[:n])) for n in range(1, imported + 1)):
+        return None
+    found = _find_value(names)
+    if found is None and not _may_come(names):
+        is_torch = names[0] == "torch"
+        hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.") if is_torch else ""
+        missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
+        return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
+    if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
+        return None
+    return f"{chooser!r} is no class of modules; name one such as torch.nn.LayerNorm, or list an op by its name"
+
+
+def _may_come(names: list[str]) -> bool:
+    """Whether a class that is not there may be once more is imported."""
+    try:
+        check_that_it_may_come(names)
+    except OpListError:
+        return False
+    return names[0] != "torch" or len(names) > 2  # torch itself serves modules when it is asked, and no class
+
+
+def _torch_modules() -> list[str]:
+    return [name for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+
+
 def _find_class(dotted: str) -> type | None:
     """Look a class up in what is imported, without running code."""
-    names = dotted.split(".")
-    length = next((n for n in range(len(names) - 1, 0, -1) if ".".join(names[:n]) in sys.modules), 0)
+    value = _find_value(dotted.split("."))
+    return value if isinstance(value, type) else None
+
+
+def _find_value(names: list[str]) -> object:
+    length = count_imported(names)
     value: object = sys.modules.get(".".join(names[:length]))
     for name in names[length:]:
         value = inspect.getattr_static(value, name, None)
-    return value if isinstance(value, type) else None
+    return value

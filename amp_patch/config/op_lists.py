@@ -27,18 +27,21 @@ from pathlib import Path
 
 from ..errors import OpListError
 from .diagnostics import Diagnostics
+from .diagnostics import Finding as Finding
 from .list_file import OpEntry as OpEntry
 from .op_names import find_deferred
 from .op_names import find_spellings as find_spellings
 from .overlay import OpLists as OpLists
-from .overlay import Overlay, locate
+from .overlay import Overlay
 from .overlay import Spelling as Spelling
+from .overlay import locate as locate
 from .products import find_products as find_products
 from .products import is_product as is_product
 from .products import is_without_kernel as is_without_kernel
 from .rules import RULES as RULES
 from .rules import Rule as Rule
 from .shipped import shipped_names
+from .torch_autocast import get_rules as get_autocast_rules
 
 
 def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> OpLists:
@@ -68,6 +71,11 @@ def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
     entries = (OpEntry(op, Rule(rule), "", name, 0, 0) for rule, ops in rules.items() for op in ops)
     overlay.merge(entries, is_shipped=False)
     return overlay.resolve((name,))
+
+
+def make_autocast_oplists(device_type: str) -> OpLists:
+    """Return the lists that the installed torch's autocast comes to on such devices."""
+    return make_oplists(get_autocast_rules(device_type), f"torch.autocast({device_type!r})")
 
 
 def check_oplists(path: Path) -> Diagnostics:

@@ -123,7 +123,8 @@ class Overlay:
                 self._inplace = read_choice(inplace, path, "inplace_blacklist", INPLACE_CHOICES)
         for node in get_items(keys.get("modules"), path, "modules"):
             with self._diagnostics:
-                self._modules.append(read_module_rule(node, path, self._diagnostics))
+                rule = read_module_rule(node, path, self._diagnostics)
+                self._modules += [] if rule is None else [rule]
         self.merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
 
     def merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
@@ -231,10 +232,9 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     known = shipped_names()
     if text in known:
         return lists_dir() / f"{text}.yaml"
-    raise OpListError(
-        f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or"
-        f" .yml.{did_you_mean(text, known)}"
-    )
+    beside = [name for name in (f"{text}.yaml", f"{text}.yml") if text and os.path.isfile(base / name)]
+    hint = did_you_mean(beside[0], beside) if beside else did_you_mean(text, known)
+    raise OpListError(f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{hint}")
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
@@ -244,6 +244,12 @@ def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
         base = locate(text, path.parent)
     except OpListError as error:
         raise OpListError(str(error), path, node.line, node.column) from None
+    if not os.path.exists(base):
+        beside = (one.name for one in base.parent.glob("*.y*ml") if one.name != path.name)
+        hint = did_you_mean(base.name, beside, prefix=text.removesuffix(base.name), cutoff=0.8)
+        known = ", ".join(shipped_names())
+        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
+        raise OpListError(problem, path, node.line, node.column)
     identity = _identify(base)
     if identity not in chain and len(chain) < MAX_EXTENDS:
         return base
@@ -277,5 +283,5 @@ def _twice(entry: OpEntry, other: OpEntry, spelling: str) -> OpListError:
         problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {other.place}"
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {other.place}"
-    text = f"{problem}; an op may be on one list of a file, once"
+    text = f"{problem}; take one of them out"
     return OpListError(text, entry.path, entry.line, entry.column)

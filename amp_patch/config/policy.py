@@ -20,7 +20,9 @@ def _parse_boolean(value: object) -> bool:
         return value
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
-    raise PolicyError(f"{value!r} is neither true nor false")
+    raise PolicyError(
+        f"{value!r} is neither true nor false; write one of them.{did_you_mean(value, ('true', 'false'))}"
+    )
 
 
 COMPUTE = ("auto", "native", "float32")

@@ -112,7 +112,7 @@ class Presets:
         if not isinstance(base.value, str):
             problem = "extends takes the name of one level"
         elif (base.value == level and level not in self._shipped_names()) or base.value in seen:
-            problem = f"level {level!r} extends itself through {base.value!r}"
+            problem = f"level {level!r} extends itself through {base.value!r}; name another level"
         elif base.value not in self.names():
             problem = str(_unknown_level(base.value, self.names()))
         elif base.value == level:  # a user's O2 may build on the shipped O2
@@ -124,7 +124,7 @@ class Presets:
 
 def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     if not isinstance(node.value, dict):
-        problem = "expected a mapping of properties, for example {extends: O2, loss_scale: 128}"
+        problem = "a level must be a mapping of properties; write one such as {extends: O2, loss_scale: 128}"
         raise PolicyError(problem, path, node.line, node.column)
     return node.value
 
@@ -148,7 +148,8 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
             result[name] = None if _is_null(node) else parsers[name](_plain(node))
         except AmpError as error:
             line, column = _place_of_fault(node, parsers[name])
-            raise PolicyError(f"{name}: {error}", path, line, column) from None
+            told = str(error) if str(error).startswith(f"{name}=") else f"{name}: {error}"
+            raise PolicyError(told, path, line, column) from None
     return result
 
 
@@ -174,9 +175,4 @@ def _is_null(node: Node) -> bool:
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    hint = ""
-    if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in allowed:
-        hint = f" Did you mean 'O{level[1:]}'? The first character is the letter O."
-    return PolicyError(
-        f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint or did_you_mean(level, allowed)}"
-    )
+    return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{did_you_mean(level, allowed)}")

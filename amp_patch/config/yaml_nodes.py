@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ..errors import AmpError, OpListError, PolicyError
+from .yaml_syntax import explain_syntax, quote
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -112,26 +113,22 @@ class _Reader:
         next(self._events)  # the end of the document
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
-            self._refuse_event(event, "a second document starts here; a file holds exactly one")
+            self._refuse_event(event, "a second document starts here; put it into a file of its own")
         return root
 
     def refuse_syntax(self, exc: yaml.YAMLError) -> NoReturn:
-        """Raise the parser's complaint with its position, and name tabs, the usual cause."""
-        mark = getattr(exc, "problem_mark", None) or getattr(exc, "context_mark", None)
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
-        lines = self._text.splitlines()
-        source = lines[line - 1] if line <= len(lines) else ""
-        hint = "; indent with spaces, YAML does not allow tabs there" if "\t" in source else ""
-        raise self._error(f"not valid YAML: {problem}{hint}", self._path, line, column) from exc
+        """Raise the parser's complaint, in plain words, with its position."""
+        problem, line, column = explain_syntax(exc, self._text)
+        raise self._error(f"not valid YAML: {problem}", self._path, line, column) from exc
 
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
-            self._refuse_event(event, f"alias *{event.anchor} is not allowed; write the value out")
+            quoted = quote(f"*{event.anchor}")
+            self._refuse_event(event, f"alias *{event.anchor} is not allowed; if it is a pattern, quote it: {quoted}")
         if getattr(event, "anchor", None) is not None:
             self._refuse_event(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
         if getattr(event, "tag", None) is not None:
-            self._refuse_event(event, f"tag {event.tag!r} is not allowed; values are plain text, lists and mappings")
+            self._refuse_event(event, f"tag {event.tag!r} is not allowed; write plain text, a list or a mapping")
         if depth > MAX_DEPTH:
             self._refuse_event(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
@@ -154,9 +151,7 @@ class _Reader:
                 self._refuse(key.line, key.column, f"a key is {_kind(key)}; keys must be plain text")
             if key.value in key_at:
                 first = "{}:{}".format(*key_at[key.value])
-                self._refuse(
-                    key.line, key.column, f"key {key.value!r} is already given at {first}; each key may be given once"
-                )
+                self._refuse(key.line, key.column, f"key {key.value!r} is already given at {first}; give each key once")
             key_at[key.value] = key.line, key.column
             values[key.value] = self._node(next(self._events), depth + 1)
         return Node(values, line, column, key_at=key_at)

@@ -65,15 +65,9 @@ def _levels_offered(script: Script) -> Iterator[Fault]:
 
 
 def _judge_level(node: ast.AST, level: object, levels: tuple[str, ...]) -> Iterator[Fault]:
-    if level in levels:
-        return
-    spelled = f"O{level[1:]}" if isinstance(level, str) and level[:1] in ("o", "0") else None
-    hint = (
-        f" Did you mean {spelled!r}? The first character is the letter O."
-        if spelled in levels
-        else did_you_mean(level, levels)
-    )
-    yield Fault(node, "error", f"opt_level {level!r} is not a level.{hint}", f"Use one of {', '.join(levels)}.")
+    if level not in levels:
+        problem = f"opt_level {level!r} is not a level.{did_you_mean(level, levels)}"
+        yield Fault(node, "error", problem, f"Use one of {', '.join(levels)}.")
 
 
 def _is_required(option: ast.Call) -> bool:

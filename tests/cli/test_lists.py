@@ -185,15 +185,15 @@ def positions(printed: str) -> list[str]:
 def test_check_finds_every_fault_in_the_order_of_the_file(write: Write, lists: Amp) -> None:
     code, printed, complaint = lists("check", write(MANY))
     assert (code, complaint) == (1, "")
-    at = "1:11 2:1 4:5 5:15 5:33 5:45 6:5 7:5 8:25 8:35 10:10 11:14 12:11 12:21 13:20"
+    at = "1:11 1:20 2:1 4:5 5:15 5:33 5:45 6:5 7:5 8:25 8:35 10:10 11:14 12:11 12:21 13:20"
     assert positions(printed) == at.split()
-    assert len(printed.splitlines()) == len(at.split()) + 1
+    assert len(printed.splitlines()) == len(at.split())
     for said in (
         "mine.yaml:2:1: unknown key 'whitlist'; ",
         "Did you mean 'float16'?",
         "Did you mean 'softmax'?",
         "Did you mean 'why'?",
-        "nowhere.yaml:1:1: there is no such file",
+        "mine.yaml:1:20: extends names 'nowhere.yaml', and there is no such file",
         "'mul' is on neutral, but torch.mul is on blacklist by 'mul' at mine.yaml:9:5",
     ):
         assert said in printed
@@ -308,30 +308,58 @@ def test_a_bad_file_is_one_line_with_a_position(
     assert first.startswith(f"mine.yaml:{position}: ") and said in first
     assert positions(printed) == [position] if said != "must be a single text value" else ["1:18", "1:24"]
     code, _, complaint = lists("show", "./mine.yaml")
-    assert (code, complaint.count("\n")) == (1, 1)
+    assert (code, complaint.count("\n")) == (2, 1)
     assert complaint.startswith("amp-patch lists: failed: mine.yaml:")
 
 
-def test_check_of_what_is_no_file(write: Write, lists: Amp, tmp_path: Path) -> None:
+def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    write("{}", "folder/inside.yaml")
-    code, printed, _ = lists("check", "folder", "absent.yaml", "float16", "pipe.yaml", "x" * 300, "a\nb")
-    assert code == 1
-    assert [
-        line.partition("1:1: ")[2].partition(";")[0].partition(":")[0] for line in printed.splitlines() if "1:1" in line
-    ] == [
-        "this is a directory",
-        "there is no such file",
-        "there is no such file",
-        "this is not a regular file",
-        "the file cannot be read",
-        "there is no such file",
-    ]
+    write("{}", "folder.yaml/inside.yaml")
+    faulty = write("whitelist: [sofmax]")
+    for name, told in {
+        "folder.yaml": "this is a directory",
+        "absent.yaml": "there is no such file",
+        "pipe.yaml": "this is not a regular file",
+        f"{'x' * 300}.yaml": "the file cannot be read",
+        "a\nb.yaml": "there is no such file",
+        "flaot16": "'flaot16' is not a shipped list",
+    }.items():
+        code, printed, complaint = lists("check", name, faulty)
+        assert (code, complaint) == (2, "")
+        assert told in printed and positions(printed) == ["1:13"]  # and the other is checked nevertheless
+
+
+@pytest.mark.parametrize("task", ["show", "check", "explain softmax --lists", "diff float16"])
+@pytest.mark.parametrize("name", ["absent.yaml", "flaot16", "folder.yaml"])
+def test_every_task_exits_alike_where_there_is_no_list(task: str, name: str, write: Write, lists: Amp) -> None:
+    write("{}", "folder.yaml/inside.yaml")
+    assert lists(*task.split(), name)[0] == 2
+
+
+def test_check_takes_names_as_show_does(write: Write, lists: Amp) -> None:
+    assert lists("check", *shipped_names()) == (0, "", "")
+
+
+def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
+    write("blacklist: [exp]", "base.yaml")
+    faulty, warned = write("whitelist: [sofmax]"), write("extends: base.yaml\nblacklist: [exp]", "warned.yaml")
+    code, printed, _ = lists("check", faulty, warned, "--json")
+    message = f"torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?"
+    warning = "'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13"
+    assert (code, json.loads(printed)) == (
+        1,
+        {
+            "lists": ["mine.yaml", "warned.yaml"],
+            "faults": [{"message": message, "path": "mine.yaml", "line": 1, "column": 13}],
+            "warnings": [{"message": warning, "path": "warned.yaml", "line": 2, "column": 13}],
+        },
+    )
+    assert (lists("check", warned, "--json")[0], lists("check", "flaot16", "--json")[0]) == (0, 2)
 
 
 def test_names_that_the_terminal_cannot_show_are_escaped(write: Write, lists: Amp) -> None:
     code, printed, _ = lists("check", "\udcff.yaml", write("whitelist: [søftmax]"))
-    assert code == 1
+    assert code == 2
     assert printed.splitlines()[0].startswith("\\udcff.yaml:1:1: ")
     assert positions(printed) == ["1:13"]
 
@@ -468,7 +496,7 @@ def test_explain_tells(arguments: list[str], said: str, write: Write, lists: Amp
 
 def test_explain_of_an_unknown_op_suggests_one(lists: Amp) -> None:
     code, printed, complaint = lists("explain", "sofmax")
-    assert (code, printed) == (1, "")
+    assert (code, printed) == (2, "")
     assert (
         complaint == f"amp-patch lists: failed: torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?\n"
     )

@@ -157,7 +157,7 @@ def test_a_file_that_comes_later_wins_and_another_digest_results(write):
 
 
 BAD = [
-    ("head", "an entry of modules is a mapping"),
+    ("head", "an entry of modules must be a mapping"),
     ("{run: low}", "needs either 'match'"),
     ('{match: "a", type: torch.nn.Linear, run: low}', "and not both"),
     ('{match: "a", run: half}', "run is 'half'; allowed are low, float32"),

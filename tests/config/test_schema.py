@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import amp_patch as amp
-from amp_patch.config import list_file, module_rules
+from amp_patch.config import list_file, module_rules, schema
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 
@@ -18,14 +18,26 @@ import generate_list_schema
 
 SCHEMA = json.loads((lists_dir() / "schema.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+PRESETS = jsonschema.Draft7Validator(json.loads((lists_dir() / "presets.schema.json").read_text()))
+OPS = jsonschema.Draft7Validator(schema.make_list_schema([]))
 
 
-def test_the_schema_is_one():
-    jsonschema.Draft7Validator.check_schema(SCHEMA)
+@pytest.mark.parametrize("validator", [VALIDATOR, PRESETS, OPS], ids=["lists", "presets", "ops"])
+def test_a_schema_is_one(validator):
+    validator.check_schema(validator.schema)
+    assert validator.schema["$id"].startswith("urn:amp-patch:")
 
 
-def test_the_file_is_what_is_generated():
-    assert (lists_dir() / "schema.json").read_text() == generate_list_schema.render()
+@pytest.mark.parametrize("name", generate_list_schema.FILES)
+def test_a_file_is_what_is_generated(name):
+    assert (lists_dir() / name).read_text() == generate_list_schema.render(name)
+
+
+@pytest.mark.parametrize("path", sorted(lists_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_file_names_its_schema(path):
+    name = path.read_text().partition("\n")[0].removeprefix("# yaml-language-server: $schema=")
+    validator = {"schema.json": VALIDATOR, "presets.schema.json": PRESETS}[name]
+    validator.validate(yaml.safe_load(path.read_text()))
 
 
 def test_it_knows_the_reader_s_keys():
@@ -39,8 +51,8 @@ def test_it_knows_the_reader_s_keys():
 
 
 @pytest.mark.parametrize("name", shipped_names())
-def test_shipped_lists_are_valid(name):
-    VALIDATOR.validate(yaml.safe_load((lists_dir() / f"{name}.yaml").read_text()))
+def test_shipped_lists_are_valid_where_ops_are_known(name):
+    OPS.validate(yaml.safe_load((lists_dir() / f"{name}.yaml").read_text()))
 
 
 GOOD = [

@@ -18,6 +18,7 @@ GROUND = (
     "multi_tensor",
     "reporting",
     "script_settings",
+    "synonyms",
     "tables",
     "torch_dispatch",
     "torch_distributed",

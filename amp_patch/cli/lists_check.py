@@ -1,0 +1,49 @@
+"""`amp-patch lists check`: every fault of lists, and the entries that have no effect."""
+
+import argparse
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from ..config import op_lists
+from ..errors import OpListError
+from .lists_printing import LIST, as_json, print_lines
+
+SUMMARY = "print every fault of lists as file:line:column: text; exit code 0 if there is none, else 1, 2 on trouble"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the task."""
+    help_text = f"{LIST}; faults of files that it extends are printed too"
+    parser.add_argument("lists", nargs="+", metavar="NAME|FILE", help=help_text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the faults; return 1 if there are any, and 2 if a list is not there or cannot be read."""
+    reports, errors, is_all_read = [], [], True
+    for name in arguments.lists:
+        try:
+            path = op_lists.locate(name, Path())
+        except OpListError as error:
+            is_all_read = False
+            errors.append(op_lists.Finding(error.message, None, None, None))
+            continue
+        is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
+        reports.append(op_lists.check_oplists(path))
+        errors += reports[-1].errors
+    errors = list(dict.fromkeys(errors))  # of a file that two extend, once
+    # a fault may leave entries without effect that would have one, so only a file without faults is warned of
+    warnings = list(dict.fromkeys(one for report in reports if not report.errors for one in report.warnings))
+    if arguments.json:
+        told = {kind: [_as_data(one) for one in found] for kind, found in (("faults", errors), ("warnings", warnings))}
+        print_lines(as_json({"lists": arguments.lists, **told}))
+    else:
+        print_lines(map(str, [*errors, *warnings]))
+    return 2 if not is_all_read else 1 if errors else 0
+
+
+def _as_data(finding: op_lists.Finding) -> dict[str, object]:
+    data = asdict(finding)
+    del data["is_warning"]
+    return data

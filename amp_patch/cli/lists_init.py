@@ -1,0 +1,85 @@
+"""`amp-patch lists init`: a file to begin a list of one's own with."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from ..config import op_lists, schema
+from ..errors import OpListError
+from .lists_printing import LIST, as_json, print_lines
+
+SUMMARY = "write a list file to begin with, which extends another and explains itself, and the schema for an editor"
+SCHEMA = "lists.schema.json"
+
+_START = """\
+# yaml-language-server: $schema={schema}
+description: a list of my own
+extends: {base}  # read first, so this file wins; null: it stands alone
+
+# amp-patch lists check {name}: every fault, with its place
+# amp-patch lists diff {base} {name}: what it changes
+# amp_patch.initialize(model, optimizer, opt_level="O4", lists="{name}"): train with it
+
+# An entry is a name, or tells more: {{op: softmax, why: range, since: "2.12", until: "2.14", optional: true}}.
+# A bare name (softmax) means every spelling of the op; a dotted name (torch.Tensor.softmax) means that one.
+
+{rules}
+# {modules} Quote what begins with *.
+modules:
+  # - {{match: "encoder.layers.*.norm", run: float32}}
+  # - {{type: torch.nn.LayerNorm, run: low}}
+"""
+_EXAMPLES = {
+    "whitelist": "{op: gelu, why: speed}",
+    "blacklist": "{op: softmax, why: range}",
+    "promote": "rms_norm",
+    "sequence_promote": "cat",
+    "banned": "binary_cross_entropy",
+    "neutral": "sum",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the task."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write, which ends in .yaml or .yml")
+    told = f"{LIST}, from the folder of the new one (default: float16)"
+    parser.add_argument("--extends", default="float16", metavar="NAME|FILE", help=told)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the list, and the schema if there is none in its folder; what is there is never written over."""
+    path, base = arguments.file, arguments.extends
+    _check(path, base)
+    beside = path.parent / SCHEMA
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_render(path.name, base))
+        print_lines([f"{path}: a list that extends {base}"])
+        if not beside.exists():
+            beside.write_text("\n".join(as_json(schema.make_list_schema([]))) + "\n", encoding="utf-8")
+            print_lines([f"{beside}: what editors complete and check it by (`amp-patch lists schema`)"])
+    except FileExistsError:
+        raise OpListError(f"{path} is there already; give another name, or remove it first") from None
+    except OSError as error:
+        raise OpListError(f"{path} cannot be written: {error}") from error
+    return 0
+
+
+def _check(path: Path, base: str) -> None:
+    """Raise OpListError for a name that no list can have, and for a base that cannot be extended."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise OpListError(f"{str(path)!r} does not end in .yaml or .yml; give a name that does")
+    faults = op_lists.check_oplists(op_lists.locate(base, path.parent)).errors
+    if faults:
+        raise OpListError(str(faults[0]))
+
+
+def _render(name: str, base: str) -> str:
+    rules = "\n".join(f"# {schema.OPS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in op_lists.RULES)
+    modules = (
+        "Parts of a model that run in one dtype whatever the ops' lists say; the last rule that covers one counts."
+    )
+
+    base = base if re.fullmatch(r"[\w./-]+", base) else json.dumps(base)
+    return _START.format(schema=SCHEMA, base=base, name=name, rules=rules, modules=modules)
