@@ -121,8 +121,11 @@ class Tracer(Recorder):
         found, self._finder.faults = self._finder.faults, []
         if not found and self._gradients:
             found = [self._make_unseen()]
-        facts = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped, "rank": get_rank()}
-        done = [replace(fault, reach=self._find_reach(number), **facts) for number, fault in enumerate(found)]  # type: ignore[arg-type]
+        facts: dict[str, Any] = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
+        done = [
+            replace(fault, rank=get_rank(), reach=self._find_reach(number), **facts)
+            for number, fault in enumerate(found)
+        ]
         done = sorted((fault for fault in done if not _is_harmless(fault)), key=_is_aside)
         if done and all(self._is_search(fault) for fault in done):
             self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
