@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .casting import Mode, cast_tree
+from .casting import cast_tree
 from .config import Policy
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, CheckpointError, ModelError
@@ -263,11 +263,7 @@ def disable_casts() -> Iterator[None]:
 
     Does nothing at levels that patch nothing.
     """
-    opened = _current.state.session
-    if opened is None:
-        yield
-        return
-    with opened.switch.region(Mode.OFF):
+    with _current.without_casts():
         yield
 
 

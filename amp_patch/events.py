@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -25,6 +26,15 @@ class Watcher:
 
 
 watchers: list[Watcher] = []
+
+
+def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
+    """Tell all watchers of an event, in a region in which casts are off: what they compute is none of the script's."""
+    if watchers:
+        with region:
+            for watcher in tuple(watchers):
+                getattr(watcher, event)(*facts)
+
 
 _local = threading.local()
 

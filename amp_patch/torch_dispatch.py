@@ -35,6 +35,11 @@ OVERWRITES = frozenset(
 )
 
 
+# The smallest and the largest element, and a copy: these run for every op, and no list reaches them as ops of torch's.
+find_range = _aten.aminmax.default
+clone = _aten.clone.default
+
+
 def find_written(function: Any) -> frozenset[int]:
     """Return the positions of the arguments that an op writes. Without the schema: in-place ops are their own cause."""
     arguments = enumerate(function._schema.arguments)

@@ -84,6 +84,8 @@ def _describe_reach(fault: FaultRecord) -> str:
         return f"gradients of {len(fault.gradients)} of {fault.of} parameters ({names}){skipped}"
     if fault.reach == "loss":
         return f"the loss{skipped}"
+    if fault.reach == "swallowed" and fault.gradients:
+        return f"none that was seen: the gradients that are not finite come of another fault{skipped}"
     if fault.reach == "swallowed":
         return f"swallowed: loss and gradients are finite, and not those of float32{skipped}"
     return "not known: the step did not end"

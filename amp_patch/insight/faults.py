@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import is_random
+from ..session import current
+from ..torch_dispatch import clone, find_range, is_random
 from .folding import Call
 from .ops import Op, Overload
 from .records import FaultRecord
@@ -30,16 +31,17 @@ _DELIBERATE, _KNOWN = "deliberate", "known"
 
 class _Written:
     """What is known of the op that wrote a storage last: the largest magnitude that it gave, and whether what does not
-    fit in it is deliberate, or known already.
+    fit in it is deliberate, or known already: of which faults, by their numbers, it then comes.
     """
 
-    __slots__ = ("largest", "name", "node", "op", "parents", "status")
+    __slots__ = ("faults", "largest", "name", "node", "op", "parents", "status")
 
     def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
         self.op = op
         self.node = node
         self.largest = largest
         self.parents = parents
+        self.faults: frozenset[int] = frozenset()
         self.status = ""
         self.name = ""  # of a parameter that came in so, where amp's own op copied it
 
@@ -87,7 +89,7 @@ class FaultFinder:
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
         return [
-            argument.clone() if index in written and isinstance(argument, Tensor) else argument
+            clone(argument) if index in written and isinstance(argument, Tensor) else argument
             for index, argument in enumerate(args)
         ]
 
@@ -105,9 +107,11 @@ class FaultFinder:
         for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
             written = _Written(overload.name, node, read_largest(tensor), parents)
             if not math.isfinite(written.largest):
-                self._judge(op, before, self._read_inputs(op, before), tensor, written, call)
+                with current.without_casts():
+                    self._judge(op, before, self._read_inputs(op, before), tensor, written, call)
             elif self._underflow is not None and call is not None:
-                self._judge_zeros(op, before, number, written, call)
+                with current.without_casts():
+                    self._judge_zeros(op, before, number, written, call)
             self._written[storage_of(tensor)] = written
 
     def _pass_on(self, written: _Written, op: Op, outputs: Sequence[Tensor]) -> None:
@@ -115,10 +119,16 @@ class FaultFinder:
         storages = [storage_of(tensor) for tensor in floating_in(op.inputs())]
         known = [one for storage in storages if (one := self._written.get(storage)) and one.status == _KNOWN]
         written.parents, written.status = known, _KNOWN
+        written.faults = frozenset().union(*(one.faults for one in known))
         for storage in (*storages, *map(storage_of, outputs)):
             self._written.pop(storage, None)
             if known:
                 self._written[storage] = written
+
+    def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the faults that what does not fit in some tensors comes of, as far as that was seen."""
+        known = (self._written.get(storage_of(tensor)) for tensor in tensors)
+        return set().union(*(one.faults for one in known if one is not None))
 
     @staticmethod
     def _read_inputs(op: Op, before: Sequence[Any]) -> list[_Input]:
@@ -142,11 +152,11 @@ class FaultFinder:
         """Find out what made an output that does not fit, and enter a fault if that is told first here."""
         bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
         known = [self._written.get(one.storage) for one in bad]
-        if any(one is not None and one.status == _KNOWN for one in known):
-            written.status = _KNOWN
+        if sources := [one for one in known if one is not None and one.status == _KNOWN]:
+            written.status, written.faults = _KNOWN, frozenset().union(*(one.faults for one in sources))
             return
         is_backward = call is not None and call.phase == "backward"
-        if (_has_infinite_number(op) and not is_backward) or self._is_ignored(op, call):
+        if (_has_such_number(op, written.largest) and not is_backward) or self._is_ignored(op, call):
             written.status = _DELIBERATE
             return
         strangers = [
@@ -180,6 +190,7 @@ class FaultFinder:
             return
         known = _Written(name, "", math.inf, ())
         written.status = known.status = _KNOWN
+        written.faults = known.faults = frozenset({len(self.faults)})
         self._written[stranger.storage] = known
         kind = "nan" if _has_nan(stranger.tensor) else "inf"
         self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
@@ -193,7 +204,7 @@ class FaultFinder:
         written: _Written,
         call: Call,
     ) -> None:
-        written.status = _KNOWN
+        written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
         kind = "nan" if math.isnan(written.largest) else "inf"
         beyond = max(map(read_largest, _compute_in_float32(op, before)), default=math.inf, key=_by_fit)
         cause = "precision" if math.isfinite(beyond) else "mathematics"
@@ -252,7 +263,7 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def read_largest(tensor: Tensor) -> float:
     """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
-    low, high = torch.aminmax(tensor.detach())
+    low, high = find_range(tensor.detach())
     smallest, largest = low.item(), high.item()
     return math.nan if smallest != smallest else max(-smallest, largest)  # NaN is not itself
 
@@ -270,9 +281,10 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.isnan().any())
 
 
-def _has_infinite_number(op: Op) -> bool:
+def _has_such_number(op: Op, largest: float) -> bool:
+    """Tell whether an op was given a number like what it gives: inf, or NaN, which comes of inf by mistake alone."""
     numbers = [one for one in (*op.args, *op.kwargs.values()) if isinstance(one, float)]
-    return not all(map(math.isfinite, numbers))
+    return any(map(math.isnan if math.isnan(largest) else math.isinf, numbers))
 
 
 def _compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:

@@ -11,7 +11,10 @@ from .tensors import tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
 _IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
-_FIRST_OUTPUT_ONLY = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")  # the others are their own
+_FIRST_OUTPUT_ONLY = (  # the others are their own
+    *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
+    *("_ctc_loss", "_cudnn_ctc_loss"),
+)
 
 
 class Overload(NamedTuple):

@@ -51,12 +51,14 @@ class Tracer(Recorder):
         self._finder = FaultFinder(underflow, ignore, self._find_name, self._get_scale)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
+        self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._is_loss_bad = False
         self._gradients: list[str] = []
         self._of = 0
+        self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set()}
 
     @property
     def recording(self) -> Recording:
@@ -84,16 +86,18 @@ class Tracer(Recorder):
         super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
+            self._reaching["loss"] |= self._finder.find_faults([loss])
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients."""
-        if self.is_recording and self._session is not None:
-            self._gradients += self._session.binding_of(optimizer).find_nonfinite_gradients()
-            self._of += sum(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+        self._look_at_gradients(optimizer)
         super().step_begun(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Say of the faults of a step what came of them, and end if there is one."""
+        if self._looked_for != id(optimizer):  # a step with a closure does not tell of its beginning
+            self._look_at_gradients(optimizer)
+        self._looked_for = None
         is_counted = self._optimizer in (None, id(optimizer)) and self.is_recording
         if is_counted:
             self._finish_faults(bool(getattr(optimizer, "step_was_skipped", False)))
@@ -104,18 +108,38 @@ class Tracer(Recorder):
             self.stop()
             self._on_end()
 
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        self._looked_for = id(optimizer)
+        if not self.is_recording or self._session is None:
+            return
+        self._gradients += self._session.binding_of(optimizer).find_nonfinite_gradients()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        self._of += len(gradients)
+        self._reaching["gradients"] |= self._finder.find_faults(gradients)
+
     def _finish_faults(self, is_skipped: bool) -> None:
         found, self._finder.faults = self._finder.faults, []
         if not found and self._gradients:
             found = [self._make_unseen()]
-        reach = "gradients" if self._gradients else "loss" if self._is_loss_bad else "swallowed"
-        facts = {"reach": reach, "gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
-        done = [replace(fault, rank=find_rank() or 0, **facts) for fault in found]  # type: ignore[arg-type]
+        facts: dict[str, Any] = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
+        done = [
+            replace(fault, rank=find_rank() or 0, reach=self._find_reach(number), **facts)
+            for number, fault in enumerate(found)
+        ]
+        done = sorted((fault for fault in done if not _is_harmless(fault)), key=_is_aside)
         if done and all(self._is_search(fault) for fault in done):
             self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
         else:
             self._faults += done
         self._begin_step()
+
+    def _find_reach(self, number: int) -> str:
+        """Return what came of a fault; of all, if it was not seen of which of them the loss and the gradients come."""
+        for reach, is_bad in (("gradients", bool(self._gradients)), ("loss", self._is_loss_bad)):
+            if is_bad and number in (self._reaching[reach] or (number,)):
+                return reach
+        return "swallowed"
 
     def _make_unseen(self) -> FaultRecord:
         """Return the record of a gradient that nothing which was seen made what it is."""
@@ -142,6 +166,19 @@ class Tracer(Recorder):
 
     def _get_scale(self) -> float:
         return max(self._session.stats(wait=False).loss_scales, default=1.0) if self._session is not None else 1.0
+
+
+def _is_harmless(fault: FaultRecord) -> bool:
+    """Tell whether a fault is the script's own, and comes to nothing: the logarithm of a mask, say. A run in float32
+    has it too, and the same loss and gradients.
+    """
+    is_datum = fault.cause == "came in" and not fault.parameter and not {"f16", "bf16"} & {*fault.given}
+    return (is_datum or fault.cause == "mathematics") and fault.reach == "swallowed"
+
+
+def _is_aside(fault: FaultRecord) -> bool:
+    """Tell whether a fault is in gradients that nobody steps by: those of the discriminator in a generator's pass."""
+    return fault.phase == "backward" and fault.reach == "swallowed"
 
 
 class _Nothing(Folding):

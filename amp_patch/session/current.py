@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..casting import Registration
+from ..casting import Mode, Registration
 from ..config import Policy
 from ..errors import ModelError, OptimizerError, SessionError
-from ..events import watchers
+from ..events import tell
 from ..reporting import warn
 from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems, find_vanishing_eps
 from .session import Session
@@ -61,8 +61,7 @@ def initialize(
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
             session.adopt(models, optimizers, overflow_group)
-            for watcher in tuple(watchers):
-                watcher.session_opened(session)
+            tell(session.switch.region(Mode.OFF), "session_opened", session)
             return session
         with (
             session.patcher.suspended() if session is not None else contextlib.nullcontext()
@@ -83,11 +82,16 @@ def _open(
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
-        for watcher in tuple(watchers):
-            watcher.session_opened(session)
+        tell(session.switch.region(Mode.OFF), "session_opened", session)
     except BaseException:
         _close()
         raise
+
+
+def without_casts() -> contextlib.AbstractContextManager[None]:
+    """Return a block in which the casts of the session in force are off in this thread."""
+    session = state.session
+    return contextlib.nullcontext() if session is None else session.switch.region(Mode.OFF)
 
 
 def _conflict(session: Session, policy: Policy) -> SessionError:
@@ -193,8 +197,7 @@ def _close() -> None:
     if session is None:
         return
     try:
-        for watcher in tuple(watchers):
-            watcher.session_closing(session)
+        tell(session.switch.region(Mode.OFF), "session_closing", session)
         session.close()
     finally:
         if session.is_undone:

@@ -85,6 +85,7 @@ class Session:
             self._bindings.optimizers,
             self._bindings.parameters_outside,
             self._installer.local,
+            self.switch,
             self.decisions,
             self._sharded,
             self._end_pass,

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from ..casting import Mode, Switch
 from ..errors import SessionError
-from ..events import watchers
+from ..events import tell
 from .backward_pass import BackwardPass
 from .decisions import Decisions
 from .gradients import GradientSet
@@ -79,6 +80,7 @@ class BackwardPasses:
         get_bindings: Callable[[], list[OptimizerBinding]],
         parameters_outside: Callable[[], Iterable[Tensor]],
         local: LocalGradients,
+        switch: Switch,
         decisions: Decisions,
         sharded: Iterable[Module],
         on_end: Callable[[], None],
@@ -86,6 +88,7 @@ class BackwardPasses:
         self._get_bindings = get_bindings
         self._outside = GradientSet(parameters_outside, lambda: ())
         self._local = local
+        self._switch = switch
         self._decisions = decisions
         self._unsharded = UnshardedSums(sharded)
         self._on_end = on_end  # called at the end of every pass that is not delayed
@@ -118,7 +121,8 @@ class BackwardPasses:
         self._open.append(block)  # before anything is changed, so that an interrupt leaves nothing that is unknown
         scaler = block.scaler
         block.scale = scale = None if scaler.is_identity else scaler.scale_on(loss.device)
-        scaled_loss = loss.float() if scale is None else loss.float() * scale
+        with self._switch.region(Mode.OFF):  # products may be on a list
+            scaled_loss = loss.float() if scale is None else loss.float() * scale
         block.scaled_loss = weakref.ref(scaled_loss)
         for binding in block.bindings:
             binding.window.begin()
@@ -130,8 +134,7 @@ class BackwardPasses:
         self._unsharded.carry(scale)
         if outer is not None:
             block.handle = outer.refuse_backward(scale)
-        for watcher in tuple(watchers):
-            watcher.loss_scaled(loss, scaled_loss)
+        tell(self._switch.region(Mode.OFF), "loss_scaled", loss, scaled_loss)
         return scaled_loss
 
     def _refuse_other_threads(self, block: OpenBlock) -> None:

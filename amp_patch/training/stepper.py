@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
-from ..events import watchers
+from ..events import tell
 from ..interrupts import is_running
 from ..reporting import warn
 from ..torch_private import mark_step_called
@@ -99,8 +99,7 @@ class Stepper:
         return result
 
     def _tell(self, event: str) -> None:
-        for watcher in tuple(watchers):
-            getattr(watcher, event)(self._get_optimizer())
+        tell(self._switch.region(Mode.OFF), event, self._get_optimizer())
 
     def _step_or_skip(
         self,

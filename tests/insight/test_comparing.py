@@ -160,6 +160,23 @@ def test_the_one_layer_that_runs_low_comes_first(layer, layers, seed, tmp_path):
     assert all(one.output == 0 for one in before) and 1e-4 < found.layers("O4")[0].output < 1e-2
 
 
+def test_the_lists_do_not_act_on_what_probes_compute(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: float16\nwhitelist: [flatten, abs]\nmodules: [{match: '**', run: float32}]\n")
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+        for _ in range(2):
+            with amp.scale_loss(F.mse_loss(model(torch.ones(1, 8)), torch.zeros(1, 8)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    (layer,) = insight.compare(train, ("O0", f"O1+{path}"), steps=2).recording.of(LayerRecord)
+    assert (layer.input, layer.output, layer.gradient) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 def test_layers_of_every_level_are_those_of_the_reference(level):
     found = insight.compare(make_train(), ("O0", level), steps=2)

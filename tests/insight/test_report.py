@@ -1,8 +1,9 @@
 """The page of a recording: it needs nothing else, says what was recorded, and nothing in it is taken for markup."""
 
 import html.parser
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -12,7 +13,8 @@ from test_comparing import make_train
 
 from amp_patch import insight
 from amp_patch.insight.colours import COLOURS, pick_colours
-from amp_patch.insight.records import Recording, RunRecord, UndoneCastRecord
+from amp_patch.insight.comparing import Comparison
+from amp_patch.insight.records import CurveRecord, Recording, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 
 VOID = {"meta", "link", "input", "br"}
@@ -133,3 +135,16 @@ def test_runs_of_a_picture_have_colours_of_their_own(number):
     assert list(colours) == names and len(set(colours.values())) == min(number, 10)
     assert all(colours[name] == COLOURS[name] for name in names if name in COLOURS)
     assert pick_colours(["O4+a", "O1"])["O4+a"] == COLOURS["O4"]
+
+
+def test_losses_that_are_infinite_either_way_have_no_mean():
+    comparison = make_comparison()
+    records = [
+        replace(one, losses=(*one.losses[:-2], *((math.inf, 1.0) if one.run == "O0" else (1.0, math.inf))))
+        if isinstance(one, CurveRecord)
+        else one
+        for one in comparison.records
+    ]
+    found = Comparison(Recording(comparison.recording.run, records))
+    assert [math.isnan(row.difference) for row in found.rows()[1:3]] == [True, True]
+    assert "nan" in found.table() and "<svg" in make_report(found.recording)

@@ -152,6 +152,109 @@ def test_a_row_that_is_masked_all_over_is_mathematics():
     assert (fault.op, fault.cause, fault.value) == ("torch.softmax", "mathematics", "nan")
 
 
+def log_of_mask(x):
+    return torch.softmax(x + torch.log((torch.arange(16) < 12).float()), -1)
+
+
+def infinite_distance(x):
+    return torch.minimum(x, 1 / (1 - (torch.arange(16) < 12).float()))
+
+
+def log_where_positive(x):
+    return torch.where(x > 0, torch.log(x.clamp(min=0)), 0.0)
+
+
+@pytest.mark.parametrize("function", [log_of_mask, infinite_distance, log_where_positive])
+def test_what_is_infinite_in_float32_too_and_comes_to_nothing_is_no_fault(function):
+    assert find(make_step(Sandwich(Call(function)))) == []
+
+
+def test_a_padded_input_that_comes_to_nothing_is_no_fault():
+    inputs = torch.randn(8, 16)
+    inputs[:, 12:] = math.inf
+    mask = torch.arange(16) < 12
+    model = nn.Sequential(Call(lambda x: torch.where(mask, x * 2, 0.0)), Sandwich(nn.ReLU()))
+    assert find(make_step(model, inputs=inputs)) == []
+
+
+def test_a_fault_is_told_though_another_comes_to_nothing():
+    model = Sandwich(Call(lambda x: log_of_mask(x) + x * 1e6))
+    assert [(one.op, one.reach) for one in find(make_step(model))] == [("aten.mul", "gradients")]
+
+
+def test_a_mask_by_zero_times_infinity_is_mathematics():
+    (fault,) = find(make_step(Sandwich(Call(lambda x: x + (torch.arange(16) > 12).float() * -math.inf))))
+    assert (fault.aten, fault.cause, fault.value, fault.reach) == ("mul", "mathematics", "nan", "gradients")
+
+
+def test_gradients_of_a_step_with_a_closure_are_looked_at():
+    model = Sandwich(Call(lambda x: x * 1e6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 16)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    (fault,) = find(lambda: optimizer.step(evaluate))
+    assert (fault.aten, fault.reach, len(fault.gradients), fault.of) == ("mul", "gradients", 4, 4)
+
+
+def test_gradients_that_nobody_steps_by_come_last():
+    maker, judge = Sandwich(nn.ReLU()), nn.Linear(1, 1)
+    with torch.no_grad():
+        judge.weight.fill_(100)
+    optimizer = torch.optim.SGD(maker.parameters(), lr=0.1)
+    amp.initialize([maker, judge], optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+
+    def step():
+        optimizer.zero_grad()
+        judge.zero_grad()
+        loss = judge(maker(torch.ones(8, 16)) * 1000).float().mean() * 6000
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    recording = insight.trace(step, on_fault="record")
+    found = recording.of(insight.FaultRecord)
+    assert [fault.reach for fault in found] == ["gradients", "swallowed"]
+    assert "come of another fault" in insight.format_fault(found[-1], recording.run)
+
+
+def test_the_table_of_a_ctc_loss_is_no_fault():
+    targets, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])
+    model = nn.Linear(16, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    x = torch.randn(6, 2, 16)
+
+    def step():
+        optimizer.zero_grad()
+        loss = F.ctc_loss(model(x).float().log_softmax(-1), targets, torch.tensor([6, 6]), lengths)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    assert find(step) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "found"),
+    [
+        ("aminmax", lambda x: torch.log(torch.exp(x.float() + 13)), []),  # beyond what float16 holds
+        ("ne", lambda x: x * 1e-9, ["zero"]),
+    ],
+    ids=["aminmax", "ne"],
+)
+def test_the_lists_do_not_act_on_what_is_computed_about_values(name, function, found, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"extends: float16\nwhitelist: [{name}]\n")
+    faults = find(make_step(Sandwich(Call(function)), lists=tmp_path / "own.yaml"), underflow=0.5)
+    assert [fault.value for fault in faults[:1]] == found
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 

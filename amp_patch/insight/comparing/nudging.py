@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...casting import cast_tree
+from ...session import current
 
 
 class Nudge:
@@ -37,7 +38,8 @@ class Nudge:
         self._is_due |= module in self._models
         if not self._is_due:
             return None
-        moved = cast_tree(args, self._move_one)
+        with current.without_casts():
+            moved = cast_tree(args, self._move_one)
         return None if self._is_due else moved
 
     def _move_one(self, tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from ..runs import Probe
 from . import exponents
 from .memory import PeakMeter
 from .nudging import Nudge, move_up
+from .summary import mean
 
 SAMPLES = 512
 """How many values of a tensor are compared, at most."""
@@ -130,7 +131,7 @@ class CurveProbe(_StepProbe):
         self._seconds.append(time.perf_counter() - self._started)
         losses = [loss.double().mean().item() for loss in self._pending]
         self._pending.clear()
-        self._losses.append(_shorten(statistics.fmean(losses)) if losses else math.nan)
+        self._losses.append(_shorten(mean(losses)))
         self._scales.append(session.stats().loss_scales[0])
         if getattr(optimizer, "step_was_skipped", False):
             self._skipped.append(self._count - 1)
@@ -231,7 +232,8 @@ class LayerProbe(_StepProbe):
         cast_tree(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         first = next((tensor for tensor in found if tensor.is_floating_point()), None)
         if first is not None:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without values to look at
+            is_empty = contextlib.suppress(RuntimeError, NotImplementedError)  # a tensor without values to look at
+            with current.without_casts(), is_empty:
                 into[known[1]] = _sample(first)
 
     def step_begun(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import RecordError
@@ -80,10 +80,8 @@ class Summary:
         """The mean size of the differences of losses over the last steps if inputs are off by one unit in the last
         place; None if that was not measured.
         """
-        found = [
-            statistics.fmean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)
-        ]
-        return statistics.fmean(found) if found else None
+        found = [mean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)]
+        return mean(found) if found else None
 
     @property
     def gradients(self) -> GradientRecord | None:
@@ -105,7 +103,7 @@ class Summary:
         if not curves:
             return Row(run.run, run)
         ms = statistics.median(curve.ms for curve in curves)
-        means = [] if run.run == self.about.reference else [_mean(last(each)) for each in self.differences(run.run)]
+        means = [] if run.run == self.about.reference else [mean(last(each)) for each in self.differences(run.run)]
         scale = curves[0].scales[-1]
         unscaled, scaled = (self._share(run.low, one) for one in (1.0, scale))
         layers = self.layers(run.run)
@@ -113,8 +111,8 @@ class Summary:
             run.run,
             run,
             steps=min(len(curve.losses) for curve in curves),
-            loss=statistics.fmean(_mean(last(curve.losses)) for curve in curves),
-            difference=statistics.fmean(means) if means else None,
+            loss=mean(mean(last(curve.losses)) for curve in curves),
+            difference=mean(means) if means else None,
             spread=statistics.stdev(means) if len(means) > 1 and all(map(math.isfinite, means)) else None,
             ms=ms,
             factor=ms / reference_ms if reference_ms else None,
@@ -151,8 +149,10 @@ def added(layer: LayerRecord) -> float:
     return output if output == given == math.inf else output - given
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+def mean(values: Iterable[float]) -> float:
+    """Return the mean: NaN of none, or where there is inf of both signs."""
+    given = list(values)
+    return sum(given) / len(given) if given else math.nan
 
 
 class Spread(NamedTuple):
@@ -165,9 +165,7 @@ class Spread(NamedTuple):
 
 def find_spread(curves: Sequence[Sequence[float]], width: int) -> Spread:
     """Return the spread of running means over `width` steps, for the steps that all seeds have."""
-    smooth = [
-        [statistics.fmean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)] for curve in curves
-    ]
+    smooth = [[mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)] for curve in curves]
     steps = list(zip(*smooth, strict=False))
     return Spread([*map(min, steps)], [*map(statistics.median, steps)], [*map(max, steps)])
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...casting import Mode
 from ...errors import SessionError
 from ...session import Session, current
 from ..recorder import describe_run
@@ -73,8 +72,7 @@ class Check(Probe):
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Keep the value of a loss."""
-        with current.require().switch.region(Mode.OFF):  # the lists are not for what is done here
-            self._losses.append(loss.detach().float().mean())
+        self._losses.append(loss.detach().float().mean())
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Take down the gradients."""
@@ -85,12 +83,11 @@ class Check(Probe):
         session, tensors = current.require(), _parameters(optimizer)
         self._scale = float(session.scalers[0].scale)
         seen: Counter[str] = Counter()
-        with session.switch.region(Mode.OFF):
-            for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
-                seen[name] += 1
-                if tensor.grad is not None:
-                    unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
-                    self._records.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
+        for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
+            seen[name] += 1
+            if tensor.grad is not None:
+                unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
+                self._records.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
