@@ -1,4 +1,4 @@
-"""Many tensors in few kernels: groups of one device and dtype, and copies between them by `torch._foreach_copy_`."""
+"""Many tensors in few kernels: groups of one device and dtype, and copies by ops that no list casts."""
 
 import operator
 from collections.abc import Iterable
@@ -10,6 +10,9 @@ from .torch_private import foreach_copy_
 
 Group = tuple[list[Tensor], ...]
 """Rows of equal length: the tensors of each are of one dtype, those of the first are on one device."""
+
+clone = torch.ops.aten.clone.default
+"""Returns a copy, in the dtype of the tensor whatever a list says of `clone`."""
 
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 

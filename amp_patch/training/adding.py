@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..multi_tensor import copy_, group
+from ..multi_tensor import clone, copy_, group
 from ..torch_private import foreach_add_
 from .masters import Pair
 from .unscaling import dense_values
@@ -33,7 +33,7 @@ class SumsAside:
                 if gradient is not None and gradient.is_cpu and is_finite(gradient):
                     stay.append(gradient)
                 elif gradient is not None:
-                    self._kept.append((parameter, gradient, gradient.clone()))
+                    self._kept.append((parameter, gradient, clone(gradient)))
                     gradient.zero_()
         return stay
 

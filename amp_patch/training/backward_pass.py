@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..multi_tensor import clone
+
 
 class PassState(enum.Enum):
     """Where a backward pass is, as `torch.amp` names the phases of a step."""
@@ -131,7 +133,7 @@ class BackwardPass:
         if not self.is_open:
             self.complete()
         if self.is_open or self.scaled_in:  # there may be more to come
-            return EarlyReading(self.found_inf.clone())
+            return EarlyReading(clone(self.found_inf))
         if self._reading is None:
             self._reading = EarlyReading(self.found_inf)
         return self._reading

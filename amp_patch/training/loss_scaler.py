@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import presets
+from ..multi_tensor import clone
 from ..torch_private import update_scale_
 from .backward_pass import BackwardPass, PassState, combine_found_inf
 from .unscaling import rescale_ as rescale_
@@ -134,7 +135,7 @@ class LossScaler:
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state after passes that overflowed, or did not."""
-        scale, good_steps, left = self._scale.clone(), self._good_steps.clone(), self._overflows_left
+        scale, good_steps, left = clone(self._scale), clone(self._good_steps), self._overflows_left
         if not self.is_dynamic:
             return scale, good_steps + 1, left
         found_inf = found_inf.to(scale.device)
@@ -180,7 +181,7 @@ class LossScaler:
 
     def receive_state(self, state: Tensor) -> None:
         """Take over what `send_state` returned on another rank. Waits for nothing."""
-        self._scale = state[0].clone()
+        self._scale = clone(state[0])
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:

@@ -480,3 +480,32 @@ def test_a_state_that_does_not_fit_loads_nothing(bad):
     with pytest.raises(amp.CheckpointError):
         amp.load_state_dict(bad)
     assert amp.state_dict() == before
+
+
+OWN = ("clone", "mul", "add", "div", "reciprocal", "where", "stack", "isfinite", "count_nonzero", "zeros_like", "eq")
+
+
+@pytest.mark.parametrize("kind", ["whitelist", "blacklist"])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["foreach", "fused"])
+def test_lists_do_not_act_on_what_scaling_computes(kind, is_fused, tmp_path):
+    def train(lists):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=is_fused)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", lists=lists, verbosity=0)
+        for number in range(5):
+            optimizer.zero_grad()
+            for _ in range(2):
+                loss = nn.functional.mse_loss(model(torch.randn(4, 8) * (1e6 if number == 2 else 1)), torch.zeros(4, 1))
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        scales = amp.stats().loss_scales
+        amp.reset()
+        return scales, [parameter.detach() for parameter in model.parameters()]
+
+    scales, weights = train(None)
+    (tmp_path / "own.yaml").write_text(f"extends: float16\n{kind}: [{', '.join(OWN)}]\n")
+    found_scales, found = train(str(tmp_path / "own.yaml"))
+    assert found_scales == scales != (65536.0,)
+    assert all(map(torch.equal, found, weights))
