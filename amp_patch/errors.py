@@ -136,7 +136,8 @@ def _find_meant(word: str, by_folded: dict[str, tuple[str, ...]], cutoff: float)
             synonyms[_fold(synonym)] = allowed
     if word in synonyms:
         return synonyms[word]
-    for words, least in ((by_folded, cutoff), (synonyms, max(cutoff, 0.8))):
+    likely = max(cutoff, 0.8)
+    for words, least in ((by_folded, likely), (synonyms, likely), (by_folded, cutoff)):
         if close := difflib.get_close_matches(word, words, n=1, cutoff=least):
             return words[close[0]]
     return ()
