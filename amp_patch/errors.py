@@ -116,8 +116,8 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     if not isinstance(word, str):
         return ""
     by_folded: dict[str, tuple[str, ...]] = {}
-    for name in allowed:
-        by_folded.setdefault(_fold(name), (name,))
+    for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
+        by_folded[_fold(name)] = (name,)  # of two that differ in case only, the one that looks more like the word
     meant = _find_meant(_fold(word), by_folded, cutoff)
     if not meant:
         return ""
