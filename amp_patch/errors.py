@@ -116,8 +116,8 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     if not isinstance(word, str):
         return ""
     by_folded: dict[str, tuple[str, ...]] = {}
-    for name in allowed:
-        by_folded.setdefault(_fold(name), (name,))
+    for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
+        by_folded[_fold(name)] = (name,)  # of two that differ in case only, the one that looks more like the word
     meant = _find_meant(_fold(word), by_folded, cutoff)
     if not meant:
         return ""
@@ -136,7 +136,8 @@ def _find_meant(word: str, by_folded: dict[str, tuple[str, ...]], cutoff: float)
             synonyms[_fold(synonym)] = allowed
     if word in synonyms:
         return synonyms[word]
-    for words, least in ((by_folded, cutoff), (synonyms, max(cutoff, 0.8))):
+    likely = max(cutoff, 0.8)
+    for words, least in ((by_folded, likely), (synonyms, likely), (by_folded, cutoff)):
         if close := difflib.get_close_matches(word, words, n=1, cutoff=least):
             return words[close[0]]
     return ()

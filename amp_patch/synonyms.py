@@ -34,6 +34,12 @@ times -> mul
 inverse_sqrt reciprocal_sqrt -> rsqrt
 concatenation -> cat
 
+# classes of modules
+attention mha -> MultiheadAttention
+conv convolution -> Conv1d Conv2d Conv3d
+batch_norm -> BatchNorm1d BatchNorm2d BatchNorm3d
+dense fc -> Linear
+
 # keys of lists
 allow allowlist allowed white low_ops half_ops -> whitelist
 deny denylist denied blocklist block black fp32_ops float32_ops -> blacklist
@@ -48,7 +54,7 @@ inplace in_place -> inplace_blacklist
 title comment about summary -> description
 name function func -> op match
 reason because note comment -> why
-min_version from_version version -> since
+min_version from from_version version -> since
 max_version to before -> until
 missing_ok may_be_missing -> optional
 pattern path glob regex module -> match
@@ -116,7 +122,7 @@ def _read(rows: str) -> dict[str, tuple[str, ...]]:
         words, arrow, names = row.partition(" -> ")
         if arrow:
             for word in words.split():
-                table[word] = (*table.get(word, ()), *names.split())
+                table[word] = tuple(dict.fromkeys((*table.get(word, ()), *names.split())))
     return table
 
 

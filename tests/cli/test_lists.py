@@ -1,4 +1,4 @@
-"""`amp-patch lists`: what its four tasks print, their exit codes, and the hook that runs one of them."""
+"""`amp-patch lists`: what its tasks print, their exit codes, and the hook that runs one of them."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import yaml
@@ -516,6 +517,59 @@ def test_explain_json(lists: Amp) -> None:
     }
 
 
+# ---- init and schema -------------------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, lists: Amp) -> None:
+    write("extends: apex\nneutral: [torch.nn.functional.gelu]", "my base.yaml")
+    schema = jsonschema.Draft7Validator(json.loads(lists("schema")[1]))
+    for base in ("bfloat16", "my base.yaml"):
+        path = Path(f"{base[:2]}.yaml")
+        code, printed, complaint = lists("init", path, "--extends", base)
+        assert (code, complaint) == (0, "") and printed.startswith(f"{path}: a list that extends {base}\n")
+        assert lists("check", path) == lists("diff", path, base) == (0, "", "")
+        text = path.read_text()
+        assert text.startswith("# yaml-language-server: $schema=lists.schema.json\n")
+        assert json.loads(Path("lists.schema.json").read_text()) == schema.schema
+        schema.validate(yaml.safe_load(text))
+        path.write_text(re.sub(r"^  # - ", "  - ", text, flags=re.MULTILINE))  # the examples are right, too
+        assert lists("check", path)[0] == 0
+        schema.validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("mine.yaml", "mine.yaml is there already; give another name, or remove it first"),
+        ("mine.txt", "'mine.txt' does not end in .yaml or .yml; give a name that does"),
+        ("new.yaml --extends bfloat61", "Did you mean 'bfloat16'?"),
+        ("new.yaml --extends mine.yaml", "mine.yaml:1:13: torch"),
+        ("nowhere/new.yaml", "nowhere/new.yaml cannot be written: "),
+    ],
+)
+def test_init_refuses_and_writes_nothing(arguments: str, told: str, write: Write, lists: Amp, tmp_path: Path) -> None:
+    write("whitelist: [sofmax]")
+    code, printed, complaint = lists("init", *arguments.split())
+    assert (code, printed, complaint.count("\n")) == (2, "", 1) and told in complaint
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine.yaml": "whitelist: [sofmax]"}
+
+
+def test_init_leaves_a_schema_that_is_there(write: Write, lists: Amp) -> None:
+    write("{}", "lists.schema.json")
+    assert lists("init", "new.yaml")[1].count("\n") == 1
+    assert Path("lists.schema.json").read_text() == "{}"
+
+
+def test_schema_prints_what_editors_read(lists: Amp) -> None:
+    code, printed, _ = lists("schema", "--import", "json")
+    assert code == 0 and not jsonschema.Draft7Validator(json.loads(printed)).is_valid({"whitelist": ["sofmax"]})
+    code, printed, _ = lists("schema", "--presets")
+    assert (code, json.loads(printed)["$id"]) == (0, "urn:amp-patch:presets")
+    code, printed, complaint = lists("schema", "--import", "no_such_package")
+    assert (code, printed, complaint.count("\n")) == (2, "", 1)
+    assert "--import no_such_package: it cannot be imported here" in complaint
+
+
 # ---- module rules ----------------------------------------------------------------------------------------------------
 
 
@@ -590,7 +644,7 @@ def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: amp-patch lists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["show", "check", "diff", "explain"])
+@pytest.mark.parametrize("task", ["show", "check", "diff", "explain", "init", "schema"])
 def test_help(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["lists", task, "--help"])

@@ -93,7 +93,7 @@ def test_an_unknown_key_of_a_presets_file_is_refused_where_it_stands(tmp_path):
     with pytest.raises(amp.PolicyError, match=r"1:44: loss_scale: unknown key 'growth_intervall'.*'growth_interval'"):
         make_policy("Mine", {}, presets=path)
     path.write_text("Mine: {extends: O2, loss_scale: [64]}\n")
-    with pytest.raises(amp.PolicyError, match=r"1:33: loss_scale: .*nor 'dynamic' nor a mapping of init, growth"):
+    with pytest.raises(amp.PolicyError, match=r"1:33: loss_scale=.*nor 'dynamic' nor a mapping of init, growth"):
         make_policy("Mine", {}, presets=path)
 
 

@@ -742,7 +742,7 @@ def test_bad_files(write: Write, text: str, position: str, problem: str) -> None
 )
 def test_an_op_may_be_on_one_list_of_a_file_once(write: Write, text: str, position: str, other: str) -> None:
     path = write(text)
-    refused(path, position, f"{path}:{other}", "once")
+    refused(path, position, f"{path}:{other}", "take one of them out")
 
 
 def test_extends_cycles(write: Write) -> None:

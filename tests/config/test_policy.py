@@ -131,7 +131,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         ("Mine: {extends: Mine}\n", "extends itself"),
         ("Mine: {extends: [O1, O2]}\n", "extends takes the name of one level"),
         ("Mine: {loss_scal: 1}\n", r"mine.yaml:1:8: unknown property 'loss_scal'.*Did you mean 'loss_scale'"),
-        ("Mine: {loss_scale: huge}\n", r"mine.yaml:1:20: loss_scale: loss_scale='huge'"),
+        ("Mine: {loss_scale: huge}\n", r"mine.yaml:1:20: loss_scale='huge'"),
         ("Mine: {master_weights: yes}\n", r"mine.yaml:1:24: master_weights: 'yes' is neither true nor false"),
         ("Mine: {cast_model_type: float8}\n", r"mine.yaml:1:25: cast_model_type"),
         ("Mine: {cpu: {loss_scale: 1}}\n", r"mine.yaml:1:8: there are no properties for the CPU.*extend O4 or O5"),

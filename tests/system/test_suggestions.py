@@ -1,0 +1,148 @@
+"""Suggestions: one function makes them all, from what is allowed at each place and from other words for it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import amp_patch
+from amp_patch.cli.lists import TASKS
+from amp_patch.cli.main import COMMANDS
+from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS
+from amp_patch.config.loss_scale import DynamicScale
+from amp_patch.config.module_rules import MODULE_KEYS, RUNS
+from amp_patch.config.op_namespaces import OWNERS, get_op_names
+from amp_patch.config.policy import COMPUTE, Policy
+from amp_patch.config.presets import Presets
+from amp_patch.config.shipped import shipped_names, shipped_presets
+from amp_patch.dtypes import DTYPE_WORDS
+from amp_patch.errors import did_you_mean
+from amp_patch.synonyms import SYNONYMS
+
+PACKAGE = Path(amp_patch.__file__).parent
+
+ALLOWED = {
+    "level": Presets(shipped_presets()).names(),
+    "op": [name for name in get_op_names() if "." not in name],
+    "key": KEYS,
+    "entry": ENTRY_KEYS,
+    "module": MODULE_KEYS,
+    "run": RUNS,
+    "true": BOOLEANS,
+    "inplace": INPLACE_CHOICES,
+    "dtype": DTYPE_WORDS,
+    "class": [name for name in dir(nn) if isinstance(getattr(nn, name), type)],
+    "command": [command.name for command in COMMANDS],
+    "task": list(TASKS),
+    "list": shipped_names(),
+    "property": list(Policy.get_overrides()),
+    "compute": COMPUTE,
+    "scale": ("dynamic",),
+    "scale key": list(DynamicScale.__dataclass_fields__),
+    "device": ("cuda", "cpu"),
+    "namespace": list(OWNERS),
+    "public": amp_patch.__all__,
+}
+
+MISSPELT = {
+    "level": {"o1": "O1", "01": "O1", "2": "O2", "\u041e3": "O3", "OO4": "O4", "O1 ": "O1"},
+    "op": {
+        "sofmax": "softmax",
+        "soft_max": "softmax",
+        "SoftMax": "softmax",
+        "layernorm": "layer_norm",
+        "layer-norm": "layer_norm",
+        "atention": "scaled_dot_product_attention",
+        "attention": "scaled_dot_product_attention",
+        "sdpa": "scaled_dot_product_attention",
+        "conv": "conv1d conv2d conv3d",
+        "deconv": "conv_transpose1d conv_transpose2d conv_transpose3d",
+        "max_pool": "max_pool1d max_pool2d max_pool3d",
+        "conv2": "conv2d",
+        "dense": "linear",
+        "liner": "linear",
+        "matmult": "matmul",
+        "batch_matmul": "bmm",
+        "bce": "binary_cross_entropy",
+        "crossentropy": "cross_entropy",
+        "swish": "silu",
+        "power": "pow",
+    },
+    "key": {
+        "whitlist": "whitelist",
+        "white_list": "whitelist",
+        "allowlist": "whitelist",
+        "denylist": "blacklist",
+        "fp32": "blacklist",
+        "extend": "extends",
+        "inherits": "extends",
+        "layers": "modules",
+        "ban": "banned",
+        "sequencepromote": "sequence_promote",
+    },
+    "entry": {"wy": "why", "reason": "why", "name": "op", "from": "since"},
+    "module": {"name": "match", "pattern": "match", "class": "type", "dtype": "run"},
+    "run": {"float16": "low", "fp16": "low", "half": "low", "bf16": "low", "fp32": "float32", "flaot32": "float32"},
+    "true": {"yes": "true", "no": "false", "True": "true"},
+    "inplace": {"raise": "error", "mach": "match"},
+    "dtype": {"flaot16": "float16", "bfloat61": "bfloat16", "fp-16": "fp16", "double": "float32", "FP16": "fp16"},
+    "class": {
+        "Liner": "Linear",
+        "Layernorm": "LayerNorm",
+        "Conv2D": "Conv2d",
+        "BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d",
+    },
+    "command": {"doctr": "doctor", "list": "lists", "lint": "doctor", "benchmark": "compare", "explian": "explain"},
+    "task": {"shwo": "show", "validate": "check", "compare": "diff", "create": "init", "chekc": "check"},
+    "list": {"flaot16": "float16", "bf16": "bfloat16", "apx": "apex", "autocast": "autocast-cuda autocast-cpu"},
+    "property": {"loss-scale": "loss_scale", "keep_bn_fp32": "keep_batchnorm_fp32", "oplists": "lists"},
+    "compute": {"nativ": "native", "float16": "native"},
+    "scale": {"dynmic": "dynamic", "auto": "dynamic", "Dynamic": "dynamic", "dyn": "dynamic"},
+    "scale key": {"init_scale": "init", "growth": "growth_factor", "scale_window": "growth_interval"},
+    "device": {"gpu": "cuda"},
+    "namespace": {"torch.nn.fuctional": "torch.nn.functional", "torch.linag": "torch.linalg"},
+    "public": {"initialise": "initialize", "scaleloss": "scale_loss", "master_param": "master_params"},
+}
+CASES = [(place, word, meant.split()) for place, words in MISSPELT.items() for word, meant in words.items()]
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize(("place", "word", "meant"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_word_that_is_meant_comes_first(place: str, word: str, meant: list[str]) -> None:
+    told = did_you_mean(word, ALLOWED[place])
+    assert re.findall(r"'(.+?)'", told) == meant
+    assert told.endswith(" The first character is the letter O.") == (place == "level" and word[0] != "O")
+
+
+@pytest.mark.parametrize("place", ALLOWED)
+def test_what_is_far_from_all_is_not_guessed_at(place: str) -> None:
+    for word in ("xyzzy", "", "\u0661", 1, None, ["O1"]):
+        assert did_you_mean(word, ALLOWED[place]) == ""
+
+
+@pytest.mark.parametrize("place", ALLOWED)
+def test_a_word_that_is_allowed_means_itself_whatever_it_means_elsewhere(place: str) -> None:
+    for word in set(ALLOWED[place]) & set(SYNONYMS):
+        assert did_you_mean(word, ALLOWED[place]) == f" Did you mean {word!r}?"
+
+
+def test_every_word_of_the_table_leads_to_a_name_of_some_place() -> None:
+    known = {name for names in ALLOWED.values() for name in names} | {"opt_level"}
+    assert {name for names in SYNONYMS.values() for name in names} - known == set()
+
+
+def test_nothing_else_of_the_package_makes_suggestions() -> None:
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Import) and any(alias.name == "difflib" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "difflib")
+        or (isinstance(node, ast.Constant) and "Did you mean" in str(node.value) and "Return" not in str(node.value))
+    }
+    assert users == {"errors.py"}
