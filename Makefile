@@ -66,7 +66,7 @@ test-clients-quick: .venv-clients-quick/.installed
 	touch $@
 
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/.installed: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs

@@ -36,8 +36,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Have links of a page lead to where their targets are in the documentation."""
+    """Have links of a page lead to where their targets are in the documentation, and searches pass the changelog by."""
     name = page.file.src_uri
+    if name == PAGES["CHANGELOG.md"]:
+        page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(_sources.get(name, f"docs/{name}"))
 
     def follow(link: re.Match[str]) -> str:

@@ -48,8 +48,8 @@ def draw(text: str) -> str:
     ):
         lines += _panel(title, ratios, LEFT + place * (PANEL + 30), height)
     for index, (mode, colour) in enumerate(MODES.items()):
-        lines.append(f'<rect x="{12 + index * 62}" y="13" width="10" height="10" fill="{colour}"/>')
-        lines.append(f'<text x="{26 + index * 62}" y="22" fill="#222">{mode}</text>')
+        lines.append(f'<rect x="{12 + index * 76}" y="13" width="10" height="10" fill="{colour}"/>')
+        lines.append(f'<text x="{26 + index * 76}" y="22" fill="#222">{mode}</text>')
     for index, name in enumerate(WORKLOADS.values()):
         middle = TOP + index * (len(MODES) * BAR + GAP) + 1.5 * BAR + 4
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#222">{name}</text>')

@@ -151,9 +151,11 @@ def test_ci_runs_what_a_developer_runs() -> None:
     assert os.access(script, os.X_OK)
     assert script.read_text().splitlines()[-3:] == ["make docs", "make test", "make test-clients-quick"]
     makefile = (ROOT / "Makefile").read_text()
-    recipes = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("lint", "test")}
+    recipes = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("docs", "lint", "test")}
     for step in ("ruff check", "ruff format --check", "mypy --strict amp_patch"):
         assert step in recipes["lint"]
+    # mkdocs counts no warning that --quiet keeps from being logged
+    assert "mkdocs build --strict" in recipes["docs"] and "--quiet" not in recipes["docs"]
     assert recipes["test"].partition("\n")[0].split() == ["lint"] and "pytest" in recipes["test"]
     assert "requirements-dev.txt" in makefile and "--editable ." in makefile
 
