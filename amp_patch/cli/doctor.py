@@ -5,6 +5,7 @@ Exit codes: 0 nothing found (notes aside), 1 something found, 2 the command line
 
 import argparse
 import difflib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def _judge(arguments: argparse.Namespace) -> int:
             continue
         mended, count = project.fix(script, selection) if arguments.fix or arguments.diff else (script, 0)
         if arguments.diff and count:
-            print(_diff(script.path, script.text, mended.text), end="")
+            print(_diff(path, project.documents[script.path].encode(mended.text)), end="")
         elif count:
             path.write_bytes(project.documents[script.path].encode(mended.text))
             fixed += count
@@ -78,9 +79,11 @@ def _judge(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.severity != "note" for finding in findings) else 0
 
 
-def _diff(path: str, old: str, new: str) -> str:
-    before, after = (text.splitlines(keepends=True) for text in (old, new))
-    lines = difflib.unified_diff(before, after, path, path)
+def _diff(path: Path, mended: bytes) -> str:
+    """Return the difference between a file and what it would be, as `patch -p0` takes it."""
+    texts = (data.decode(errors="replace") for data in (path.read_bytes(), mended))
+    before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in texts)
+    lines = difflib.unified_diff(before, after, str(path), str(path))
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 

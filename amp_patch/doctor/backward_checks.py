@@ -129,9 +129,8 @@ def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
     if optimizer is None or amp is None or not is_alone or not context.is_amp_on(call):
         return ()
     indentation, (start, dot) = script.indentation(statement), script.receiver_span(call)
-    deeper = indentation + ("\t" if "\t" in indentation else "    ")
     header = f"with {amp}.scale_loss({script.source_of(loss)}, {optimizer}) as scaled_loss:"
-    return (edits.Edit(start, dot, f"{header}{script.newline}{deeper}scaled_loss"),)
+    return (edits.Edit(start, dot, f"{header}{script.newline}{indentation}{script.indent}scaled_loss"),)
 
 
 def _entered_names(script: Script) -> set[str]:

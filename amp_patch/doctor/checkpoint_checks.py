@@ -87,8 +87,7 @@ def _load(context: Context, call: ast.Call) -> Edits:
     is_plain = isinstance(source, (ast.Name, ast.Attribute)) and isinstance(statement, ast.Expr)
     if source is None or amp is None or not is_plain or not is_initialized or not context.is_amp_on(call):
         return ()
-    deeper = "\t" if "\t" in script.indentation(statement) else "    "
-    loading = f'{deeper}{amp}.load_state_dict({text_of(source)}["amp"])'
+    loading = f'{script.indent}{amp}.load_state_dict({text_of(source)}["amp"])'
     return edits.insert_after(script, statement, f'if "amp" in {text_of(source)}:', loading)
 
 

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 _CELL = "# amp-patch: cell "
 _MAGIC = "pass  # amp-patch: magic "
-_IS_MAGIC = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!])|.*\?\s*$")
+_IS_MAGIC = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!])|[^#]*\?\s*$")
 _PYTHON_MAGICS = re.compile(r"%%(?:time|timeit|capture|prun)\b")
 """Magics of a whole cell that is still Python."""
 
 
 class Document(Protocol):
-    """A file of code."""
+    """A file of code; its text ends with a line end."""
 
     text: str
     is_writable: bool  # as it is, but for the text
@@ -46,7 +46,9 @@ class Source:
 
     def __init__(self, data: bytes) -> None:
         self._encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        self.text = data.decode(self._encoding)
+        text = data.decode(self._encoding)
+        self._lacks_end = not text.endswith(("\n", "\r"))
+        self.text = text + "\n" * self._lacks_end
 
     def place(self, text: str, line: int) -> tuple[None, int]:
         """Return the line itself."""
@@ -54,7 +56,7 @@ class Source:
 
     def encode(self, text: str) -> bytes:
         """Return the text in the encoding that it had."""
-        return text.encode(self._encoding)
+        return (text.rstrip("\r\n") if self._lacks_end else text).encode(self._encoding)
 
 
 class Notebook:

@@ -70,8 +70,7 @@ def insert_after(script: Script, statement: ast.stmt, *lines: str) -> Edits:
     if span is None:
         return ()
     text = "".join(f"{script.indentation(statement)}{line}{script.newline}" for line in lines)
-    is_last = not script.text[: span[1]].endswith(("\n", "\r"))
-    return (Edit(span[1], span[1], script.newline + text if is_last else text),)
+    return (Edit(span[1], span[1], text),)
 
 
 def move(script: Script, statement: ast.stmt, anchor: ast.stmt, *, is_before: bool = False) -> Edits:
@@ -83,11 +82,8 @@ def move(script: Script, statement: ast.stmt, anchor: ast.stmt, *, is_before: bo
         or not all(any(one is part for part in script.siblings(statement)) for one in (statement, anchor))
     ):
         return ()
-    text = script.text[slice(*lines)].rstrip("\r\n") + script.newline
     place = target[0] if is_before else target[1]
-    if not is_before and not script.text[: target[1]].endswith(("\n", "\r")):
-        text = script.newline + text
-    return Edit(*lines, ""), Edit(place, place, text)
+    return Edit(*lines, ""), Edit(place, place, script.text[slice(*lines)])
 
 
 def reindent(script: Script, statements: Sequence[ast.stmt], new: str) -> Edits:

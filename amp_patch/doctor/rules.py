@@ -117,5 +117,5 @@ _SETUP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
 def complete(example: str) -> str:
     """Return an example with the imports, and the call of `initialize`, that it leaves out."""
     if example.startswith(("import ", "from ")):
-        return example
+        return f"{example}\n"
     return f"{_IMPORTS}{'' if 'initialize' in example else _SETUP}{example}\n"

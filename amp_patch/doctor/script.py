@@ -206,6 +206,11 @@ class Script:
         return ending[0] if ending else "\n"
 
     @cached_property
+    def indent(self) -> str:
+        """What a line of a block is indented by."""
+        return "\t" if re.search(r"^\t", self.text, re.MULTILINE) else "    "
+
+    @cached_property
     def lines_in_strings(self) -> frozenset[int]:
         """The lines that start inside a string, or between parts of one."""
         strings = [node for node in self.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]

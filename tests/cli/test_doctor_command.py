@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 import amp_patch
 from amp_patch.cli import doctor as command
 from amp_patch.cli.main import main
 from amp_patch.doctor.rules import sorted_rules
 
+ROOT = Path(amp_patch.__file__).parent.parent
 SETUP = 'import amp_patch as amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="O4")\n'
 WARNING = SETUP + "output = model(x.half())\n"
 ERROR = SETUP.replace("O4", "o4")
@@ -170,6 +172,14 @@ def test_fix_writes_and_reports_the_rest_and_diff_writes_nothing(diagnose):
     Path("train.py").write_text(text)
     subprocess.run(["patch", "-p0", "--silent"], input=diff, text=True, check=True)
     assert Path("train.py").read_text() == mended
+
+
+def test_the_hook_of_pre_commit_is_this_command(diagnose):
+    _, hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    program, name, *options = hook["entry"].split()
+    assert (program, name, hook["types_or"]) == ("amp-patch", "doctor", ["python", "jupyter"])
+    assert diagnose(*options, "train.py", train=WARNING)[0] == 1
+    assert diagnose(*options, "--fix", "train.py", train=ERROR)[0] == 0
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
