@@ -86,13 +86,16 @@ def move(script: Script, statement: ast.stmt, anchor: ast.stmt, *, is_before: bo
     return Edit(*lines, ""), Edit(place, place, script.text[slice(*lines)])
 
 
-def reindent(script: Script, statements: Sequence[ast.stmt], new: str) -> Edits:
-    """Give statements that follow each other another indentation; lines inside strings stay as they are."""
+def reindent(script: Script, statements: Sequence[ast.stmt], new: str, first: int | None = None) -> Edits:
+    """Give statements that follow each other another indentation, from the line `first` on, by default their own.
+
+    Lines inside strings stay as they are.
+    """
     old = script.indentation(statements[0])
     if any(script.lines_of(one) is None for one in statements):
         return ()
     decorators = getattr(statements[0], "decorator_list", [])
-    first = min(one.lineno for one in (statements[0], *decorators))
+    first = first or min(one.lineno for one in (statements[0], *decorators))
     lines = range(first, (statements[-1].end_lineno or 0) + 1)
     starts = [script.offset(line) for line in lines if line not in script.lines_in_strings]
     return tuple(Edit(start, start + len(old), new) for start in starts if script.text.startswith(old, start))
@@ -116,8 +119,9 @@ def unwrap(script: Script, block: ast.With | ast.AsyncWith, item: ast.withitem) 
         index = block.items.index(item)
         start, end = (spans[index - 1][1], spans[index][1]) if index else (spans[0][0], spans[1][0])
         return (Edit(start, end, ""),)
-    if script.indentation(block.body[0]) == script.indentation(block) or script.lines_of(block) is None:
+    if script.lines_of(block) is None:
         return ()
-    body = reindent(script, block.body, script.indentation(block))
-    header = Edit(script.offset(block.lineno), script.offset(block.body[0].lineno), "")
-    return (header, *body) if body else ()
+    colon = script.text.index(":", script.span(item)[1])
+    first = script.line_of(colon) + 1
+    body = reindent(script, block.body, script.indentation(block), first)
+    return (Edit(script.offset(block.lineno), script.offset(first), ""), *body) if body else ()

@@ -136,13 +136,6 @@ class Project:
             return None
 
 
-def diagnose_files(files: Sequence[Path], coverage: Coverage, selection: Selection | None = None) -> list[Finding]:
-    """Return the findings in these files, by place."""
-    project = Project(files, coverage)
-    found = [one for script in project.scripts.values() for one in project.diagnose(script, selection or Selection())]
-    return sorted([*project.unreadable, *found], key=sort_key)
-
-
 def unreadable(shown: str, reason: str) -> Finding:
     """Return the finding for a file that gives nothing to check."""
     advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."

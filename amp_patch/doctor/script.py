@@ -1,6 +1,7 @@
 """One training script, read and never run: its tree, its names, its lines, and the calls of amp in it."""
 
 import ast
+import bisect
 import io
 import re
 import tokenize
@@ -222,6 +223,10 @@ class Script:
             return len(self.text)
         start, stop = self._starts[line - 1 : line + 1]
         return start + len(self.text[start:stop].encode()[:column].decode(errors="ignore"))
+
+    def line_of(self, offset: int) -> int:
+        """Return the line, from 1, that holds a character."""
+        return bisect.bisect_right(self._starts, offset)
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return where a node starts and ends, in characters."""

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from diagnosing import diagnose_files
 
 from amp_patch.doctor import coverage, levels
-from amp_patch.doctor.files import diagnose_files, find_files
+from amp_patch.doctor.files import find_files
 from amp_patch.doctor.findings import Finding
 from amp_patch.doctor.rules import sorted_rules
 from amp_patch.doctor.script import Script

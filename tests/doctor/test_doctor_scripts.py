@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from diagnosing import diagnose_files
 
 from amp_patch.doctor.coverage import Coverage
-from amp_patch.doctor.files import diagnose_files
 from amp_patch.doctor.findings import Finding
 
 # ---- images, at a level of the user's choice -------------------------------------------------------------------------

@@ -105,12 +105,12 @@ def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
     assert path.read_text() == source
 
 
-def test_lines_in_strings_stay(tmp_path):
+def test_lines_in_strings_stay_and_comments_go_along(tmp_path):
     path = tmp_path / "train.py"
-    block = 'with torch.autocast(\'cuda\'):\n    text = """a\n    b"""\n    model(x)\n'
-    path.write_text(HEAD + block)
+    header = "with torch.autocast(\n    'cuda'\n):\n"
+    path.write_text(f'{HEAD}{header}    # why: so\n    text = """a\n    b"""\n    model(x)\n')
     assert mend(path, "--fix") == 0
-    assert path.read_text() == HEAD + 'text = """a\n    b"""\nmodel(x)\n'
+    assert path.read_text() == f'{HEAD}# why: so\ntext = """a\n    b"""\nmodel(x)\n'
 
 
 # ---- notebooks -------------------------------------------------------------------------------------------------------
