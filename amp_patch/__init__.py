@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         PolicyError,
         RecordError,
         SessionError,
+        SettingsError,
     )
     from .fsdp import fsdp_policy
 
@@ -71,6 +72,7 @@ __all__ = [
     "PolicyError",
     "RecordError",
     "SessionError",
+    "SettingsError",
     "Stats",
     "amp",
     "disable_casts",

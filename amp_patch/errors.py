@@ -99,6 +99,10 @@ class RecordError(AmpError, ValueError):
     """A file is no recording of `amp_patch.insight`."""
 
 
+class SettingsError(AmpError, ValueError):
+    """A setting of the doctor, in `pyproject.toml` or on its command line, cannot be used."""
+
+
 class MissingExtraError(AmpError, ModuleNotFoundError):
     """A package that only an extra of this package installs is not there."""
 

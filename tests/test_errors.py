@@ -25,6 +25,7 @@ BUILTINS = {
     errors.NonFiniteError: FloatingPointError,
     errors.CheckpointError: ValueError,
     errors.RecordError: ValueError,
+    errors.SettingsError: ValueError,
     errors.MissingExtraError: ModuleNotFoundError,
 }
 PRESETS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -1,61 +1,115 @@
-"""Checks of backward passes: which loss they start from, and in which `scale_loss` block."""
+"""Rules of backward passes: which loss they start from, and in which `scale_loss` block."""
 
 import ast
 from collections.abc import Iterator
 
-from .blocks import get_backward_calls, get_block_around, get_blocks
+from . import edits
+from .blocks import Block, get_backward_calls, get_block_around, get_blocks
 from .context import Context
-from .findings import Fault, Severity
+from .findings import Edits, Fault, Severity
 from .levels import UNKNOWN, arguments_of, is_written_out, literal
+from .rules import rule
 from .script import Script
 from .structure import argument_of, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 
 
+@rule(
+    "AMP301",
+    "an unscaled loss inside scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            loss.backward()  # AMP301
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    """,
+    mends=True,
+)
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
-    """A backward pass inside `scale_loss` that starts from another loss than the scaled one."""
+    """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
     script, blocks = context.script, get_blocks(context.script)
     names = {block.name for block in blocks if block.name} | _entered_names(script)
     for call, loss in get_backward_calls(script):
-        if get_block_around(script, blocks, call) is not None and not _is_scaled(script, loss, names, call):
+        block = get_block_around(script, blocks, call)
+        if block is not None and not _is_scaled(script, loss, names, call):
             severity: Severity = "error" if context.expected.may_scale else "note"
             message = (
-                f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the loss scale all the"
-                " same"
+                f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale all the same"
             )
-            yield Fault(call, severity, message, f"Write `{_BLOCK}`.")
+            yield Fault(call, severity, message, f"Write `{_BLOCK}`.", _take_scaled(script, block, loss))
 
 
+def _take_scaled(script: Script, block: Block, loss: ast.expr) -> Edits:
+    """Have a backward pass start from what the block gives, if it is the block's loss that it starts from."""
+    given = argument_of(block.call, "loss", 0)
+    if (
+        given is None
+        or text_of(given) != text_of(loss)
+        or (block.name is None and block.item.optional_vars is not None)
+    ):
+        return ()
+    change = edits.replace(script, loss, block.name or "scaled_loss")
+    return change if block.name else (*change, *edits.insert(script, block.call, " as scaled_loss"))
+
+
+@rule(
+    "AMP302",
+    "a scaled loss after its scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            pass
+        scaled_loss.backward()  # AMP302
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            pass
+            scaled_loss.backward()
+    """,
+    mends=True,
+)
 def scaled_after_block(context: Context) -> Iterator[Fault]:
-    """A backward pass of the scaled loss after its block has ended."""
-    script, blocks = context.script, get_blocks(context.script)
-    structure = script.structure
+    """Gradients are divided by the loss scale when the block ends: those that come later stay multiplied by it."""
+    script, blocks, structure = context.script, get_blocks(context.script), context.script.structure
     for call, loss in get_backward_calls(script):
-        ended = [
-            block for block in blocks if text_of(loss) == block.name and structure.is_before(block.statement, call)
-        ]
-        ended = [block for block in ended if not structure.is_inside(call, block.statement)]
-        if not ended or any(
-            block.name == text_of(loss) and structure.is_inside(call, block.statement) for block in blocks
-        ):
+        same = [block for block in blocks if text_of(loss) == block.name]
+        ended = [block.statement for block in same if structure.is_before(block.statement, call)]
+        if not ended or any(structure.is_inside(call, block.statement) for block in same):
             continue
-        last = ended[-1].statement
+        last = ended[-1]
         renewed = any(
             target == text_of(loss) and position(statement) > position(last) and structure.is_before(statement, call)
             for target, _, statement in script.assignments
         )
         if not renewed:
-            message = (
-                f"{text_of(loss)} goes backward after its scale_loss block: its gradients stay multiplied by the loss"
-                " scale"
-            )
+            message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
             severity: Severity = "error" if context.expected.may_scale else "note"
-            yield Fault(call, severity, message, f"Move it into the block: `{_BLOCK}`.")
+            statement, siblings = script.statement(call), script.siblings(last)
+            is_next = siblings[siblings.index(last) + 1 :][:1] == [statement]
+            change = edits.reindent(script, [statement], script.indentation(last.body[0])) if is_next else ()
+            yield Fault(call, severity, message, f"Move it into the block: `{_BLOCK}`.", change)
 
 
+@rule(
+    "AMP303",
+    "a backward pass without scale_loss",
+    bad="""
+        loss = F.mse_loss(model(images), target)
+        loss.backward()  # AMP303
+        optimizer.step()
+    """,
+    good="""
+        loss = F.mse_loss(model(images), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    """,
+    mends=True,
+)
 def unscaled_losses(context: Context) -> Iterator[Fault]:
-    """A backward pass outside `scale_loss` in a script that calls `initialize` at a level that scales."""
+    """Small float16 gradients become 0 unless the loss is scaled, and no overflow is noticed outside of a block."""
     script, blocks = context.script, get_blocks(context.script)
     if not script.initializations or not context.expected.may_scale:
         return
@@ -63,11 +117,20 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
     for call, loss in get_backward_calls(script):
         is_inside = any(script.structure.is_inside(call, block.statement) for block in blocks)
         if not is_inside and not _is_scaled(script, loss, scaled, call) and not script.is_without_amp(call):
-            message = (
-                f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0, and an"
-                " overflow is not noticed"
-            )
-            yield Fault(call, "warning", message, f"Write `{_BLOCK}`.")
+            message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
+            yield Fault(call, "warning", message, f"Write `{_BLOCK}`.", _open_block(context, call, loss))
+
+
+def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
+    """Put a backward pass into a block of its own, where it is known which optimizer steps, and that amp is on."""
+    script, optimizer, amp = context.script, context.find_optimizer(call), context.script.names.find_amp()
+    statement = script.statement(call)
+    is_alone = isinstance(statement, ast.Expr) and statement.value is call and script.lines_of(statement) is not None
+    if optimizer is None or amp is None or not is_alone or not context.is_amp_on(call):
+        return ()
+    indentation, (start, dot) = script.indentation(statement), script.receiver_span(call)
+    header = f"with {amp}.scale_loss({script.source_of(loss)}, {optimizer}) as scaled_loss:"
+    return (edits.Edit(start, dot, f"{header}{script.newline}{indentation}{script.indent}scaled_loss"),)
 
 
 def _entered_names(script: Script) -> set[str]:
@@ -86,29 +149,52 @@ def _is_scaled(script: Script, loss: ast.expr, names: set[str], call: ast.Call) 
     return bool((used | made_of) & names)
 
 
+@rule(
+    "AMP310",
+    "a loss_id without a loss scaler",
+    bad="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:  # AMP310
+            scaled_loss.backward()
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
+        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+    """,
+    mends=True,
+)
 def loss_ids(context: Context) -> Iterator[Fault]:
-    """A `loss_id` for which there is no loss scaler."""
-    script = context.script
-    counts = [
-        literal(script, arguments_of(call)["num_losses"]) if "num_losses" in arguments_of(call) else 1
-        for call in script.initializations
-    ]
-    if (
-        not counts
-        or not all(isinstance(count, int) for count in counts)
-        or not all(is_written_out(call) for call in script.initializations)
-    ):
+    """`initialize` makes as many loss scalers as `num_losses` says, one by default; a loss_id picks one of them."""
+    script, calls = context.script, context.script.initializations
+    counts = [arguments_of(call).get("num_losses") for call in calls]
+    numbers = [1 if count is None else literal(script, count) for count in counts]
+    if not all(isinstance(number, int) for number in numbers) or not all(map(is_written_out, calls)):
         return
     for call in script.calls_of("amp.scale_loss"):
         node = argument_of(call, "loss_id", 2)
-        number = literal(script, node) if node is not None else 0
-        if isinstance(number, int) and number >= max(counts):
-            message = f"loss_id {number}, but initialize makes {max(counts)} loss scaler(s)"
-            yield Fault(call, "error", message, f"Pass num_losses={number + 1} to amp.initialize.")
+        wanted = literal(script, node) if node is not None else 0
+        if numbers and isinstance(wanted, int) and wanted >= max(numbers):
+            message = f"loss_id {wanted}, but initialize makes {max(numbers)} loss scaler(s)"
+            change: Edits = ()
+            if len(calls) == 1 and (counts[0] is None or isinstance(counts[0], ast.Constant)):
+                text, count = str(wanted + 1), counts[0]
+                change = (
+                    edits.add_argument(script, calls[0], f"num_losses={text}")
+                    if count is None
+                    else edits.replace(script, count, text)
+                )
+            yield Fault(call, "error", message, f"Pass num_losses={wanted + 1} to amp.initialize.", change)
 
 
+@rule(
+    "AMP312",
+    "a gradient penalty on unscaled outputs",
+    bad="(gradients,) = torch.autograd.grad(outputs.sum(), images, create_graph=True)  # AMP312",
+    good="(gradients,) = amp.unscale(torch.autograd.grad(amp.scale(outputs.sum()), images, create_graph=True))",
+)
 def gradient_penalties(context: Context) -> Iterator[Fault]:
-    """Gradients taken with `torch.autograd.grad` for a penalty, of outputs that are not scaled."""
+    """Gradients of which a penalty is made are float16, too: small ones become 0 unless the outputs are scaled."""
     script = context.script
     if not script.uses_amp or not context.expected.may_scale or script.calls_of("amp.scale", "amp.unscale"):
         return
@@ -117,5 +203,5 @@ def gradient_penalties(context: Context) -> Iterator[Fault]:
         is_kept = create_graph is not None and literal(script, create_graph) in (True, UNKNOWN)
         if is_kept and not script.is_without_amp(call):
             message = "gradients for a penalty are taken of outputs that are not scaled: small float16 ones become 0"
-            fix = "amp.unscale(torch.autograd.grad(amp.scale(outputs), inputs, create_graph=True))."
-            yield Fault(call, "note", message, fix)
+            advice = "amp.unscale(torch.autograd.grad(amp.scale(outputs), inputs, create_graph=True))."
+            yield Fault(call, "note", message, advice)

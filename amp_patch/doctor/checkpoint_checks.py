@@ -1,16 +1,29 @@
-"""Checks of checkpoints: the state of amp belongs to them, and is loaded after `initialize`."""
+"""Rules of checkpoints: the state of amp belongs to them, and is loaded after `initialize`."""
 
 import ast
 from collections.abc import Iterator
 
+from . import edits
 from .context import Context
-from .findings import Fault
+from .findings import Edits, Fault
+from .rules import rule
 from .script import Script
-from .structure import text_of
+from .structure import position, text_of
 
 
+@rule(
+    "AMP501",
+    "a checkpoint without amp's state",
+    bad="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # AMP501
+    """,
+    good="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, path)
+    """,
+    mends=True,
+)
 def saves_without_amp(context: Context) -> Iterator[Fault]:
-    """An optimizer's state is saved, amp's is not."""
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
     script = context.script
     if not script.uses_amp or not context.expected.may_skip or _touches(script, "amp.state_dict"):
         return
@@ -18,43 +31,107 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
         return
     for call, receiver in script.method_calls("state_dict"):
         if context.is_optimizer(receiver) and not script.is_without_amp(call):
-            message = (
-                "the checkpoint has the optimizer's state but not amp's: a resumed run starts from the first loss scale"
-                " and skips steps"
-            )
-            yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
+            message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
+            yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.', _save(context, call))
             return
 
 
+def _save(context: Context, call: ast.Call) -> Edits:
+    script, amp = context.script, context.script.names.find_amp()
+    holder, statement = script.structure.parent(call), script.statement(call)
+    if amp is None or not context.is_amp_on(call):
+        return ()
+    if isinstance(holder, ast.Dict) and call in holder.values:
+        key = holder.keys[holder.values.index(call)]
+        is_own_line = key is not None and not script.text[script.offset(key.lineno) : script.span(key)[0]].strip()
+        indentation = script.text[script.offset(key.lineno) : script.span(key)[0]] if key and is_own_line else ""
+        return edits.insert(
+            script, call, f',{script.newline + indentation if is_own_line else " "}"amp": {amp}.state_dict()'
+        )
+    if isinstance(holder, ast.Assign) and isinstance(holder.targets[0], ast.Subscript):
+        return edits.insert_after(script, statement, f'{text_of(holder.targets[0].value)}["amp"] = {amp}.state_dict()')
+    return ()
+
+
+@rule(
+    "AMP502",
+    "a checkpoint loaded without amp's state",
+    bad="""
+        optimizer.load_state_dict(checkpoint["optimizer"])  # AMP502
+    """,
+    good="""
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if "amp" in checkpoint:
+            amp.load_state_dict(checkpoint["amp"])
+    """,
+    mends=True,
+)
 def loads_without_amp(context: Context) -> Iterator[Fault]:
-    """An optimizer's state is loaded, amp's is not."""
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
     script = context.script
     if not script.uses_amp or not context.expected.may_skip or _touches(script, "amp.load_state_dict"):
         return
     for call, receiver in script.method_calls("load_state_dict"):
         if context.is_optimizer(receiver) and not script.is_without_amp(call):
-            message = (
-                "the optimizer's state is loaded but not amp's: the run starts from the first loss scale and skips"
-                " steps"
-            )
-            yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
+            message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
+            advice = 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.'
+            yield Fault(call, "warning", message, advice, _load(context, call))
             return
 
 
+def _load(context: Context, call: ast.Call) -> Edits:
+    """Load amp's state behind the optimizer's, from the same checkpoint, where `initialize` has run by then."""
+    script, amp, statement = context.script, context.script.names.find_amp(), context.script.statement(call)
+    source = call.args[0].value if call.args and isinstance(call.args[0], ast.Subscript) else None
+    is_initialized = any(script.structure.is_before(one, call) for one in script.initializations)
+    is_plain = isinstance(source, (ast.Name, ast.Attribute)) and isinstance(statement, ast.Expr)
+    if source is None or amp is None or not is_plain or not is_initialized or not context.is_amp_on(call):
+        return ()
+    loading = f'{script.indent}{amp}.load_state_dict({text_of(source)}["amp"])'
+    return edits.insert_after(script, statement, f'if "amp" in {text_of(source)}:', loading)
+
+
+@rule(
+    "AMP503",
+    "amp's state before initialize",
+    bad="""
+        amp.load_state_dict(checkpoint["amp"])  # AMP503
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        amp.load_state_dict(checkpoint["amp"])
+    """,
+    mends=True,
+)
 def state_before_initialize(context: Context) -> Iterator[Fault]:
-    """amp's state is asked for or loaded before `initialize`."""
+    """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
     script = context.script
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         before = [one for one in script.initializations if script.structure.is_before(one, call)]
         after = [one for one in script.initializations if script.structure.is_before(call, one)]
         if after and not before and script.structure.loop(call) is None:
             message = "amp has no state before amp.initialize: this raises SessionError"
-            yield Fault(
-                call,
-                "error",
-                message,
-                "Call amp.initialize first, then load the model's, the optimizer's and amp's state.",
-            )
+            advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."
+            yield Fault(call, "error", message, advice, _load_later(script, call, after[0]))
+
+
+def _load_later(script: Script, call: ast.Call, initialize: ast.Call) -> Edits:
+    """Move the loading of amp's state, or the `if` around all loading, behind `initialize`."""
+    statement = script.statement(call)
+    outer = script.structure.parent(statement)
+    moved = outer if isinstance(outer, ast.If) and not outer.orelse else statement
+    anchor = script.ancestor_beside(moved, initialize)
+    bound = {
+        target for target, _, where in script.assignments if where is moved or script.structure.is_inside(where, moved)
+    }
+    stop = anchor.end_lineno or 0 if anchor is not None else 0
+    used = {
+        node.id
+        for node in script.nodes
+        if isinstance(node, ast.Name) and (moved.end_lineno or 0, 0) < position(node) <= (stop + 1, 0)
+    }
+    return () if anchor is None or bound & used else edits.move(script, moved, anchor)
 
 
 def _touches(script: Script, function: str) -> bool:

@@ -39,6 +39,12 @@ class Context:
         """Yield the optimizers in a call of `initialize`."""
         yield from parts(arguments_of(call).get("optimizers"))
 
+    def is_amp_on(self, node: ast.AST) -> bool:
+        """Tell whether `initialize` has run, wherever a node runs after it: it is under no other condition."""
+        atoms = self.script.structure.atoms(node)
+        calls = [self.script.structure.atoms(call) for call in self.script.initializations]
+        return all(values <= atoms.get(text, set()) for one in calls for text, values in one.items())
+
     def model_texts(self) -> frozenset[str]:
         """Return the expressions that stand for a model in some call of `initialize`."""
         return frozenset(text_of(model) for call in self.script.initializations for model in self.models(call))
@@ -54,6 +60,28 @@ class Context:
         """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
+
+    def find_optimizer(self, node: ast.AST) -> str | None:
+        """Return the one optimizer of the calls of `initialize`, or else of the steps in a node's frame, by its name.
+
+        None where there are several, or that name is not bound in the frame of the node nor in the module.
+        """
+        structure, frame = self.script.structure, self.script.structure.frame(node)
+        found = {text_of(one) for call in self.script.initializations for one in self.optimizers(call)} or {
+            text_of(receiver)
+            for call, receiver in self.script.method_calls("step")
+            if self.is_optimizer(receiver) and structure.frame(call) is frame
+        }
+        if len(found) != 1:
+            return None
+        (name,) = found
+        bound = {
+            getattr(one, "id", getattr(one, "arg", None))
+            for one in self.script.nodes
+            if isinstance(one, (ast.Name, ast.arg)) and structure.frame(one) in (frame, structure.tree)
+            if isinstance(one, ast.arg) or isinstance(one.ctx, ast.Store)
+        }
+        return name if name in bound else None
 
 
 def parts(node: ast.expr | None) -> list[ast.expr]:

@@ -1,14 +1,13 @@
 """Which names of `apex` the stand-in has: read from its source, so that nothing is imported or kept by hand."""
 
 import ast
+import difflib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import amp_patch
-
-from ..errors import did_you_mean
 
 EXTENSIONS = frozenset(
     {
@@ -58,19 +57,16 @@ class Coverage:
                 return parts[index + 1] in _bound_names(where)
         return True
 
-    def suggest(self, dotted: str) -> str:
-        """Return ` Did you mean 'x'?` for a misspelt name in a module that the stand-in has, or an empty string."""
-        parts = dotted.split(".")[1:]
+    def missing(self, dotted: str) -> tuple[str, list[str]]:
+        """Return the part of a dotted name that no module of the stand-in has, and the names of that module."""
+        parts = dotted.split(".")[1:] or [dotted]
         where = self._package
         while len(parts) > 1 and (file := _module_file(where / parts[0])) is not None:
             where = where / parts.pop(0) if file.name == "__init__.py" else file
         file = where / "__init__.py" if where.is_dir() else where
-        if not parts or not file.is_file():
-            return ""
         modules = [path.stem for path in where.iterdir()] if where.is_dir() else []
-        return did_you_mean(
-            parts[0], [name for name in (*sorted(modules), *sorted(_bound_names(file))) if name[0] != "_"]
-        )
+        names = _bound_names(file) if file.is_file() else ()
+        return parts[0], [name for name in (*sorted(modules), *sorted(names)) if name[0] != "_"]
 
     def advice(self, dotted: str) -> str | None:
         """Return what the stand-in says of a part of Apex that it has not: what it was, and what to use today.
@@ -88,9 +84,19 @@ def get_coverage() -> Coverage:
     return Coverage(Path(amp_patch.__file__).parent / "apex")
 
 
+def public_names() -> list[str]:
+    """Return what a script may import from amp_patch: its names, and the modules that have no other."""
+    return [*dir(amp_patch), *(path.name for path in Path(amp_patch.__file__).parent.iterdir() if path.is_dir())]
+
+
 def has_public_name(name: str) -> bool:
-    """Tell whether `amp_patch.name` exists."""
-    return hasattr(amp_patch, name)
+    """Tell whether `amp_patch.name` exists, or is a module."""
+    return name in public_names() or _module_file(Path(amp_patch.__file__).parent / name) is not None
+
+
+def closest(word: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed word that a misspelt one certainly stands for, if any."""
+    return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=0.8)), None)
 
 
 def _module_file(path: Path) -> Path | None:

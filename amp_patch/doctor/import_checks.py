@@ -1,37 +1,58 @@
-"""Checks of what a script imports from `apex`, and of names that amp_patch does not have."""
+"""Rules of what a script imports from `apex`, and of names that amp_patch does not have."""
 
 import ast
 from collections.abc import Iterator
 
-import amp_patch
-
 from ..errors import did_you_mean
+from . import edits
 from .context import Context
-from .coverage import EXTENSIONS, has_public_name
-from .findings import Fault
+from .coverage import EXTENSIONS, closest, has_public_name, public_names
+from .findings import Edits, Fault
+from .rules import rule
 from .script import Script
 
-_RUN = "Run the script by `amp-patch run script.py`"
 
-
+@rule(
+    "AMP101",
+    "an import of apex that the stand-in covers",
+    bad="from apex import amp  # AMP101",
+    good="import amp_patch as amp",
+    is_for_all=True,
+)
 def covered_imports(context: Context) -> Iterator[Fault]:
-    """An import of Apex all of whose names the stand-in has."""
+    """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
         if names and all(map(context.coverage.has, names)):
             is_amp = any(name == "apex.amp" or name.startswith("apex.amp.") for name in names)
-            fix = f"{_RUN}, or write `import amp_patch as amp`." if is_amp else f"{_RUN}."
-            yield Fault(node, "note", f"{_listed(names)}: covered by amp_patch's stand-in for apex", fix)
+            advice = (
+                f"Run it by `amp-patch run {context.script.path}`{', or write `import amp_patch as amp`' * is_amp}."
+            )
+            yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", advice)
 
 
+@rule(
+    "AMP102",
+    "a name that the stand-in, or amp_patch, does not have",
+    bad="""
+        import amp_patch as amp
+
+        amp.initialise(model, optimizer)  # AMP102
+    """,
+    good="""
+        import amp_patch as amp
+
+        amp.initialize(model, optimizer)
+    """,
+    is_for_all=True,
+    mends=True,
+)
 def uncovered_names(context: Context) -> Iterator[Fault]:
-    """A name of Apex, imported or used, that the stand-in lacks; a name of amp_patch that it lacks."""
-    told: set[str] = set()
-    if not any(
-        name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in context.script.imported_modules
-    ):
+    """The script would fail where it imports or uses the name, which may be late."""
+    script, told = context.script, set[str]()
+    if not any(name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in script.imported_modules):
         return
-    for node in _import_statements(context.script):
+    for node in _import_statements(script):
         for name in _apex_names(node):
             if not context.coverage.has(name):
                 told.add(name)
@@ -39,26 +60,20 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
                 if alias.name != "*" and not has_public_name(alias.name):
-                    yield _absent(node, alias.name)
-    for attribute in context.script.nodes:
-        if not isinstance(attribute, ast.Attribute) or isinstance(
-            context.script.structure.parent(attribute), ast.Attribute
-        ):
+                    yield _absent(script, node, alias.name)
+    for attribute in script.nodes:
+        if not isinstance(attribute, ast.Attribute) or isinstance(script.structure.parent(attribute), ast.Attribute):
             continue  # the whole of a chain is looked up, or nothing
-        names = context.script.names.dotted(attribute)
+        names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        if len(names) != 1 or name in told:
+        if len(names) != 1 or name in told or any(name.startswith(f"{one}.") for one in told):
             continue
-        if (
-            name.startswith("apex.")
-            and not context.coverage.has(name, is_imported=False)
-            and not any(name.startswith(f"{one}.") for one in told)
-        ):
+        if name.startswith("apex.") and not context.coverage.has(name, is_imported=False):
             told.add(name)
             yield _uncovered(context, attribute, name)
         elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):
             told.add(name)
-            yield _absent(attribute, name.split(".")[1])
+            yield _absent(script, attribute, name.split(".")[1])
 
 
 def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -77,18 +92,24 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
-    advice = context.coverage.advice(name)
-    fix = (
-        f"It was {advice}."
-        if advice
-        else context.coverage.suggest(name).strip()
-        or "The stand-in has no such name, and knows of none in Apex: look in today's torch."
-    )
+    known, (wrong, allowed) = context.coverage.advice(name), context.coverage.missing(name)
+    advice = f"It was {known}." if known else did_you_mean(wrong, allowed).strip()
+    advice = advice or "The stand-in has no such name, and knows of none in Apex: look in today's torch."
     if _has_fallback(context.script, node):
         return Fault(
-            node, "note", f"{name}: not in amp_patch's stand-in for apex, so the script takes its own way round", fix
+            node, "note", f"{name}: not in the stand-in for apex, so the script takes its own way round", advice
         )
-    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", fix)
+    change = () if known else _respell(context.script, node, wrong, closest(wrong, allowed))
+    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice, change)
+
+
+def _respell(script: Script, node: ast.AST, wrong: str, right: str | None) -> Edits:
+    """Write a name as it should be: where it is imported, also wherever it is used."""
+    change = edits.rename(script, node, wrong, right) if right else ()
+    if not right or not change or isinstance(node, ast.Attribute):
+        return change
+    uses = [one for one in script.nodes if isinstance(one, ast.Name) and one.id == wrong]
+    return (*change, *(edit for one in uses for edit in edits.replace(script, one, right)))
 
 
 def _has_fallback(script: Script, node: ast.AST) -> bool:
@@ -101,12 +122,7 @@ def _has_fallback(script: Script, node: ast.AST) -> bool:
     return False
 
 
-def _absent(node: ast.AST, name: str) -> Fault:
-    suggestion = did_you_mean(name, dir(amp_patch)).strip()
-    return Fault(
-        node, "error", f"amp_patch has no {name!r}", suggestion or "See `help(amp_patch)` for the names there are."
-    )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
+def _absent(script: Script, node: ast.AST, name: str) -> Fault:
+    advice = did_you_mean(name, public_names()).strip() or "See `help(amp_patch)` for the names there are."
+    change = _respell(script, node, name, closest(name, public_names()))
+    return Fault(node, "error", f"amp_patch has no {name!r}", advice, change)

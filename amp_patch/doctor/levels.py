@@ -1,26 +1,28 @@
-"""What a script asks of `initialize`: literal arguments, the levels they may mean, and what those levels do."""
+"""What a script asks of `initialize`: literal arguments, the levels they may mean, and what those levels do.
+
+Presets and signature are read as text: importing what uses them would import torch.
+"""
 
 import ast
-import inspect
+import itertools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+import yaml
 
-from ..api import initialize
-from ..config import Policy, make_policy, presets, shipped
-from ..dtypes import LOW_DTYPES
-from ..errors import PolicyError
+import amp_patch
+
 from .script import Script
 from .structure import argument_of, text_of
 
-_PARAMETERS = tuple(inspect.signature(initialize).parameters)
+PACKAGE = Path(amp_patch.__file__).parent
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
-OVERRIDES = tuple(name for name in _PARAMETERS if name in Policy.get_overrides())
+_LOW = ("float16", "bfloat16")
+DTYPES = {"torch.half": "float16", **{f"torch.{name}": name for name in (*_LOW, "float32", "float64")}}
 
 
 class _Unknown:
@@ -37,39 +39,32 @@ def literal(script: Script, node: ast.AST) -> Any:
     if isinstance(node, (ast.List, ast.Tuple)):
         items = [literal(script, item) for item in node.elts]
         return UNKNOWN if UNKNOWN in items else items
-    if isinstance(node, ast.Dict):
-        keys = [UNKNOWN if key is None else literal(script, key) for key in node.keys]
-        values = [literal(script, value) for value in node.values]
-        is_known = all(isinstance(key, str) for key in keys) and UNKNOWN not in values
-        return dict(zip(keys, values, strict=True)) if is_known else UNKNOWN
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = literal(script, node.operand)
-        return -value if isinstance(value, (int, float)) else UNKNOWN
+    if isinstance(node, ast.Dict):  # a dynamic loss scale, whatever its knobs are
+        return {}
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.Mult)):
         left, right = literal(script, node.left), literal(script, node.right)
-        if not (
-            isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) <= 64
-        ):
+        if not all(isinstance(one, (int, float)) for one in (left, right)) or not 0 < left < 1e9 or abs(right) > 64:
             return UNKNOWN
-        return left * right if isinstance(node.op, ast.Mult) else float(left) ** right if left else UNKNOWN
-    dtypes = [
-        name
-        for name in script.names.resolve(node)
-        if isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
-    ]
+        return left * right if isinstance(node.op, ast.Mult) else float(left) ** right
+    dtypes = script.names.resolve(node) & DTYPES.keys()
     if dtypes:
-        return dtypes[0]
+        return DTYPES[min(dtypes)]
     value = script.constant(node.id) if isinstance(node, ast.Name) else None
     return UNKNOWN if value is None or isinstance(value, ast.Name) else literal(script, value)
 
 
+@cache
+def _parameters() -> tuple[str, ...]:
+    """Return the parameters of `initialize` that may be given by position."""
+    tree = ast.parse((PACKAGE / "api.py").read_bytes())
+    (function,) = (one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "initialize")
+    return tuple(argument.arg for argument in function.args.args)
+
+
 def arguments_of(call: ast.Call) -> dict[str, ast.expr]:
     """Return the arguments of a call of `initialize` by parameter, as far as they are written out."""
-    arguments: dict[str, ast.expr] = {}
-    for name, value in zip(_PARAMETERS, call.args, strict=False):
-        if isinstance(value, ast.Starred):
-            break
-        arguments[name] = value
+    given = itertools.takewhile(lambda value: not isinstance(value, ast.Starred), call.args)
+    arguments = dict(zip(_parameters(), given, strict=False))
     arguments.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
     return arguments
 
@@ -81,109 +76,113 @@ def is_written_out(call: ast.Call) -> bool:
     )
 
 
+def get_presets() -> dict[str, dict[str, Any]]:
+    """Return the properties of each level: the shipped ones, and those in AMP_PATCH_PRESETS if it can be read."""
+    shipped = next(path for path in (PACKAGE, PACKAGE.parent) if (path / "lists/presets.yaml").is_file())
+    levels = _resolve(_read(shipped / "lists/presets.yaml"), {})
+    return {**levels, **_resolve(_read(Path(os.environ.get("AMP_PATCH_PRESETS") or os.devnull)), levels)}
+
+
 @cache
-def presets_in_force() -> tuple[Path, str | None]:
-    """Return the presets file that a run would use, and what is wrong with the one in AMP_PATCH_PRESETS.
-
-    A file that is wrong gives way to the shipped one.
-    """
-    chosen = os.environ.get(presets.PRESETS_VARIABLE)
-    if chosen:
-        try:
-            table = presets.Presets(Path(chosen))
-            for level in table.names():
-                table.properties(level)
-            return Path(chosen), None
-        except (PolicyError, OSError) as error:
-            return shipped.shipped_presets(), str(error)
-    return shipped.shipped_presets(), None
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):  # initialize will say
+        return {}
+    return {str(name): one for name, one in table.items() if isinstance(one, dict)} if isinstance(table, dict) else {}
 
 
-def known_levels() -> tuple[str, ...]:
-    """Return the levels that `initialize` would know here."""
-    return presets.Presets(presets_in_force()[0]).names()
+def _resolve(table: Mapping[str, Any], shipped: Mapping[str, Any]) -> dict[str, Any]:
+    def properties(name: str, depth: int) -> dict[str, Any]:
+        own = dict(table.get(name, {}))
+        base = own.pop("extends", None)
+        if base == name or base not in table or not depth:
+            return {**shipped.get(base, {}), **own}
+        return {**properties(base, depth - 1), **own}
+
+    return {name: properties(name, len(table)) for name in table}
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a level does: it multiplies the loss, by a scale that moves; casts the model, with masters; patches ops."""
+
+    scales: bool
+    is_dynamic: bool
+    casts_model: bool
+    has_masters: bool
+    patches: bool
+
+    @classmethod
+    def of(cls, properties: Mapping[str, Any]) -> "Level":
+        """Return what properties, as a presets file has them, come to."""
+        scale = properties.get("loss_scale")
+        return cls(
+            scales=scale is not None and str(scale) not in ("1", "1.0"),
+            is_dynamic=scale == "dynamic" or isinstance(scale, dict),
+            casts_model=properties.get("cast_model_type") in _LOW,
+            has_masters=properties.get("master_weights") in (True, "True"),
+            patches=bool(properties.get("patch_torch_functions")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the calls of `initialize` in view may do, and what they must do.
+    """What the calls of `initialize` in view may do: what any of them does at any level that is possible."""
 
-    They may do what any of them does at any possible level, and must do what all of them do at all levels.
-    """
-
-    policies: tuple[Policy, ...]
-    unknown: frozenset[str]
+    levels: frozenset[Level]
 
     @property
     def may_scale(self) -> bool:
         """Whether a loss may be multiplied by anything but 1."""
-        return "loss_scale" in self.unknown or any(policy.loss_scale != 1.0 for policy in self.policies)
+        return any(level.scales for level in self.levels)
 
     @property
     def may_skip(self) -> bool:
         """Whether steps may be skipped after an overflow."""
-        return "loss_scale" in self.unknown or any(policy.is_scale_dynamic for policy in self.policies)
-
-    @property
-    def must_skip(self) -> bool:
-        """Whether every possible level skips steps after an overflow."""
-        return "loss_scale" not in self.unknown and all(policy.is_scale_dynamic for policy in self.policies)
-
-    @property
-    def may_have_masters(self) -> bool:
-        """Whether the optimizer may step on float32 masters."""
-        return "master_weights" in self.unknown or any(policy.master_weights for policy in self.policies)
-
-    @property
-    def must_have_masters(self) -> bool:
-        """Whether every possible level has masters."""
-        return "master_weights" not in self.unknown and all(policy.master_weights for policy in self.policies)
-
-    @property
-    def may_cast_model(self) -> bool:
-        """Whether the model's weights may become 16-bit."""
-        return any(policy.cast_model_type in LOW_DTYPES for policy in self.policies)
+        return any(level.is_dynamic for level in self.levels)
 
     @property
     def takes_low_model(self) -> bool:
         """Whether every possible level takes a model that is in 16 bits already."""
-        return all(policy.cast_model_type in LOW_DTYPES and not policy.master_weights for policy in self.policies)
+        return all(level.casts_model and not level.has_masters for level in self.levels)
 
     @property
     def may_use_low(self) -> bool:
         """Whether anything may run in 16 bits."""
-        return any(policy.low_dtype is not None for policy in self.policies)
+        return any(level.casts_model or level.patches for level in self.levels)
 
     @property
     def may_patch(self) -> bool:
         """Whether torch functions may be patched."""
-        return any(policy.patch_torch_functions for policy in self.policies)
-
-    @property
-    def lists(self) -> tuple[str, ...]:
-        """The shipped op lists that may be in force. Files of the user's are left aside."""
-        names = {name for policy in self.policies if policy.patch_torch_functions for name in policy.lists}
-        return tuple(sorted(names & set(shipped.shipped_names())))
+        return any(level.patches for level in self.levels)
 
 
 def expect(scripts: Iterable[Script]) -> Expected:
     """Return what the calls of `initialize` in these scripts may do; without any call, every level is possible."""
-    scripts = list(scripts)
+    scripts, presets = list(scripts), get_presets()
     calls = [(script, call) for script in scripts for call in script.initializations]
-    policies: list[Policy] = []
-    unknown: set[str] = set()
-    for script, call in calls:
-        given = {name: literal(script, value) for name, value in arguments_of(call).items()}
-        if given.get("enabled") is False:
-            continue
-        hidden = {name for name in OVERRIDES if given.get(name) is UNKNOWN} if is_written_out(call) else set(OVERRIDES)
-        unknown |= hidden
-        overrides = {name: given[name] for name in OVERRIDES if name in given and name not in hidden}
-        policies += [_policy_of(level, overrides, is_apex(script, call)) for level in possible_levels(script, call)]
     if not calls:
         imports_apex = any("apex.amp" in script.imported_modules for script in scripts)
-        policies = [_policy_of(level, {}, imports_apex) for level in (APEX_LEVELS if imports_apex else known_levels())]
-    return Expected(tuple(dict.fromkeys(policies)), frozenset(unknown))
+        return Expected(frozenset(Level.of(presets[name]) for name in (APEX_LEVELS if imports_apex else presets)))
+    levels: set[Level] = set()
+    for script, call in calls:
+        given = {name: literal(script, value) for name, value in arguments_of(call).items()}
+        if not is_written_out(call):
+            given.setdefault("loss_scale", UNKNOWN)
+        if given.get("enabled") is False:
+            continue
+        for name in possible_levels(script, call):
+            levels.update(Level.of(properties) for properties in _variants(presets[name], given))
+    return Expected(frozenset(levels))
+
+
+def _variants(properties: dict[str, Any], given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the properties of a level under what is given: twice if the loss scale is not known."""
+    known = {name: value for name, value in given.items() if name in properties and value not in (None, UNKNOWN)}
+    scales = ["dynamic", 1.0] if given.get("loss_scale") is UNKNOWN else []
+    laid_over = {**properties, **known}
+    return [{**laid_over, "loss_scale": scale} for scale in scales] or [laid_over]
 
 
 def is_apex(script: Script, call: ast.Call) -> bool:
@@ -191,21 +190,9 @@ def is_apex(script: Script, call: ast.Call) -> bool:
     return all(name.startswith(("apex.", "amp_patch.apex.")) for name in script.names.dotted(call.func))
 
 
-def _policy_of(level: str, overrides: Mapping[str, Any], in_apex: bool) -> Policy:
-    """Return the policy of a level; overrides that contradict it are left out.
-
-    The stand-in patches by Apex's list.
-    """
-    try:
-        policy = make_policy(level, overrides, presets=presets_in_force()[0])
-    except PolicyError:
-        policy = make_policy(level, {}, presets=presets_in_force()[0])
-    return replace(policy, lists=("apex",)) if in_apex and policy.patch_torch_functions else policy
-
-
 def levels_for(script: Script, call: ast.Call) -> tuple[str, ...]:
     """Return the levels that a call of `initialize` takes: Apex's four through the stand-in, else the presets'."""
-    return APEX_LEVELS if is_apex(script, call) else known_levels()
+    return APEX_LEVELS if is_apex(script, call) else tuple(get_presets())
 
 
 def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
@@ -217,24 +204,19 @@ def possible_levels(script: Script, call: ast.Call) -> tuple[str, ...]:
     if "opt_level" not in arguments:
         return ("O1",)
     value = literal(script, arguments["opt_level"])
-    values = [value] if isinstance(value, str) else offered(script, arguments["opt_level"])
+    values = [value] if isinstance(value, str) else _offered(script, arguments["opt_level"])
     return tuple(level for level in values if level in levels) or levels
 
 
-def offered(script: Script, node: ast.AST) -> list[str]:
+def _offered(script: Script, node: ast.AST) -> list[str]:
     """Return the `choices` of the command line option that an expression such as `args.opt_level` reads, if any."""
-    for option in options_read_by(script, node):
-        written = argument_of(option, "choices")
-        choices = UNKNOWN if written is None else literal(script, written)
-        if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-            return choices
-    return []
-
-
-def options_read_by(script: Script, node: ast.AST) -> list[ast.Call]:
-    """Return the `add_argument` calls that declare the option an expression such as `args.opt_level` reads."""
     name = text_of(node).rpartition(".")[2]
-    return [call for call, _ in script.method_calls("add_argument") if name in destinations(call)]
+    for option, _ in script.method_calls("add_argument"):
+        written = argument_of(option, "choices") if name in destinations(option) else None
+        choices = UNKNOWN if written is None else literal(script, written)
+        if isinstance(choices, list):
+            return [choice for choice in choices if isinstance(choice, str)]
+    return []
 
 
 def destinations(option: ast.Call) -> list[str]:

@@ -1,4 +1,7 @@
-"""The machine: versions, devices, which 16-bit dtypes are fast on them, and what is installed as `apex`."""
+"""The machine: versions, devices, which 16-bit dtypes are fast on them, and what is installed as `apex`.
+
+torch is imported late: scripts are read without it.
+"""
 
 import importlib.machinery
 import importlib.metadata
@@ -6,18 +9,13 @@ import importlib.util
 import platform
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import amp_patch
 
-from ..hardware import cpu_flags, has_low_products
 from .findings import Finding
-from .levels import presets_in_force
 
 REQUIRED = {"torch": (2, 6), "wrapt": (2, 4), "PyYAML": (6,)}
 _SIZE = 256  # a product of this size takes some 30 ms in float16 where that is slow, and 0.2 ms in float32
@@ -28,11 +26,15 @@ _INSTALLED_BY_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transfor
 
 @dataclass(frozen=True, slots=True)
 class LowDtype:
-    """The speed of a 16-bit dtype on a device against float32: "fast", "slow", "even" or "unknown"."""
+    """The speed of a 16-bit dtype on a device against float32: "fast", "slow", "even" or "unknown".
+
+    `speed` is what was measured, 1.0 being float32's; None where nothing was.
+    """
 
     name: str
     verdict: str
     evidence: str
+    speed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Device:
 
     name: str
     low_dtypes: tuple[LowDtype, ...]
+    multiplies: tuple[str, ...] = ()
+    """The 16-bit dtypes that it trains in by instructions for them; in others amp computes products in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,15 @@ class Machine:
     devices: tuple[Device, ...]
     apex: ApexInstall
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and lists, for JSON."""
-        return asdict(self)
-
 
 def get_machine() -> Machine:
-    """Look the machine over; takes about a tenth of a second."""
-    versions = {name: torch.__version__ if name == "torch" else _version(name) for name in REQUIRED}
-    return Machine(platform.python_version(), amp_patch.__version__, versions, tuple(_devices()), find_apex())
+    """Look the machine over; takes about a tenth of a second, and the import of torch."""
+    return Machine(platform.python_version(), amp_patch.__version__, get_versions(), tuple(get_devices()), find_apex())
+
+
+def get_versions() -> dict[str, str | None]:
+    """Return what is installed of the packages that amp_patch needs."""
+    return {name: _version(name) for name in REQUIRED}
 
 
 def _version(distribution: str) -> str | None:
@@ -83,16 +87,26 @@ def _version(distribution: str) -> str | None:
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
-def _devices() -> Iterator[Device]:
+def get_devices() -> Iterator[Device]:
+    """Yield the devices, accelerators first; the CPU is measured when it is reached."""
+    import torch
+
+    from ..hardware import cpu_flags, has_low_products
+
+    multiplies = {
+        kind: tuple(name for name in ("float16", "bfloat16") if has_low_products(kind, getattr(torch, name)))
+        for kind in ("cuda", "cpu")
+    }
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             capability = None if torch.version.hip else torch.cuda.get_device_capability(index)
-            yield Device(f"cuda:{index} {properties.name}", judge_gpu(capability))
+            yield Device(f"cuda:{index} {properties.name}", judge_gpu(capability), multiplies["cuda"])
     elif torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        yield Device(str(accelerator), judge_gpu(None))
-    yield Device(f"cpu {torch.backends.cpu.get_cpu_capability()}", judge_cpu(cpu_flags(), measure_cpu()))
+        yield Device(str(torch.accelerator.current_accelerator()), judge_gpu(None), ("float16", "bfloat16"))
+    yield Device(
+        f"cpu {torch.backends.cpu.get_cpu_capability()}", judge_cpu(cpu_flags(), measure_cpu()), multiplies["cpu"]
+    )
 
 
 def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
@@ -103,29 +117,23 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in ("float16", "bfloat16"))
-    verdicts = []
-    for name, first in (("float16", (7, 0)), ("bfloat16", (8, 0))):
-        has = capability >= first
-        evidence = (
-            f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with"
-            f" {first[0]}.{first[1]}"
-        )
-        verdicts.append(LowDtype(name, "fast" if has else "slow", evidence))
-    return tuple(verdicts)
+    has = f"compute capability {capability[0]}.{capability[1]}; matrix units for"
+    return tuple(
+        LowDtype(name, "fast" if capability >= (first, 0) else "slow", f"{has} {name} come with {first}.0")
+        for name, first in (("float16", 7), ("bfloat16", 8))
+    )
 
 
 def measure_cpu() -> dict[str, float]:
     """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: best of a few repeats."""
-    seconds = {dtype: _time_product(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-    return {
-        str(dtype).removeprefix("torch."): seconds[torch.float32] / taken
-        for dtype, taken in seconds.items()
-        if dtype is not torch.float32
-    }
+    seconds = {name: _time_product(name) for name in ("float32", "float16", "bfloat16")}
+    return {name: seconds["float32"] / taken for name, taken in seconds.items() if name != "float32"}
 
 
-def _time_product(dtype: torch.dtype) -> float:
-    value = torch.ones(_SIZE, _SIZE, dtype=dtype)
+def _time_product(dtype: str) -> float:
+    import torch
+
+    value = torch.ones(_SIZE, _SIZE, dtype=getattr(torch, dtype))
     times = []
     for _ in range(_REPEATS + 1):  # the first one is for warming up
         started = time.perf_counter()
@@ -134,38 +142,53 @@ def _time_product(dtype: torch.dtype) -> float:
     return max(min(times[1:]), 1e-9)
 
 
-def judge_cpu(flags: Sequence[str], speeds: dict[str, float]) -> tuple[LowDtype, ...]:
+def judge_cpu(flags: Sequence[str], speeds: Mapping[str, float]) -> tuple[LowDtype, ...]:
     """Return the verdict on each 16-bit dtype for measured speeds, 1.0 being float32's."""
-    verdicts = []
-    for name, speed in speeds.items():
-        verdict = "fast" if speed >= _FAST else "slow" if speed <= _SLOW else "even"
-        has = ", ".join(flags) or "no instructions for 16 bits"
-        verdicts.append(
-            LowDtype(name, verdict, f"{speed:.2g} times the speed of float32 in a {_SIZE}x{_SIZE} product; {has}")
+    has = ", ".join(flags) or "no instructions for 16 bits"
+    size = f"{_SIZE}x{_SIZE}"
+    return tuple(
+        LowDtype(
+            name,
+            "fast" if speed >= _FAST else "slow" if speed <= _SLOW else "even",
+            f"{speed:.2g} times the speed of float32 in a {size} product; {has}",
+            speed,
         )
-    return tuple(verdicts)
+        for name, speed in speeds.items()
+    )
 
 
-def recommend(machine: Machine) -> str:
-    """Return a sentence on which levels are for speed here, by the first device, an accelerator if there is one."""
-    device = next(iter(machine.devices), None)
-    if device is None or device.name.startswith("cpu"):
-        if has_low_products("cpu", torch.bfloat16):
-            return (
-                "for speed on this CPU use O4 or O5 (bfloat16); float16 levels are for trying out what a GPU will run"
-            )
-        return (
-            "for speed on this CPU use O0: it has no fast products of 16-bit values. The other levels are for trying"
-            " out what a GPU will run; leave out compute='native' there"
-        )
-    verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
-    if verdicts["bfloat16"] == "fast":
-        return f"for speed on {device.name} use O4 or O5 (bfloat16, no loss scaling); O1 and O2 (float16) are as fast"
-    if verdicts["float16"] == "fast":
-        return f"for speed on {device.name} use O1 or O2 (float16): bfloat16 is slow there"
-    if "unknown" in verdicts.values():
-        return f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest"
-    return f"for speed on {device.name} use O0: 16 bits save memory there, and no time"
+def get_advice() -> str:
+    """Return which level is for speed on the first device."""
+    return recommend(next(get_devices()))
+
+
+def recommend(device: Device) -> str:
+    """Return which level is for speed on a device, and what is known of it that says so."""
+    low = {dtype.name: dtype for dtype in device.low_dtypes}
+    if device.name.startswith("cpu"):
+        return _recommend_for_cpu(device, low["bfloat16"])
+    if low["bfloat16"].verdict == "fast":
+        return f"use O4 or O5: {device.name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
+    if low["float16"].verdict == "fast":
+        return f"use O1 or O2: {device.name} has fast float16 products, and no fast bfloat16 ones"
+    if low["float16"].verdict == "unknown":
+        return f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest: nothing is known of it here"
+    return f"keep O0 here: 16 bits save memory on {device.name}, and no time"
+
+
+def _recommend_for_cpu(device: Device, bfloat16: LowDtype) -> str:
+    if "bfloat16" in device.multiplies:
+        return "use O4 or O5: this CPU has bfloat16 products; float16 levels are for trying out what a GPU will run"
+    slow = [
+        f"{1 / dtype.speed:.0f} times slower in {dtype.name}"
+        for dtype in device.low_dtypes
+        if dtype.speed and dtype.verdict == "slow"
+    ]
+    measured = f": products are {' and '.join(slow)} than in float32" if slow else ""
+    return (
+        f"keep O0 here{measured or ': this CPU has no fast 16-bit products'}, so amp computes them in float32. Other"
+        " levels are for trying out what a GPU will run"
+    )
 
 
 # ---- apex ------------------------------------------------------------------------------------------------------------
@@ -206,26 +229,24 @@ _FOREIGN = {
 }
 
 
-def machine_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield what is wrong with the machine."""
-    if machine.apex.kind in _FOREIGN:
-        where = f" ({machine.apex.location})" if machine.apex.location else ""
-        fix = "Take it away (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
-        yield Finding("AMP901", "warning", _FOREIGN[machine.apex.kind] + where, fix)
+def machine_findings(
+    apex: ApexInstall | None = None, versions: Mapping[str, str | None] | None = None
+) -> list[Finding]:
+    """Return what is wrong with what is installed, here or as it is said."""
+    return list(_findings(apex or find_apex(), versions or get_versions()))
+
+
+def _findings(apex: ApexInstall, versions: Mapping[str, str | None]) -> Iterator[Finding]:
+    if apex.kind in _FOREIGN:
+        where = f" ({apex.location})" if apex.location else ""
+        advice = "Take it away (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
+        yield Finding("AMP901", "warning", _FOREIGN[apex.kind] + where, advice)
     for name, required in REQUIRED.items():
-        version = machine.versions[name]
+        version = versions[name]
         if version is None or _numbers(version) < required:
             wanted = ".".join(map(str, required))
             message = f"{name} {version or 'is not installed'}: amp_patch needs {wanted} or later"
             yield Finding("AMP902", "error", message, f'pip install "{name}>={wanted}"')
-    problem = presets_in_force()[1]
-    if problem is not None:
-        yield Finding(
-            "AMP903",
-            "error",
-            f"AMP_PATCH_PRESETS cannot be used: {problem}",
-            "Correct the file, or unset the variable.",
-        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -25,6 +25,11 @@ _SPELLINGS = (
 """Second spellings of one thing. The functions of Apex's amp and of amp_patch both become `amp.name`."""
 
 
+LOW = frozenset({"torch.float16", "torch.half", "torch.bfloat16"})
+AUTOCASTS = frozenset({"torch.autocast", *(f"torch.{name}.autocast" for name in ("amp", "cuda.amp", "cpu.amp"))})
+SCALERS = frozenset({"torch.GradScaler", *(f"torch.{name}.GradScaler" for name in ("amp", "cuda.amp", "cpu.amp"))})
+
+
 def canonical(dotted: str) -> str:
     """Return the one spelling under which the checks know a dotted name."""
     for prefix, spelling in _SPELLINGS:
@@ -78,6 +83,13 @@ class Names:
                 self._targets.setdefault(alias.asname or alias.name, set()).add(
                     f"{module.rstrip('.') or '.'}.{alias.name}"
                 )
+
+    def find_amp(self) -> str | None:
+        """Return what the script calls the module amp, Apex's or this package; None if it imports functions only."""
+        for name, targets in self._targets.items():
+            if targets <= {"apex.amp", "amp_patch", "amp_patch.amp", "amp_patch.apex.amp"}:
+                return name
+        return "apex.amp" if self._targets.get("apex") == {"apex"} else None
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
         """Return the dotted names, as imported, that a name or a chain of attributes may stand for.

@@ -1,40 +1,65 @@
-"""Checks of torch's own mixed precision in a script that uses amp: `torch.autocast` and GradScaler."""
+"""Rules of torch's own mixed precision in a script that uses amp, and of losses that 16 bits are too few for."""
 
 import ast
 from collections.abc import Iterator
 
+from . import edits
 from .context import Context
-from .findings import Fault
-from .levels import literal
+from .findings import Edits, Fault
+from .levels import is_apex, literal
+from .names import AUTOCASTS, SCALERS
+from .rules import rule
 from .script import Script
-from .structure import argument_of
+from .structure import argument_of, text_of
 
-_AUTOCASTS = frozenset({"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast"})
+_BCE = ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss")
 
-_SCALERS = frozenset(
-    {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler", "torch.GradScaler"}
+
+@rule(
+    "AMP307",
+    "torch.autocast or a GradScaler beside amp",
+    bad="""
+        scaler = torch.amp.GradScaler()  # AMP307
+        with torch.autocast("cuda"):  # AMP307
+            loss = F.mse_loss(model(images), target)
+    """,
+    good="""
+        scaler = torch.amp.GradScaler(enabled=False)
+        loss = F.mse_loss(model(images), target)
+    """,
+    mends=True,
 )
-
-
 def native_amp(context: Context) -> Iterator[Fault]:
-    """`torch.autocast` or a GradScaler in use together with amp."""
+    """Two sets of rules would cast the same ops, autocast's last, and two scalers decide upon the same steps."""
     script = context.script
     if not script.calls_of("amp.initialize", "amp.scale_loss"):
         return
-    for call in script.calls:
-        names = script.names.resolve(call.func)
-        if not names & (_AUTOCASTS | _SCALERS) or _enabled(script, call) is not True or script.is_without_amp(call):
+    for call in script.calls_of(*AUTOCASTS, *SCALERS):
+        if _enabled(script, call) is not True or script.is_without_amp(call):
             continue
         if script.has_flag_of_its_own(call) or _is_in_class_of_its_own(script, call):
             continue  # one of several ways to train, as a rule
-        if names & _SCALERS:
+        if script.is_call_of(call, SCALERS):
             message = "a GradScaler beside amp: the loss would be scaled twice, and step() decided upon twice"
-            fix = "Use amp.scale_loss, or GradScaler with torch.autocast and no amp.initialize."
-            yield Fault(call, "error", message, fix)
+            advice = "Use amp.scale_loss and take the GradScaler out, or switch it off by enabled=False."
+            switch = argument_of(call, "enabled")
+            off = (
+                edits.replace(script, switch, "False") if switch else edits.add_argument(script, call, "enabled=False")
+            )
+            yield Fault(call, "error", message, advice, off)
         else:
             message = "torch.autocast beside amp: two sets of rules cast the same ops, those of autocast last"
-            fix = "Leave autocast out; the op lists of amp_patch decide (lists= takes your own)."
-            yield Fault(call, "warning", message, fix)
+            advice = "Leave autocast out; the op lists decide (lists= takes your own)."
+            yield Fault(call, "warning", message, advice, _take_out(script, call))
+
+
+def _take_out(script: Script, call: ast.Call) -> Edits:
+    """Take a call out of the `with` that it opens."""
+    item = script.structure.parent(call)
+    block = script.structure.parent(item) if isinstance(item, ast.withitem) and item.optional_vars is None else None
+    if not isinstance(item, ast.withitem) or not isinstance(block, (ast.With, ast.AsyncWith)):
+        return ()
+    return edits.unwrap(script, block, item)
 
 
 def _is_in_class_of_its_own(script: Script, call: ast.Call) -> bool:
@@ -50,16 +75,46 @@ def _enabled(script: Script, call: ast.Call) -> object:
     return True if node is None else literal(script, node)
 
 
+@rule(
+    "AMP308",
+    "autocast(enabled=False) to turn casts off",
+    bad="""
+        with torch.autocast("cuda", enabled=False):  # AMP308
+            loss = F.mse_loss(output, target)
+    """,
+    good="""
+        with amp.disable_casts():
+            loss = F.mse_loss(output, target)
+    """,
+    mends=True,
+)
 def autocast_switched_off(context: Context) -> Iterator[Fault]:
-    """`torch.autocast(enabled=False)`, which does not turn amp's casts off."""
+    """It switches torch's own casts off; those of amp go on."""
     script = context.script
-    if not context.expected.may_patch:
-        return
-    for call in script.calls:
-        if (
-            script.names.resolve(call.func) & _AUTOCASTS
-            and _enabled(script, call) is False
-            and not script.is_without_amp(call)
-        ):
-            message = "autocast(enabled=False) does not turn the casts of amp_patch off"
-            yield Fault(call, "warning", message, "Use `with amp.disable_casts():`.")
+    for call in script.calls_of(*AUTOCASTS) if context.expected.may_patch else ():
+        if _enabled(script, call) is False and not script.is_without_amp(call):
+            amp = script.names.find_amp()
+            is_block = isinstance(script.structure.parent(call), ast.withitem)
+            change = edits.replace(script, call, f"{amp}.disable_casts()") if amp and is_block else ()
+            message = "autocast(enabled=False) does not turn the casts of amp off"
+            yield Fault(call, "warning", message, "Use `with amp.disable_casts():`.", change)
+
+
+@rule(
+    "AMP402",
+    "a loss on probabilities",
+    bad="loss = F.binary_cross_entropy(torch.sigmoid(output), target)  # AMP402",
+    good="loss = F.binary_cross_entropy_with_logits(output, target)",
+)
+def probability_losses(context: Context) -> Iterator[Fault]:
+    """16 bits round probabilities near 0 and 1 to 0 and 1, where the loss is infinite and gradients are 0."""
+    script = context.script
+    for call in script.calls_of(*_BCE) if context.expected.may_use_low else ():
+        first = call.args[0].func if call.args and isinstance(call.args[0], ast.Call) else None
+        is_widened = isinstance(first, ast.Attribute) and first.attr in ("float", "double")
+        if not is_widened and not script.is_without_amp(call):
+            by_apex = any(is_apex(script, one) for one in script.initializations)
+            message = f"{text_of(call.func)} takes probabilities, which 16 bits round to 0 and 1"
+            message += "; Apex's list bans it" if by_apex else ""
+            advice = "Leave the sigmoid out and use F.binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss."
+            yield Fault(call, "warning", message, advice)

@@ -1,19 +1,17 @@
-"""One training script, read and never run: its tree, its names, and the calls of amp in it."""
+"""One training script, read and never run: its tree, its names, its lines, and the calls of amp in it."""
 
 import ast
+import bisect
 import io
-import platform
 import re
 import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
 
-from .findings import Finding
 from .names import Names
-from .structure import Atoms, Structure, contradict, position, text_of
+from .structure import Atoms, Structure, contradict, end, position, text_of
 
 AMP_FUNCTIONS = frozenset(
     f"amp.{name}"
@@ -29,7 +27,8 @@ AMP_FUNCTIONS = frozenset(
     )
 )
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
-_IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
+_IGNORE = re.compile(r"#\s*(?:amp-patch:\s*ignore(?:\[([^\]]*)\])?|noqa(?::\s*([A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*)|(?!:)))")
+_LINE_END = re.compile(r"\r\n|\r|\n")  # as Python counts lines: a form feed ends none
 _AMP_WORD = re.compile(r"\b(amp|apex|amp_patch)\b")  # a script that calls amp has one of these somewhere
 _EVERY_CODE = "*"
 
@@ -39,14 +38,15 @@ class Script:
 
     Args:
         path: as it is to be shown.
-        text: the source.
-        tree: its syntax tree.
+        text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
     """
 
-    def __init__(self, path: str, text: str, tree: ast.Module) -> None:
+    def __init__(self, path: str, text: str) -> None:
         self.path = path
-        self.tree = tree
-        self._text = text
+        self.text = text
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+            self.tree = ast.parse(text)
 
     # Cached properties, because most files of a directory need none of them.
 
@@ -73,7 +73,7 @@ class Script:
     @cached_property
     def ignored(self) -> dict[int, frozenset[str]]:
         """The codes that comments silence, by line."""
-        return _read_ignore_comments(self._text) if "amp-patch" in self._text else {}
+        return _read_ignore_comments(self.text) if _IGNORE.search(self.text) else {}
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Script:
     @cached_property
     def uses_amp(self) -> bool:
         """Whether the script calls amp, Apex's or this package's."""
-        return bool(_AMP_WORD.search(self._text)) and bool(self.calls_of(*AMP_FUNCTIONS))
+        return bool(_AMP_WORD.search(self.text)) and bool(self.calls_of(*AMP_FUNCTIONS))
 
     @cached_property
     def initializations(self) -> list[ast.Call]:
@@ -125,8 +125,13 @@ class Script:
     def is_without_amp(self, node: ast.AST) -> bool:
         """Tell whether a node runs only where amp is switched off.
 
-        It is on the other arm of an `if`, or behind the negation of the same flag.
+        It is on the other arm of an `if`, behind the negation of the same flag, or behind `amp.reset()`.
         """
+        is_before = self.structure.is_before
+        for reset in self.calls_of("amp.reset"):
+            again = (one for one in self.initializations if is_before(reset, one) and is_before(one, node))
+            if is_before(reset, node) and next(again, None) is None:
+                return True
         if any(self.structure.are_exclusive(node, call) for call in self._core_calls):
             return True
         return contradict(self.structure.atoms(node), self._core_atoms)
@@ -191,14 +196,86 @@ class Script:
     # ---- places ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _lines(self) -> list[bytes]:
-        return re.split(rb"\r\n|\r|\n", self._text.encode())  # as Python counts lines: a form feed ends none
+    def _starts(self) -> list[int]:
+        """Where each line starts, and the end of the text."""
+        return [0, *(match.end() for match in _LINE_END.finditer(self.text)), len(self.text)]
 
-    def line_and_column(self, node: ast.AST) -> tuple[int, int]:
+    @cached_property
+    def newline(self) -> str:
+        """How the first line ends."""
+        ending = _LINE_END.search(self.text)
+        return ending[0] if ending else "\n"
+
+    @cached_property
+    def indent(self) -> str:
+        """What a line of a block is indented by."""
+        return "\t" if re.search(r"^\t", self.text, re.MULTILINE) else "    "
+
+    @cached_property
+    def lines_in_strings(self) -> frozenset[int]:
+        """The lines that start inside a string, or between parts of one."""
+        strings = [node for node in self.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+        return frozenset(line for node in strings for line in range(position(node)[0] + 1, end(node)[0] + 1))
+
+    def offset(self, line: int, column: int = 0) -> int:
+        """Return how many characters come before a line (from 1) and a byte of it (from 0), as syntax trees count."""
+        if line >= len(self._starts):
+            return len(self.text)
+        start, stop = self._starts[line - 1 : line + 1]
+        return start + len(self.text[start:stop].encode()[:column].decode(errors="ignore"))
+
+    def line_of(self, offset: int) -> int:
+        """Return the line, from 1, that holds a character."""
+        return bisect.bisect_right(self._starts, offset)
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Return where a node starts and ends, in characters."""
+        if isinstance(node, ast.withitem):
+            return self.span(node.context_expr)[0], self.span(node.optional_vars or node.context_expr)[1]
+        return self.offset(*position(node)), self.offset(*end(node))
+
+    def source_of(self, node: ast.AST) -> str:
+        """Return a node as it is written."""
+        return self.text[slice(*self.span(node))]
+
+    def receiver_span(self, call: ast.Call) -> tuple[int, int]:
+        """Return the span of what a method is called on, with its parentheses."""
+        start, stop = self.span(call.func)
+        return start, self.text.rindex(".", start, stop)
+
+    def place(self, node: ast.AST) -> tuple[int, int]:
         """Return the line and the column of a node, both from 1, the column in characters."""
-        line, offset = position(node)
-        before = self._lines[line - 1][:offset] if 0 < line <= len(self._lines) else b""
-        return max(line, 1), len(before.decode(errors="ignore")) + 1
+        line = max(position(node)[0], 1)
+        return line, self.span(node)[0] - self.offset(line) + 1
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the innermost statement that a node is or stands in."""
+        return next(one for one in (node, *self.structure.around(node)) if isinstance(one, ast.stmt))
+
+    def siblings(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of the body that one stands in."""
+        parent = self.structure.parent(statement)
+        found: list[ast.stmt] = getattr(parent, self.structure.field(statement), [])
+        return found
+
+    def ancestor_beside(self, statement: ast.stmt, node: ast.AST) -> ast.stmt | None:
+        """Return the statement that holds a node among the siblings of another; None if none does."""
+        siblings = self.siblings(statement)
+        around = [one for one in (node, *self.structure.around(node)) if isinstance(one, ast.stmt)]
+        return next((one for one in around if one in siblings), None)
+
+    def indentation(self, statement: ast.stmt) -> str:
+        """Return what stands before a statement on its first line."""
+        return self.text[self.offset(statement.lineno) : self.span(statement)[0]]
+
+    def lines_of(self, statement: ast.stmt) -> tuple[int, int] | None:
+        """Return the span of a statement's lines with their ends; None if something else stands on them."""
+        start, last = self.span(statement)
+        first = self.offset(min(position(one)[0] for one in (statement, *getattr(statement, "decorator_list", []))))
+        stop = self.offset((statement.end_lineno or 0) + 1)
+        behind = self.text[last:stop].strip()
+        is_alone = not self.indentation(statement).strip() and (not behind or behind.startswith("#"))
+        return (first, stop) if is_alone else None
 
     def is_ignored(self, code: str, node: ast.AST) -> bool:
         """Tell whether a comment on a line of this node silences the code.
@@ -224,45 +301,20 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
-    """Return the codes that `# amp-patch: ignore[CODE, ...]` comments name, by line.
+    """Return the codes that `# amp-patch: ignore[CODE, ...]` and `# noqa: CODE, ...` name, by line.
 
-    A comment without brackets means every code.
+    A comment without codes means all; of those in noqa, only ours are looked at.
     """
     found: dict[int, frozenset[str]] = {}
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
             if comment:
-                codes = comment[1]
-                found[token.start[0]] = frozenset(
-                    {_EVERY_CODE} if codes is None else filter(None, map(str.strip, codes.split(",")))
-                )
+                ours, shared = comment[1], comment[2]
+                codes = set(re.split(r"[,\s]+", ours)) if ours is not None else {_EVERY_CODE}
+                if shared is not None:
+                    codes = {code for code in re.split(r"[,\s]+", shared) if code.startswith("AMP")}
+                found[token.start[0]] = frozenset(codes - {""})
     except (tokenize.TokenError, SyntaxError):
         pass  # what ast accepts and tokenize does not has no comments worth reading
     return found
-
-
-def read_script(path: Path, shown: str) -> Script | Finding:
-    """Read and parse a file; what cannot be read or parsed is a finding. Runs nothing of it."""
-    try:
-        source = path.read_bytes()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
-            tree = ast.parse(source)
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-        return Script(shown, source.decode(encoding), tree)
-    except SyntaxError as error:
-        version = ".".join(platform.python_version_tuple()[:2])
-        return unreadable(shown, f"cannot be parsed as Python {version}: {error.msg}", error.lineno, error.offset)
-    except (ValueError, LookupError) as error:
-        return unreadable(shown, f"is not Python source: {error}")
-    except (RecursionError, MemoryError):
-        return unreadable(shown, "is nested too deeply to be parsed")
-    except OSError as error:
-        return unreadable(shown, f"cannot be read: {error.strerror or error}")
-
-
-def unreadable(shown: str, reason: str, line: int | None = None, column: int | None = None) -> Finding:
-    """Return the finding for a file that gives nothing to check."""
-    fix = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none)."
-    return Finding("AMP001", "error", f"this file {reason}", fix, shown, max(line or 1, 1), max(column or 1, 1))

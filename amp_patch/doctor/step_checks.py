@@ -1,94 +1,103 @@
-"""Checks of optimizer steps, and of what comes right before and after them: clipping and LR schedulers."""
+"""Rules of optimizer steps, and of what comes right before and after them: clipping and LR schedulers."""
 
 import ast
 from collections.abc import Iterator
 
+from . import edits
 from .blocks import get_block_around, get_blocks
 from .context import Context
-from .findings import Fault
-from .levels import literal
-from .script import Script
-from .structure import argument_of, text_of
+from .findings import Edits, Fault
+from .rules import rule
+from .structure import text_of
 
-_CLIPS = tuple(
+_CLIPPERS = tuple(
     f"{module}.{name}"
-    for module in ("torch.nn.utils", "apex.contrib.clip_grad")
-    for name in ("clip_grad_norm_", "clip_grad_value_")
+    for module in ("torch.nn.utils", "apex.contrib.clip_grad", "apex.fp16_utils")
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 )
 
-_CLIPPERS = frozenset({*_CLIPS, "torch.nn.utils.clip_grad_norm", "apex.fp16_utils.clip_grad_norm"})
+
+def _calls_in_blocks(context: Context, calls: list[ast.Call]) -> Iterator[tuple[ast.Call, Edits]]:
+    """Yield those of the calls that stand in a block, with edits that let it end before them."""
+    blocks = get_blocks(context.script)
+    for call in calls:
+        block = get_block_around(context.script, blocks, call)
+        if block is not None:
+            yield call, edits.close_block_before(context.script, block.statement, call, block.name)
 
 
+@rule(
+    "AMP304",
+    "optimizer.step() inside scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.step()  # AMP304
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    """,
+    mends=True,
+)
 def steps_in_block(context: Context) -> Iterator[Fault]:
-    """`optimizer.step()` inside `scale_loss`."""
-    script, blocks = context.script, get_blocks(context.script)
-    for call, receiver in script.method_calls("step"):
-        if get_block_around(script, blocks, call) is not None and context.is_optimizer(receiver):
-            message = (
-                f"{text_of(receiver)}.step() inside the scale_loss block: Apex would step with gradients that are still"
-                " scaled"
-            )
-            yield Fault(call, "warning", message, "Move it behind the block. amp_patch unscales first either way.")
+    """Apex divides gradients when the block ends, so a step inside takes scaled ones. amp_patch divides them first."""
+    steps = [call for call, receiver in context.script.method_calls("step") if context.is_optimizer(receiver)]
+    for call, change in _calls_in_blocks(context, steps):
+        message = f"{text_of(call.func)}() inside the scale_loss block: Apex would step with scaled gradients"
+        yield Fault(call, "warning", message, "Move it behind the block.", change)
 
 
+@rule(
+    "AMP305",
+    "clipping inside scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # AMP305
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """,
+    mends=True,
+)
 def clips_in_block(context: Context) -> Iterator[Fault]:
-    """Clipping inside `scale_loss`, where gradients are still scaled."""
-    script, blocks = context.script, get_blocks(context.script)
-    if not context.expected.may_scale:
-        return
-    for call in script.calls_of(*_CLIPPERS):
-        if get_block_around(script, blocks, call) is not None:
-            message = (
-                "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale, and so"
-                " clips nearly all of them"
-            )
-            yield Fault(call, "error", message, "Move it behind the block, and clip amp.master_params(optimizer).")
+    """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
+    clips = context.script.calls_of(*_CLIPPERS) if context.expected.may_scale else []
+    for call, change in _calls_in_blocks(context, clips):
+        message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
+        yield Fault(call, "error", message, "Move it behind the block.", change)
 
 
+@rule(
+    "AMP309",
+    "an LR scheduler that counts skipped steps",
+    bad="""
+        for images in loader:
+            optimizer.step()
+            scheduler.step()  # AMP309
+    """,
+    good="""
+        for images in loader:
+            optimizer.step()
+            if not optimizer.step_was_skipped:
+                scheduler.step()
+    """,
+)
 def unguarded_schedulers(context: Context) -> Iterator[Fault]:
-    """An LR scheduler that steps with the optimizer, also when the step was skipped."""
+    """A dynamic loss scale skips a few steps at the start of a run, which a scheduler in the same loop counts, too."""
     script = context.script
-    if not script.uses_amp or not context.expected.may_skip or _asks_for_skips(script):
+    if not script.uses_amp or not context.expected.may_skip or "step_was_skipped" in script.text:
         return
     loops = {
         script.structure.loop(call) for call, receiver in script.method_calls("step") if context.is_optimizer(receiver)
     } - {None}
     for call, receiver in script.method_calls("step"):
-        if (
-            "sched" in text_of(receiver).lower()
-            and script.structure.loop(call) in loops
-            and not script.is_without_amp(call)
-        ):
-            message = (
-                f"{text_of(receiver)}.step() also counts steps that were skipped after an overflow (a few at the start"
-                " of a run)"
-            )
-            fix = "If the schedule must be exact: `if not optimizer.step_was_skipped: scheduler.step()`."
-            yield Fault(call, "note", message, fix)
-
-
-def _asks_for_skips(script: Script) -> bool:
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == "step_was_skipped")
-        or (isinstance(node, ast.Constant) and node.value == "step_was_skipped")
-        for node in script.nodes
-    )
-
-
-def closures(context: Context) -> Iterator[Fault]:
-    """`optimizer.step(closure)` where steps may be skipped."""
-    script, levels = context.script, context.expected
-    if not script.uses_amp or not levels.may_skip:
-        return
-    for call, receiver in script.method_calls("step"):
-        closure = argument_of(call, "closure", 0)
-        is_given = closure is not None and literal(script, closure) is not None
-        if is_given and context.is_optimizer(receiver) and not script.is_without_amp(call):
-            message = (
-                "step(closure) with a dynamic loss scale raises OptimizerError: whether to skip must be known before"
-                " the closure runs"
-            )
-            fix = (
-                "Call step() without a closure, give initialize a static loss_scale, or use a bfloat16 level (O4, O5)."
-            )
-            yield Fault(call, "error" if levels.must_skip else "warning", message, fix)
+        is_scheduler = "sched" in text_of(receiver).lower()
+        if is_scheduler and script.structure.loop(call) in loops and not script.is_without_amp(call):
+            message = f"{text_of(receiver)}.step() also counts steps that were skipped after an overflow"
+            advice = "If the schedule must be exact: `if not optimizer.step_was_skipped: scheduler.step()`."
+            yield Fault(call, "note", message, advice)

@@ -91,13 +91,6 @@ class Structure:
             scope = self.scope(scope)
         return scope
 
-    def function_name(self, node: ast.AST) -> str:
-        """Return the name of the innermost function around a node, or an empty string."""
-        for outer in (node, *self.around(node)):
-            if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return outer.name
-        return ""
-
     def loop(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost loop around a node in its own scope."""
         for outer in self.around(node):

@@ -660,7 +660,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 # ---- the hook --------------------------------------------------------------------------------------------------------
 
-(HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+HOOK, _ = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
 
 def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write: Write) -> None:

@@ -1,21 +1,17 @@
 """The doctor's checks: each finds its fault at its line, and leaves what only looks like it alone."""
 
-import ast
-import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
+from diagnosing import diagnose_files
 
-import amp_patch as amp
-from amp_patch.cli.main import main
-from amp_patch.doctor import capture_checks, coverage, levels
-from amp_patch.doctor.diagnoses import CHECKS
-from amp_patch.doctor.files import diagnose_files, find_files
+from amp_patch.doctor import coverage, levels
+from amp_patch.doctor.files import find_files
 from amp_patch.doctor.findings import Finding
+from amp_patch.doctor.rules import sorted_rules
+from amp_patch.doctor.script import Script
 
 FAULT = "# FAULT"
 HEAD = """
@@ -135,31 +131,6 @@ POSITIVE = {
         HEAD + 'parser.add_argument("--fp16_opt_level", default="O1", choices=["O1", "0O"])  # FAULT\n'
         "amp.initialize(model, optimizer, opt_level=args.fp16_opt_level)",
     ),
-    "AMP201-no-default": (
-        "warning",
-        HEAD + 'parser.add_argument("--opt-level", type=str)  # FAULT\n'
-        "amp.initialize(model, optimizer,"
-        " opt_level=args.opt_level)",
-    ),
-    "AMP202-batchnorm": (
-        "error",
-        HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=True)  # FAULT',
-    ),
-    "AMP202-default-level": ("error", HEAD + "amp.initialize(model, optimizer, master_weights=True)  # FAULT"),
-    "AMP202-dtype": (
-        "error",
-        HEAD + 'amp.initialize(model, optimizer, opt_level="O1", cast_model_type=torch.float16)  # FAULT',
-    ),
-    "AMP202-lists": ("error", HEAD + 'amp.initialize(model, optimizer, opt_level="O0", lists="apex")  # FAULT'),
-    "AMP202-loss-scale": (
-        "error",
-        HEAD + 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=-(2.0**3))  # FAULT',
-    ),
-    "AMP202-knobs": (
-        "error",
-        HEAD
-        + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": 64, "backoff_factor": 2})  # FAULT',
-    ),
     "AMP201-apex": ("error", "from apex import amp\namp.initialize(model, optimizer, opt_level='O4')  # FAULT"),
     "AMP201-apex-default": (
         "error",
@@ -189,20 +160,7 @@ POSITIVE = {
             "    initialize([model], [optimizer])"
         ),
     ),
-    "AMP204-before": ("error", HEAD + "model = torch.jit.script(model)  # FAULT\n" + setup()),
-    "AMP204-traced": ("error", HEAD + "model = torch.jit.trace(model, example)  # FAULT\n" + setup("O4")),
     "AMP204-after": ("error", HEAD + setup() + "torch.jit.script(model).save('model.pt')  # FAULT"),
-    "AMP205-not-passed": (
-        "error",
-        HEAD + 'model = amp.initialize(model, opt_level="O4")\n'
-        "with amp.scale_loss(loss, optimizer) as scaled:  # FAULT\n"
-        "   "
-        " scaled.backward()",
-    ),
-    "AMP205-made-anew": (
-        "error",
-        HEAD + setup("O4") + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # FAULT",
-    ),
     "AMP206-half": ("error", HEAD + "model.half()  # FAULT\n" + setup("O2")),
     "AMP206-chain": ("error", HEAD + "model = Net().cuda().half()  # FAULT\n" + setup("O1")),
     "AMP206-to": ("error", HEAD + "model = model.to(device, dtype=torch.bfloat16)  # FAULT\n" + setup("O5")),
@@ -211,13 +169,6 @@ POSITIVE = {
     "AMP207-model-after": ("warning", HEAD + setup("O4") + "model.half()  # FAULT"),
     "AMP208": ("error", HEAD + "model = Net()\n" + setup("O4") + "model.to(device)  # FAULT"),
     "AMP208-cuda": ("error", HEAD + "model = models.ResNet(10)\n" + setup("O4") + "model = model.cuda()  # FAULT"),
-    "AMP209-masters": ("warning", HEAD + "import copy\n" + setup("O5") + "ema = copy.deepcopy(model)  # FAULT"),
-    "AMP209-any-level": (
-        "note",
-        HEAD + "from copy import deepcopy\n"
-        "model, optimizer = amp.initialize(model, optimizer, opt_level=level)\n"
-        "ema = deepcopy(model)  # FAULT",
-    ),
     # ---- the loop
     "AMP301": (
         "error",
@@ -286,77 +237,13 @@ POSITIVE = {
         "error",
         HEAD + setup() + "with amp.scale_loss(loss, optimizer, 1) as scaled:  # FAULT\n    scaled.backward()",
     ),
-    "AMP311": ("error", HEAD + setup() + "optimizer.step(closure)  # FAULT"),
-    "AMP311-any-level": (
-        "warning",
-        HEAD + "amp.initialize(model, optimizer, opt_level=level)\noptimizer.step(closure=lambda: loss)  # FAULT",
-    ),
     "AMP312": ("note", HEAD + setup() + "g, = torch.autograd.grad(out.sum(), x, create_graph=True)  # FAULT"),
     # ---- functions
-    "AMP401-table": ("warning", HEAD + 'LOSSES = {"mse": F.mse_loss, "own": own}  # FAULT\n' + setup("O4")),
-    "AMP401-table-of-names": (
-        "warning",
-        HEAD + "from torch.nn.functional import linear\n"
-        "TABLE = dict(linear=linear)  # FAULT\n"
-        "if __name__ =="
-        ' "__main__":\n'
-        "    " + setup("O4"),
-    ),
-    "AMP401-star": (
-        "warning",
-        HEAD + "from torch.nn.functional import *\nTABLE = dict(linear=linear)  # FAULT\n" + setup("O4"),
-    ),
-    "AMP401-apex": (
-        "warning",
-        "import torch.nn.functional as F\nfrom apex import amp\nTABLE = [F.gelu]  # FAULT\n" + setup(),
-    ),
-    "AMP401-entry": ("warning", HEAD + 'TABLE["mm"] = torch.mm  # FAULT\n' + setup("O4")),
-    "AMP401-default": (
-        "warning",
-        HEAD + "def head(x, project=F.linear):  # FAULT\n    return project(x)\n" + setup("O4"),
-    ),
-    "AMP401-lambda-default": (
-        "warning",
-        HEAD + "head = lambda x, *, project=F.linear: project(x)  # FAULT\n" + setup("O4"),
-    ),
-    "AMP401-class": (
-        "warning",
-        HEAD + "class Net(nn.Module):\n    project = staticmethod(F.linear)  # FAULT\n\n" + setup("O4"),
-    ),
-    "AMP401-attribute": (
-        "warning",
-        HEAD
-        + "class Net(nn.Module):\n    def __init__(self):\n        self.loss = F.mse_loss  # FAULT\n\n"
-        + setup("O4"),
-    ),
-    "AMP401-attributes-at-once": (
-        "warning",
-        HEAD
-        + "class Net(nn.Module):\n    def __init__(self):\n        self.a, self.loss = 1, F.mse_loss  # FAULT\n\n"
-        + setup("O4"),
-    ),
-    "AMP401-partial": (
-        "warning",
-        HEAD
-        + "from functools import partial\nloss = partial(F.cross_entropy, ignore_index=0)  # FAULT\n"
-        + setup("O4"),
-    ),
-    "AMP401-object": ("warning", HEAD + "model = Block(act=torch.matmul)  # FAULT\n" + setup("O4")),
-    "AMP401-closure": (
-        "warning",
-        HEAD + "def make():\n    project = torch.mm  # FAULT\n    return lambda x: project(x, x)\n\n" + setup("O4"),
-    ),
-    "AMP401-returned": (
-        "warning",
-        HEAD + "def get_loss(name):\n    return F.mse_loss if name else own  # FAULT\n\n" + setup("O4"),
-    ),
-    "AMP401-apex-list": ("warning", HEAD + "ACTS = [F.gelu]  # FAULT\n" + setup("O1", ', lists="apex"')),
     "AMP402": ("warning", HEAD + setup("O4") + "loss = F.binary_cross_entropy(p, y)  # FAULT"),
     "AMP402-module": ("warning", HEAD + "criterion = nn.BCELoss()  # FAULT\n" + setup("O5")),
-    "AMP402-apex": ("error", "import torch\nfrom apex import amp\ncriterion = torch.nn.BCELoss()  # FAULT\n" + setup()),
-    "AMP402-banned": (
-        "error",
-        HEAD + "criterion = nn.modules.loss.BCELoss()  # FAULT\n" + setup("O1", ', lists="apex"'),
+    "AMP402-apex": (
+        "warning",
+        "import torch\nfrom apex import amp\ncriterion = torch.nn.BCELoss()  # FAULT\n" + setup(),
     ),
     # ---- checkpoints
     "AMP501": (
@@ -379,7 +266,7 @@ def test_a_fault_is_found_at_its_line_and_nothing_else(
     findings = [finding for finding in diagnose(source) if finding.code != "AMP101"]
     assert places(findings) == [(name[:6], line) for line in marked_lines(source)]
     assert [finding.severity for finding in findings] == [severity]
-    assert all(finding.fix for finding in findings)
+    assert all(finding.advice for finding in findings)
 
 
 NEGATIVE = {
@@ -407,35 +294,11 @@ NEGATIVE = {
     "AMP201-known": HEAD + 'LEVEL = "O3"\namp.initialize(model, optimizer, opt_level=LEVEL)',
     "AMP201-own-presets": HEAD + 'amp.initialize(model, optimizer, opt_level="Careful", presets="my.yaml")',
     "AMP201-run-time": HEAD + 'LEVEL = "o1"\nLEVEL = LEVEL.upper()\namp.initialize(model, optimizer, opt_level=LEVEL)',
-    "AMP201-guarded": (
-        HEAD + 'parser.add_argument("--opt-level")\n'
-        "if args.opt_level:\n"
-        "    amp.initialize(model, optimizer,"
-        " opt_level=args.opt_level)"
-    ),
-    "AMP201-enabled": (
-        HEAD + 'parser.add_argument("--opt-level")\n'
-        "amp.initialize(model, optimizer, enabled=args.opt_level is not None,"
-        " opt_level=args.opt_level)"
-    ),
-    "AMP201-required": (
-        HEAD + 'parser.add_argument("--opt-level", required=True)\n'
-        "amp.initialize(model, optimizer,"
-        " opt_level=args.opt_level)"
-    ),
     "AMP201-own-default": (
         HEAD
         + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)'
     ),
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
-    "AMP202-fits": (
-        HEAD + 'amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32="True", loss_scale=2.0**7,'
-        " cast_model_type=torch.half)"
-    ),
-    "AMP202-knobs-fit": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"growth_interval": 50})',
-    "AMP202-knobs-unknown": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": args.init})',
-    "AMP202-unknown-value": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=args.keep)',
-    "AMP202-none": HEAD + 'amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32=None)',
     "AMP203-after": HEAD + setup("O4") + "model = nn.parallel.DistributedDataParallel(model)",
     "AMP203-other-arm": HEAD + "if args.plain:\n    model = nn.DataParallel(model)\nelse:\n    " + setup("O4"),
     "AMP203-left-before": (
@@ -453,13 +316,6 @@ NEGATIVE = {
         + setup("O4")
         + "torch.jit.trace(model, x)\nmodel = torch.compile(model)"
     ),
-    "AMP205-adopted": HEAD + setup("O4") + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + setup("O4"),
-    "AMP205-wrapped": HEAD + setup("O4") + "optimizer = LookaheadOptimizer(optimizer)\noptimizer = OrderedDict(parts)",
-    "AMP205-splat": (
-        HEAD + "model, optimizer = amp.initialize(*prepared)\n"
-        "with amp.scale_loss(loss, optimizer) as scaled:\n"
-        "    scaled.backward()"
-    ),
     "AMP206-level": HEAD + "model.half()\n" + setup("O3"),
     "AMP206-widened": HEAD + "model.half()\nload(model)\nmodel.float()\n" + setup("O0"),
     "AMP207-without-amp": "import torch\nmodel = model.half()\nmodel(x.half())",
@@ -475,10 +331,6 @@ NEGATIVE = {
     "AMP208-made-of-what-is-there": HEAD + "model = Wrap(Net().to(device))\n" + setup("O4") + "model.to(device)",
     "AMP208-made-elsewhere": HEAD + "model = build(args)\n" + setup("O4") + "model.to(device)",
     "AMP208-to-cpu": HEAD + "model = Net()\n" + setup("O4") + 'model.to("cpu")\nmodel.to(torch.channels_last)',
-    "AMP209-before": (
-        HEAD + "import copy\nema = copy.deepcopy(model)\n" + setup("O5") + "best = copy.deepcopy(model.state_dict())"
-    ),
-    "AMP209-not-cast": HEAD + "import copy\n" + setup("O4") + "ema = copy.deepcopy(model)",
     "AMP301-derived": (
         HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled:\n"
         "    part = scaled / 4\n"
@@ -601,37 +453,8 @@ NEGATIVE = {
         + setup(arguments=", num_losses=n")
         + "with amp.scale_loss(loss, optimizer, loss_id=4) as s:\n    s.backward()"
     ),
-    "AMP311-none": HEAD + setup() + "optimizer.step(closure=None)\noptimizer.step()\nbar.step(closure)",
-    "AMP311-static": HEAD + setup(arguments=", loss_scale=128.0") + "optimizer.step(closure)",
     "AMP312-scaled": HEAD + setup() + "g = amp.unscale(torch.autograd.grad(amp.scale(out), x, create_graph=True))",
     "AMP312-no-graph": HEAD + setup() + "g = torch.autograd.grad(out, x, create_graph=False)",
-    "AMP401-global": (
-        HEAD + "from torch.nn.functional import linear\nmatmul = torch.matmul\nloss = F.mse_loss\n" + setup("O4")
-    ),
-    "AMP401-globals-at-once": HEAD + "matmul, loss = torch.matmul, F.mse_loss\n" + setup("O4"),
-    "AMP401-own-name": (
-        HEAD + "from torch.nn.functional import *\ndef linear(x):\n    return x\nTABLE = [linear]\n" + setup("O4")
-    ),
-    "AMP401-elsewhere": (
-        HEAD
-        + "def measure(x):\n    for f in [torch.mm, torch.matmul]:\n        f(x, x)\n    both = [F.linear]\n"
-        + setup("O4")
-    ),
-    "AMP401-called": (
-        HEAD + "def head(x):\n    return {'loss': F.mse_loss(x, x), 'mm': [torch.mm(x, x)]}\n" + setup("O4")
-    ),
-    "AMP401-looked-up-late": (
-        HEAD + "def forward(self, x):\n    act = {'mse': F.mse_loss}[self.name]\n    return act(x, x)\n" + setup("O4")
-    ),
-    "AMP401-reaches-patched": HEAD + "ACTS = {'softmax': F.softmax, 'norm': F.layer_norm}\n" + setup("O4"),
-    "AMP401-not-listed": HEAD + "ACTS = {'relu': F.relu, 'gelu': F.gelu}\n" + setup("O4"),
-    "AMP401-after": (
-        HEAD + setup("O4") + "TABLE = {'mse': F.mse_loss}\nclass Net(nn.Module):\n    project = staticmethod(F.linear)"
-    ),
-    "AMP401-patches-nothing": HEAD + "TABLE = {'mse': F.mse_loss}\n" + setup("O5"),
-    "AMP401-lambda": HEAD + "TABLE = {'mse': lambda *args: F.mse_loss(*args)}\n" + setup("O4"),
-    "AMP401-argument": HEAD + "out = torch.vmap(torch.mm)(x, x)\n" + setup("O4"),
-    "AMP401-without-amp": "import torch.nn.functional as F\nTABLE = {'mse': F.mse_loss}",
     "AMP402-logits": (
         HEAD + setup("O4") + "loss = F.binary_cross_entropy_with_logits(x, y)\ncriterion = nn.BCEWithLogitsLoss()"
     ),
@@ -655,59 +478,10 @@ def test_what_only_looks_like_a_fault_is_left_alone(source: str, diagnose: Diagn
     ] == []
 
 
-def test_every_check_of_scripts_has_a_positive_and_a_near_miss() -> None:
-    codes = {check.code for check in CHECKS if check.find is not None} - {"AMP101"}
+def test_every_rule_of_scripts_has_a_positive_and_a_near_miss() -> None:
+    codes = {rule.code for rule in sorted_rules() if rule.find is not None} - {"AMP101"}
     assert {name[:6] for name in POSITIVE} == codes
     assert {name[:6] for name in NEGATIVE} == codes
-
-
-LAYERS = [
-    {"findings", "structure", "names", "coverage"},
-    {"script"},
-    {"levels"},
-    {"context", "machine", "blocks"},
-    {
-        "argument_checks",
-        "backward_checks",
-        "capture_checks",
-        "checkpoint_checks",
-        "import_checks",
-        "model_checks",
-        "native_amp_checks",
-        "optimizer_checks",
-        "report",
-        "step_checks",
-    },
-    {"diagnoses"},
-    {"files"},
-    {"command"},
-    {"__init__"},
-]
-PACKAGE_LAYERS = {
-    "amp_patch",
-    "errors",
-    "dtypes",
-    "oplists",
-    "policy",
-    "api",
-}  # what the doctor may import of the package around it
-
-
-@pytest.mark.parametrize("path", sorted(Path(coverage.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
-def test_a_module_of_the_doctor_imports_only_from_lower_layers(path: Path) -> None:
-    (own,) = (layer for layer, names in enumerate(LAYERS) if path.stem in names)
-    below = {name for names in LAYERS[:own] for name in names}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            imported = {node.module.partition(".")[0]} if node.module else {alias.name for alias in node.names}
-            assert imported <= below
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_patch"):
-            assert node.level == 0 and node.module.rpartition(".")[2] in PACKAGE_LAYERS
-
-
-def test_codes_are_unique_and_in_order() -> None:
-    codes = [check.code for check in CHECKS]
-    assert codes == sorted(set(codes))
 
 
 # ---- apex ------------------------------------------------------------------------------------------------------------
@@ -732,8 +506,8 @@ def test_codes_are_unique_and_in_order() -> None:
 def test_a_covered_import_is_a_note_with_the_way_to_run_it(line: str, diagnose: Diagnose) -> None:
     (finding,) = diagnose(line)
     assert (finding.code, finding.severity, finding.line) == ("AMP101", "note", 1)
-    assert "amp-patch run" in finding.fix
-    assert ("import amp_patch as amp" in finding.fix) is ("apex.amp" in finding.message)
+    assert "amp-patch run" in finding.advice
+    assert ("import amp_patch as amp" in finding.advice) is ("apex.amp" in finding.message)
 
 
 def test_a_relative_import_is_none_of_apexs(diagnose: Diagnose) -> None:
@@ -766,7 +540,7 @@ def test_a_part_that_is_gone_is_advised_upon_as_the_standin_does(
 ) -> None:
     assert standin.advice(name) == advice
     (finding,) = diagnose(f"import {name}\n")
-    assert (advice or "look in today's torch") in finding.fix
+    assert (advice or "look in today's torch") in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -788,7 +562,7 @@ def test_a_misspelt_name_is_told_the_right_one(source: str, fix: str, tmp_path: 
     path = tmp_path / "script.py"
     path.write_text(source + "\n")
     (finding,) = diagnose_files([path], coverage.get_coverage())
-    assert finding.code == "AMP102" and fix in finding.fix
+    assert finding.code == "AMP102" and fix in finding.advice
 
 
 def test_without_a_standin_nothing_is_covered(tmp_path: Path) -> None:
@@ -803,9 +577,9 @@ def test_without_a_standin_nothing_is_covered(tmp_path: Path) -> None:
 def test_files_that_an_amp_script_imports_are_judged_by_its_level(diagnose: Diagnose) -> None:
     train = HEAD + "from net import Net\n" + setup("O4")
     net = "from ops import project\n"
-    ops = "import torch.nn.functional as F\nTABLE = {'mse': F.mse_loss}  # FAULT\n"
-    assert places(diagnose(train=train, net=net, ops=ops)) == [("AMP401", 2)]
-    assert places(diagnose(train=train.replace("O4", "O5"), net=net, ops=ops)) == []
+    ops = "import torch\ncriterion = torch.nn.BCELoss()\n"
+    assert places(diagnose(train=train, net=net, ops=ops)) == [("AMP402", 2)]
+    assert places(diagnose(train=train.replace("O4", "O0"), net=net, ops=ops)) == []
     assert places(diagnose(train=train.replace("from net", "from nets"), net=net, ops=ops)) == []
 
 
@@ -913,9 +687,14 @@ LATE_HALF = HEAD + setup("O4") + "y = model(\n    x.half(){}\n)\n"
     ("comment", "expected"),
     [
         pytest.param("  # amp-patch: ignore[AMP207]", [], id="code"),
-        pytest.param("  # amp-patch: ignore[AMP401, AMP207] because", [], id="several"),
+        pytest.param("  # amp-patch: ignore[AMP305, AMP207] because", [], id="several"),
         pytest.param("  # amp-patch: ignore", [], id="every-code"),
         pytest.param("  # amp-patch: ignore[AMP208]", ["AMP207"], id="another-code"),
+        pytest.param("  # amp-patch: ignore[AMP401, AMP207]", [], id="retired-code"),
+        pytest.param("  # noqa: E501, AMP207", [], id="noqa-code"),
+        pytest.param("  # noqa", [], id="noqa"),
+        pytest.param("  # noqa: E501,F401", ["AMP207"], id="noqa-of-others"),
+        pytest.param("  # noqa: AMP2077", ["AMP002", "AMP207"], id="noqa-unknown-code"),
         pytest.param("  # amp-patch: ignore[]", ["AMP207"], id="no-code"),
         pytest.param("  # amp-patch: ignore[AMP207, HALF]", ["AMP002"], id="unknown-code"),
         pytest.param(" if '# amp-patch: ignore' else x", ["AMP207"], id="in-a-string"),
@@ -932,96 +711,15 @@ def test_a_comment_on_any_line_of_a_call_silences_it_and_on_the_next_does_not(di
     assert places(diagnose(call.format("", "") + "# amp-patch: ignore[AMP207]\n")) == [("AMP207", 9)]
 
 
-# ---- what the doctor knows about originals is true -------------------------------------------------------------------
-
-INPUT = torch.ones(2, 4, dtype=torch.bfloat16)
-CALLS = {
-    "softmax": lambda f: f(INPUT, dim=-1),
-    "log_softmax": lambda f: f(INPUT, dim=-1),
-    "layer_norm": lambda f: f(INPUT, (4,)),
-    "group_norm": lambda f: f(INPUT, 2),
-    "cross_entropy": lambda f: f(INPUT, torch.zeros(2, dtype=torch.long)),
-    "mse_loss": lambda f: f(INPUT, INPUT),
-    "l1_loss": lambda f: f(INPUT, INPUT),
-    "kl_div": lambda f: f(INPUT, INPUT, reduction="sum"),
-    "softplus": lambda f: f(INPUT),
-    "cosine_similarity": lambda f: f(INPUT, INPUT),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_captured_original_casts_nothing_exactly_where_the_doctor_says_so(name: str) -> None:
-    original = getattr(F, name)
-    with amp.session(opt_level="O4", device="cpu"):
-        assert CALLS[name](getattr(F, name)).dtype is torch.float32
-        is_cast = CALLS[name](original).dtype is torch.float32
-    assert (f"torch.nn.functional.{name}" in capture_checks.captured_originals(("bfloat16",))) is not is_cast
+# ---- levels ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_expectations_are_those_of_the_preset(level: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(HEAD + setup(level))
-    script = levels.expect.__globals__["Script"](str(path), path.read_text(), ast.parse(path.read_text()))
-    expected = levels.expect([script])
+    expected = levels.expect([Script(str(path), path.read_text())])
     assert expected.may_patch is (level in ("O1", "O4"))
-    assert expected.may_have_masters is expected.must_have_masters is (level in ("O2", "O5"))
-    assert expected.may_skip is expected.must_skip is expected.may_scale is (level in ("O1", "O2"))
+    assert expected.may_use_low is (level != "O0")
+    assert expected.may_skip is expected.may_scale is (level in ("O1", "O2"))
     assert expected.takes_low_model is (level == "O3")
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "code"),
-    [
-        pytest.param("x = 1\n", 0, id="sound"),
-        pytest.param(HEAD + setup("O4") + "x.half()\n", 0, id="warning"),
-        pytest.param(HEAD + setup("o4") + "\n", 1, id="error"),
-        pytest.param("x = = 1\n", 1, id="unreadable"),
-    ],
-)
-def test_exit_code_is_1_for_errors_alone(
-    source: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(source)
-    assert main(["doctor", str(path)]) == code
-    assert capsys.readouterr().out.startswith("machine:\n")
-
-
-def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + setup("O4") + "x.half()\n")
-    main(["doctor", str(path)])
-    lines = capsys.readouterr().out.splitlines()
-    index = lines.index(next(line for line in lines if line.startswith(f"{path}:8:1: warning: ")))
-    assert lines[index].endswith("[AMP207]")
-    assert lines[index + 1].startswith("    ")
-    assert lines[-1] == "0 errors, 1 warning, 0 notes in 1 file"
-
-
-def test_json_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + setup("o4"))
-    assert main(["doctor", "--json", str(path)]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"machine", "findings", "summary"}
-    assert report["summary"] == {"error": 1, "warning": 0, "note": 0, "files": 1}
-    (finding,) = report["findings"]
-    assert (finding["code"], finding["severity"], finding["path"], finding["line"]) == ("AMP201", "error", str(path), 7)
-    assert "Did you mean 'O4'? The first character is the letter O." in finding["message"]
-    assert report["machine"]["versions"]["torch"] == torch.__version__
-
-
-def test_bad_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["doctor", str(tmp_path / "absent.py")])
-    assert left.value.code == 2
-    assert "is neither a file nor a directory" in capsys.readouterr().err
-
-
-def test_list_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [check.code for check in CHECKS]

@@ -4,7 +4,6 @@ importing it.
 
 import importlib
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +12,15 @@ import pytest
 import torch
 
 import amp_patch
+from amp_patch import hardware
 from amp_patch.cli.main import main
-from amp_patch.doctor import levels, machine
+from amp_patch.doctor import machine
 from amp_patch.doctor.machine import ApexInstall, Machine
-from amp_patch.doctor.report import as_json, as_text
+from amp_patch.doctor.report import Report
 
 SOUND = Machine(
     "3.12.1", "0.2.0", {"torch": "2.13.0+cpu", "wrapt": "2.4", "PyYAML": "6.0.3"}, (), ApexInstall("none", None, None)
 )
-
-
-@pytest.fixture(autouse=True)
-def presets_are_looked_up_anew():
-    levels.presets_in_force.cache_clear()
-    yield
-    levels.presets_in_force.cache_clear()
 
 
 @pytest.fixture
@@ -87,12 +80,12 @@ def test_apex_is_told_by_its_files_and_never_imported(
     found = machine.find_apex()
     assert (found.kind, found.location, found.version) == (kind, str(folder), "0.1" if summary else None)
     assert "apex" not in sys.modules
-    assert [finding.code for finding in machine.machine_findings(replace(SOUND, apex=found))] == codes
+    assert [finding.code for finding in machine.machine_findings(found, SOUND.versions)] == codes
 
 
 def test_no_apex_is_no_finding() -> None:
     assert machine.find_apex() == ApexInstall("none", None, None)
-    assert list(machine.machine_findings(SOUND)) == []
+    assert machine.machine_findings(SOUND.apex, SOUND.versions) == []
 
 
 def test_a_module_named_apex_without_a_spec_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +117,9 @@ def test_the_standin_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_old_packages_are_an_error(name: str, version: str | None, is_fault: bool) -> None:
-    findings = list(machine.machine_findings(replace(SOUND, versions={**SOUND.versions, name: version})))
+    findings = machine.machine_findings(SOUND.apex, {**SOUND.versions, name: version})
     assert [(finding.code, finding.severity) for finding in findings] == [("AMP902", "error")] * is_fault
-    assert all(name in finding.message and name in finding.fix for finding in findings)
+    assert all(name in finding.message and name in finding.advice for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +153,15 @@ def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
     monkeypatch.delattr(torch.cpu, "_is_amx_fp16_supported", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True}, raising=False)
-    assert machine.cpu_flags() == ("avx512_bf16",)  # what has a question of its own is not looked up
+    assert hardware.cpu_flags() == ("avx512_bf16",)  # what has a question of its own is not looked up
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": True}, raising=False)
-    assert machine.cpu_flags() == ("avx512_bf16", "avx512_fp16")
+    assert hardware.cpu_flags() == ("avx512_bf16", "avx512_fp16")
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert machine.cpu_flags() == ("avx512_bf16",)
+    assert hardware.cpu_flags() == ("avx512_bf16",)
 
 
 def test_both_low_dtypes_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {torch.float32: 4.0, torch.float16: 8.0, torch.bfloat16: 1.0}
+    seconds = {"float32": 4.0, "float16": 8.0, "bfloat16": 1.0}
     monkeypatch.setattr(machine, "_time_product", seconds.__getitem__)
     assert machine.measure_cpu() == {"float16": 0.5, "bfloat16": 4.0}
 
@@ -182,22 +175,20 @@ def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(machine, "measure_cpu", lambda: {"float16": 0.5})
+    monkeypatch.setattr(hardware, "has_low_products", lambda kind, dtype: True)
     devices = machine.get_machine().devices
     assert [device.name.partition(" ")[0] for device in devices] == ["cuda:0", "cuda:1", "cpu"]
     assert [device.low_dtypes[1].verdict for device in devices[:2]] == ["slow", "fast"]
 
 
-def test_presets_that_cannot_be_used_are_an_error_and_the_shipped_ones_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_presets_that_cannot_be_read_leave_the_shipped_ones(tmp_path, monkeypatch, capsys) -> None:
     presets = tmp_path / "presets.yaml"
-    presets.write_text("Careful: {extends: O2, loss_scal: 128}\n")
+    presets.write_text("Careful: {extends: O2\n")
     monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))
     script = tmp_path / "script.py"
     script.write_text('import amp_patch as amp\namp.initialize(m, o, opt_level="Careful")\n')
-    assert main(["doctor", str(script)]) == 1
-    said = capsys.readouterr().out
-    assert "[AMP903]" in said and "loss_scal" in said and "[AMP201]" in said
+    assert main(["doctor", "--no-advice", str(script)]) == 1
+    assert "[AMP201]" in capsys.readouterr().out
 
 
 def test_levels_of_the_users_own_presets_are_known(
@@ -207,53 +198,57 @@ def test_levels_of_the_users_own_presets_are_known(
     presets.write_text("Careful: {extends: O2, loss_scale: 128}\n")
     monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))
     script = tmp_path / "script.py"
-    script.write_text('import amp_patch as amp\namp.initialize(m, o, opt_level="Careful")\noptimizer.step(closure)\n')
-    assert main(["doctor", str(script)]) == 0
+    script.write_text(
+        'import amp_patch as amp\namp.initialize(m, o, opt_level="Careful")\ntorch.save(o.state_dict(), path)\n'
+    )
+    assert main(["doctor", "--no-advice", str(script)]) == 0
     assert "[AMP" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["none", "with amp", "without amp", "pyramid", "stand-in", "other"])
 def test_every_kind_of_apex_has_its_words(kind: str) -> None:
-    said = as_text(replace(SOUND, apex=ApexInstall(kind, "/somewhere", None)), [], 0)
-    assert "/somewhere" in said
-    assert said.endswith("0 errors, 0 warnings, 0 notes in 0 files")
+    found = replace(SOUND, apex=ApexInstall(kind, "/somewhere", None))
+    assert "/somewhere" in Report([], 0, machine=found).as_text()
 
 
 GPU = machine.Device("cuda:0 Some GPU", ())
+SLOW = machine.judge_cpu((), {"float16": 0.016, "bfloat16": 0.2})
+EVEN = machine.judge_cpu((), {"float16": 1.0, "bfloat16": 1.0})
 
 
 @pytest.mark.parametrize(
-    ("devices", "has_products", "advice"),
+    ("device", "advice"),
     [
-        ((replace(GPU, low_dtypes=machine.judge_gpu((9, 0))),), False, "on cuda:0 Some GPU use O4 or O5"),
-        ((replace(GPU, low_dtypes=machine.judge_gpu((7, 5))),), True, "on cuda:0 Some GPU use O1 or O2"),
-        ((replace(GPU, low_dtypes=machine.judge_gpu((6, 1))),), True, "on cuda:0 Some GPU use O0"),
-        ((replace(GPU, low_dtypes=machine.judge_gpu(None)),), True, "time a few steps at O0, O1 and O4"),
-        ((machine.Device("cpu AVX2", ()),), False, "on this CPU use O0: .*leave out compute='native'"),
-        ((machine.Device("cpu AVX512", ()),), True, "on this CPU use O4 or O5"),
+        (replace(GPU, low_dtypes=machine.judge_gpu((9, 0))), "use O4 or O5: cuda:0 Some GPU has bfloat16"),
+        (replace(GPU, low_dtypes=machine.judge_gpu((7, 5))), "use O1 or O2: cuda:0 Some GPU has fast float16"),
+        (replace(GPU, low_dtypes=machine.judge_gpu((6, 1))), "keep O0 here: 16 bits save memory on cuda:0 Some GPU"),
+        (replace(GPU, low_dtypes=machine.judge_gpu(None)), "time a few steps at O0, O1 and O4"),
+        (
+            machine.Device("cpu AVX2", SLOW),
+            "keep O0 here: products are 62 times slower in float16 and 5 times slower in bfloat16 than in float32, so",
+        ),
+        (machine.Device("cpu AVX2", EVEN), "keep O0 here: this CPU has no fast 16-bit products, so amp computes"),
+        (machine.Device("cpu AVX512", SLOW, ("bfloat16",)), "use O4 or O5: this CPU has bfloat16 products"),
     ],
-    ids=["hopper", "turing", "pascal", "other", "cpu-without", "cpu-with"],
+    ids=["hopper", "turing", "pascal", "other", "slow-cpu", "even-cpu", "cpu-with"],
 )
-def test_the_machine_ends_with_advice(devices, has_products, advice, monkeypatch):
-    monkeypatch.setattr(machine, "has_low_products", lambda device_type, dtype: has_products)
-    found = replace(SOUND, devices=devices)
-    last = as_text(found, [], 0).partition("\n\n")[0].splitlines()[-1]
-    assert last.startswith("  advice ") and re.search(advice, last)
-    assert re.search(advice, json.loads(as_json(found, [], 0))["machine"]["advice"])
+def test_the_machine_ends_with_advice(device, advice):
+    found = Report([], 0, machine=replace(SOUND, devices=(device,)))
+    last = found.as_text().splitlines()[-1]
+    assert last.startswith("  advice ") and advice in last
+    assert advice in json.loads(found.as_json())["machine"]["advice"]
 
 
 def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert torch.__version__ in said and "float16" in said and "bfloat16" in said
-    assert "in 0 files" in said
+    assert "files" not in said
 
 
-@pytest.mark.parametrize(("has_bfloat16", "named"), [(True, "float16"), (False, "float16 and bfloat16")])
-def test_how_products_are_computed_here_is_told(
-    has_bfloat16: bool, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "amp_patch.doctor.report.has_low_products", lambda device, low: has_bfloat16 and low is torch.bfloat16
-    )
-    assert f"products of {named} values are computed in float32 by default" in as_text(SOUND, [], 0)
+@pytest.mark.parametrize(
+    ("multiplies", "named"), [(("bfloat16",), "of float16 values"), ((), "of float16 and bfloat16 values")]
+)
+def test_how_products_are_computed_here_is_told(multiplies, named) -> None:
+    found = replace(SOUND, devices=(machine.Device("cpu AVX2", SLOW, multiplies),))
+    assert f"products {named} are computed in float32 by default" in Report([], 0, machine=found).as_text()

@@ -1,0 +1,279 @@
+"""Rules of levels, and of models before and after `initialize`: wrappers, TorchScript, casts and moves."""
+
+import ast
+from collections.abc import Iterator
+
+from ..errors import did_you_mean
+from . import edits
+from .context import WRAPPERS, Context
+from .findings import Edits, Fault
+from .levels import APEX_LEVELS, arguments_of, destinations, get_presets, is_apex, levels_for, literal
+from .names import LOW
+from .rules import rule
+from .script import Script
+from .structure import names_in, position, text_of
+
+
+@rule(
+    "AMP201",
+    "an opt_level that is no level",
+    bad='amp.initialize(model, optimizer, opt_level="o1")  # AMP201',
+    good='amp.initialize(model, optimizer, opt_level="O1")',
+    mends=True,
+)
+def unknown_levels(context: Context) -> Iterator[Fault]:
+    """A level is the letter O and a digit. The default of an option may be wrong for long before a run takes it."""
+    script = context.script
+    for call in script.initializations:
+        arguments = arguments_of(call)
+        if "presets" not in arguments and "opt_level" in arguments:
+            yield from _judge_level(script, arguments["opt_level"], levels_for(script, call))
+    is_apexs = bool(script.initializations) and all(is_apex(script, call) for call in script.initializations)
+    for option, _ in script.method_calls("add_argument"):
+        if any(name.endswith("opt_level") for name in destinations(option)):
+            for keyword in option.keywords:
+                if keyword.arg in ("default", "choices"):
+                    choices = (
+                        keyword.value.elts if isinstance(keyword.value, (ast.List, ast.Tuple)) else [keyword.value]
+                    )
+                    for choice in choices:
+                        yield from _judge_level(script, choice, APEX_LEVELS if is_apexs else tuple(get_presets()))
+
+
+def _judge_level(script: Script, node: ast.AST, levels: tuple[str, ...]) -> Iterator[Fault]:
+    level = literal(script, node)
+    if not isinstance(level, (str, int)) or level in levels:
+        return
+    spelled = "O" + str(level).lstrip("oO0" if len(str(level)) > 1 else "oO")
+    written = (
+        node if isinstance(node, ast.Constant) else script.constant(node.id) if isinstance(node, ast.Name) else None
+    )
+    hint = did_you_mean(str(level), levels)
+    change: Edits = ()
+    if spelled in levels and isinstance(written, ast.Constant):
+        change = edits.replace(script, written, f'"{spelled}"')
+    yield Fault(node, "error", f"opt_level {level!r} is not a level.{hint}", f"Use one of {', '.join(levels)}.", change)
+
+
+def _made_by(context: Context, call: ast.Call, names: frozenset[str]) -> Iterator[ast.Call]:
+    """Yield the call of one of `names` that made a model given to `initialize`, as in `DDP(model).cuda()`."""
+    for model in context.models(call):
+        value = model if isinstance(model, ast.Call) else context.script.assigned_before(text_of(model), call)
+        while isinstance(value, ast.Call):
+            if context.script.is_call_of(value, names):
+                yield value
+            value = value.func.value if isinstance(value.func, ast.Attribute) else None
+
+
+@rule(
+    "AMP203",
+    "a parallel wrapper before initialize",
+    bad="""
+        model = nn.parallel.DistributedDataParallel(model)  # AMP203
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        model = nn.parallel.DistributedDataParallel(model)
+    """,
+    mends=True,
+)
+def wrapped_models(context: Context) -> Iterator[Fault]:
+    """`initialize` changes the weights that a wrapper would have taken hold of, and refuses one that comes first."""
+    script = context.script
+    for call in script.initializations:
+        for wrapper in _made_by(context, call, WRAPPERS):
+            name = min(script.names.resolve(wrapper.func) & WRAPPERS).rpartition(".")[2]
+            message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
+            advice = "Give the bare model to amp.initialize and wrap what it returns."
+            yield Fault(wrapper, "error", message, advice, _wrap_later(script, wrapper, call))
+
+
+def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
+    """Move the statement that wraps a model, or the `if` that holds no other, behind `initialize`."""
+    wrapping = script.statement(wrapper)
+    if not (isinstance(wrapping, ast.Assign) and wrapping.value is wrapper):
+        return ()
+    outer = script.structure.parent(wrapping)
+    moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
+    anchor = script.ancestor_beside(moved, call)
+    uses = {f"{text_of(target)}.module" for target in wrapping.targets}
+    between = [one for one in script.nodes if position(wrapping) < position(one) < position(call)]
+    if anchor is None or any(isinstance(one, ast.Attribute) and text_of(one) in uses for one in between):
+        return ()
+    return edits.move(script, moved, anchor)
+
+
+@rule(
+    "AMP204",
+    "TorchScript of a model that amp has changed",
+    bad="torch.jit.script(model).save(path)  # AMP204",
+    good="""
+        amp.reset()
+        torch.jit.script(model).save(path)
+    """,
+)
+def scripted_models(context: Context) -> Iterator[Fault]:
+    """TorchScript cannot compile the hooks on the model, which comes out at the end of a training, when it is saved."""
+    script = context.script
+    for compiled in script.calls_of("torch.jit.script"):
+        target = text_of(compiled.args[0]) if compiled.args else ""
+        calls = [call for call in script.initializations if target in map(text_of, context.models(call))]
+        is_later = any(script.structure.is_before(call, compiled) for call in calls)
+        if is_later and not script.is_without_amp(compiled):
+            message = "torch.jit.script of a model after amp.initialize: TorchScript cannot compile the hooks on it"
+            yield Fault(compiled, "error", message, "Call amp.reset() first, or use torch.jit.trace or torch.compile.")
+
+
+@rule(
+    "AMP206",
+    "a model cast to 16 bits before initialize",
+    bad="""
+        model = model.cuda().half()  # AMP206
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    """,
+    good="""
+        model = model.cuda()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    """,
+    mends=True,
+)
+def low_models(context: Context) -> Iterator[Fault]:
+    """`initialize` starts from float32 weights, of which 16 bits have lost a part, and refuses them but for O3."""
+    if context.expected.takes_low_model:
+        return
+    for cast, model in _casts_of_models(context):
+        message = f"{model} is cast to 16 bits before amp.initialize, which refuses it (but for O3)"
+        advice = "Leave the cast out: initialize casts the model where the level asks for it."
+        yield Fault(cast, "error", message, advice, _take_out_cast(context.script, cast))
+
+
+def _take_out_cast(script: Script, cast: ast.Call) -> Edits:
+    receiver = cast.func.value if isinstance(cast.func, ast.Attribute) else cast
+    low = [value for value in (*cast.args, *(one.value for one in cast.keywords)) if script.names.resolve(value) & LOW]
+    if len(cast.args) + len(cast.keywords) > 1:
+        return edits.remove_argument(script, cast, low[0])
+    statement = script.statement(cast)
+    is_all = isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is cast
+    targets = list(map(text_of, statement.targets)) if isinstance(statement, ast.Assign) else [text_of(receiver)]
+    if is_all and isinstance(receiver, (ast.Name, ast.Attribute)) and targets == [text_of(receiver)]:
+        return edits.remove(script, statement)
+    return edits.replace(script, cast, script.text[slice(*script.receiver_span(cast))])
+
+
+def _casts_of_models(context: Context) -> Iterator[tuple[ast.Call, str]]:
+    """Yield (call, model) for each cast of a model to 16 bits that comes before `initialize`."""
+    script, structure = context.script, context.script.structure
+    for cast, _ in low_casts(script):
+        for call in script.initializations:
+            for model in map(text_of, context.models(call)):
+                is_cast = _root(cast) == model or script.assigned_before(model, call) is _outermost(script, cast)
+                is_widened = any(
+                    text_of(receiver) == model and structure.is_before(cast, one) and structure.is_before(one, call)
+                    for one, receiver in script.method_calls("float")
+                )
+                if is_cast and structure.is_before(cast, call) and not is_widened:
+                    yield cast, model
+                    break
+
+
+@rule(
+    "AMP207",
+    "a cast to 16 bits by hand",
+    bad="output = model(images.half())  # AMP207",
+    good="output = model(images)",
+)
+def casts_by_hand(context: Context) -> Iterator[Fault]:
+    """amp casts what its level says; float32 ops behind another cast get rounded values, and weights lose bits."""
+    if not context.script.uses_amp or not context.expected.may_use_low:
+        return
+    before = {cast for cast, _ in _casts_of_models(context)}
+    for cast, receiver in low_casts(context.script):
+        if cast not in before and not context.script.is_without_amp(cast):
+            is_model = text_of(receiver) in context.model_texts()
+            what = "the model is cast to 16 bits by hand" if is_model else "a cast to 16 bits by hand"
+            message = f"{what}: {'its weights lose' if is_model else 'float32 ops behind it miss'} what float32 held"
+            advice = "Leave the cast out, or put the code under `with amp.disable_casts():` if it must run in 16 bits."
+            yield Fault(cast, "warning", message, advice)
+
+
+def low_casts(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield (call, receiver) for `.half()`, `.bfloat16()`, and `.to()` or `.type()` with a literal 16-bit dtype."""
+    for call, receiver in script.method_calls("half", "bfloat16"):
+        if not call.args and not call.keywords:
+            yield call, receiver
+    for call, receiver in script.method_calls("to", "type"):
+        values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dtype")]
+        if any(script.names.resolve(value) & LOW for value in values):
+            yield call, receiver
+
+
+def _root(call: ast.Call) -> str:
+    """Return what a chain of method calls starts from: `model` of `model.cuda().half()`."""
+    value: ast.expr = call
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    return text_of(value)
+
+
+def _outermost(script: Script, call: ast.Call) -> ast.AST:
+    """Return the whole of the chain of method calls that a call stands in."""
+    node: ast.AST = call
+    while isinstance(script.structure.parent(node), ast.Attribute):
+        outer = script.structure.parent(script.structure.parent(node) or node)
+        if not isinstance(outer, ast.Call):
+            break
+        node = outer
+    return node
+
+
+@rule(
+    "AMP208",
+    "a model moved to its device after initialize",
+    bad="""
+        model = Net()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        model.cuda()  # AMP208
+    """,
+    good="""
+        model = Net()
+        model.cuda()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+    mends=True,
+)
+def models_moved_late(context: Context) -> Iterator[Fault]:
+    """`initialize` prepares casts for the device that the model is on: on another one nothing is cast."""
+    script, structure = context.script, context.script.structure
+    moves = [one for one in script.method_calls("cuda", "to") if _is_move(script, one[0])]
+    for call in script.initializations:
+        for model in map(text_of, context.models(call)):
+            made = script.assigned_before(model, call)
+            early = any(structure.is_before(move, call) and _root(move) == model for move, _ in moves)
+            if not isinstance(made, ast.Call) or early or any(structure.is_inside(move, made) for move, _ in moves):
+                continue
+            if not text_of(made.func).rpartition(".")[2][:1].isupper():
+                continue  # a function may move what it makes
+            late = [move for move, one in moves if text_of(one) == model and structure.is_before(call, move)]
+            for move in late[:1]:
+                message = f"{model} moves to its device after amp.initialize, which prepared it for the one it was on"
+                advice = "Move the model first, then call amp.initialize."
+                yield Fault(move, "error", message, advice, _move_earlier(script, move, call))
+
+
+def _move_earlier(script: Script, move: ast.Call, call: ast.Call) -> Edits:
+    statement = script.statement(move)
+    anchor = script.ancestor_beside(statement, call)
+    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move or anchor is None:
+        return ()
+    needed = set().union(*map(names_in, move.args))
+    late = {target for target, _, where in script.assignments if position(anchor) <= position(where)}
+    return () if needed & late else edits.move(script, statement, anchor, is_before=True)
+
+
+def _is_move(script: Script, call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+        return True
+    if not call.args or any(name.startswith("torch.") for name in script.names.resolve(call.args[0])):
+        return False
+    return bool(literal(script, call.args[0]) != "cpu")

@@ -1,0 +1,186 @@
+"""Mending: broken scripts run afterwards, and what is no part of a fault stays byte for byte."""
+
+import codecs
+import json
+from pathlib import Path
+
+import pytest
+from broken_scripts import BROKEN
+from fork_server import ForkServer
+
+from amp_patch.cli.main import main
+from amp_patch.doctor.rules import complete, sorted_rules
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Forks of a process that has imported torch and the package."""
+    server = ForkServer("import torch._dynamo, torch._inductor.config, amp_patch.api")
+    yield server
+    server.close()
+
+
+def mend(path: Path, *options: str) -> int:
+    return main(["doctor", "--no-advice", *options, str(path)])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_script_runs_when_it_is_mended_and_not_before(name, tmp_path, server, capsys):
+    broken, path = tmp_path / "broken.py", tmp_path / "train.py"
+    for one in (broken, path):
+        one.write_text(BROKEN[name])
+    assert mend(path, "--fix") == 0, capsys.readouterr().out
+    runner = ["-m", "amp_patch", "run"] if name.startswith("apex") else []
+    commands = [[*runner, broken], [*runner, path]]
+    before, after = server.run_together(commands, cwd=tmp_path, environments=[{}, {}])
+    assert before.returncode == 1
+    assert after.returncode == 0, after.stderr + path.read_text()
+    mended = path.read_bytes()
+    assert mend(path, "--fix") == 0
+    assert path.read_bytes() == mended
+
+
+# ---- what is no part of a fault ------------------------------------------------------------------------------------
+
+SCRIPTS = {**BROKEN, **{rule.code: complete(rule.bad) for rule in sorted_rules() if rule.mends}}
+WAYS = {
+    "windows-lines": lambda text: text.replace("\n", "\r\n").encode(),
+    "old-mac-lines": lambda text: text.replace("\n", "\r").encode(),
+    "byte-order-mark": lambda text: codecs.BOM_UTF8 + text.encode(),
+    "latin-1": lambda text: b"# coding: latin-1\n# \xe9\n" + text.encode(),
+    "wide-characters": lambda text: ("'\N{SNOWMAN}\f\N{ELEPHANT}'\n" + text).encode(),
+    "tabs": lambda text: ("if 1:\n\tpass\n" + text.replace("    ", "\t")).encode(),
+    "no-last-newline": lambda text: text.rstrip("\n").encode(),
+}
+"""Ways to write a script down; mending is the same in each."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_mending_keeps_how_a_script_is_written(name, way, tmp_path):
+    plain, path = tmp_path / "plain.py", tmp_path / "train.py"
+    plain.write_text(SCRIPTS[name])
+    path.write_bytes(WAYS[way](SCRIPTS[name]))
+    mend(plain, "--fix")
+    mend(path, "--fix")
+    assert path.read_bytes() == WAYS[way](plain.read_text())
+
+
+HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(HEAD + "if on: loss.backward(); optimizer.step()\n", id="one-line"),
+        pytest.param(HEAD + "for x in y: loss.backward()\noptimizer.step()\n", id="body-on-the-line"),
+        pytest.param("if on:\n    " + HEAD.replace("\n", "\n    ") + "pass\nloss.backward()\n", id="amp-under-a-flag"),
+        pytest.param(HEAD.replace("optimizer", "optimizers[0]") + "loss.backward()\n", id="nameless-optimizer"),
+        pytest.param(
+            HEAD + "with amp.scale_loss(loss, optimizer) as s:\n    optimizer.step()\n    s.backward()\n",
+            id="step-first",
+        ),
+        pytest.param(
+            HEAD + "with amp.scale_loss(loss, optimizer) as s:\n    s.backward()\n    optimizer.step(s)\n", id="used"
+        ),
+        pytest.param(
+            HEAD + "with amp.scale_loss(loss, optimizer) as s, other:\n    s.backward()\n    optimizer.step()\n",
+            id="two-items",
+        ),
+        pytest.param(HEAD + "with amp.scale_loss(a, optimizer) as s:\n    b.backward()\n", id="another-loss"),
+        pytest.param(
+            HEAD + "with amp.scale_loss(a, optimizer) as s:\n    pass\nnext()\ns.backward()\n", id="something-between"
+        ),
+        pytest.param("import torch\nmodel = torch.nn.DataParallel(model)\nf(model.module)\n" + HEAD, id="unwrapped"),
+        pytest.param(
+            "import amp_patch as amp\nif on:\n    amp.load_state_dict(c)\n    n = 1\nprint(n)\n" + HEAD,
+            id="needed-before",
+        ),
+    ],
+)
+def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    assert mend(path, "--fix") == 1
+    assert path.read_text() == source
+
+
+def test_lines_in_strings_stay_and_comments_go_along(tmp_path):
+    path = tmp_path / "train.py"
+    header = "with torch.autocast(\n    'cuda'\n):\n"
+    path.write_text(f'{HEAD}{header}    # why: so\n    text = """a\n    b"""\n    model(x)\n')
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == f'{HEAD}# why: so\ntext = """a\n    b"""\nmodel(x)\n'
+
+
+# ---- notebooks -------------------------------------------------------------------------------------------------------
+
+
+def make_notebook(*sources, as_lists=True, **layout):
+    cells = [{"cell_type": "markdown", "metadata": {}, "source": ["# Training é"]}]
+    for source in sources:
+        text = source.splitlines(keepends=True) if as_lists else source
+        outputs = [{"name": "stdout", "output_type": "stream", "text": ["1.50\n"]}]
+        cells.append({"cell_type": "code", "execution_count": 3, "metadata": {}, "outputs": outputs, "source": text})
+    tree = {"cells": cells, "metadata": {"x": 1.0}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(tree, **{"indent": 1, "ensure_ascii": False, **layout}) + "\n"
+
+
+CELLS = (
+    "%matplotlib inline\nimport torch, torch.nn.functional as F\nimport amp_patch as amp\nfiles = !ls\nmodel?",
+    "%%bash\nfor x in *; do echo $x; done",
+    '%%time\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="o1")',
+    "with amp.scale_loss(loss, optimizer) as scaled:\n    scaled.backward()\n    %timeit f()\n    optimizer.step()",
+    "text = '# why?'\nnumber = (7\n % 4)",
+)
+MENDED = (
+    *CELLS[:2],
+    CELLS[2].replace("o1", "O1"),
+    CELLS[3].replace("    optimizer", "optimizer"),
+    CELLS[4],
+)
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"ensure_ascii": True}, {"indent": None}], ids=str)
+@pytest.mark.parametrize("as_lists", [True, False], ids=["lists", "strings"])
+def test_a_notebook_is_mended_and_keeps_its_layout(layout, as_lists, tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text(make_notebook(*CELLS, as_lists=as_lists, **layout))
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == make_notebook(*MENDED, as_lists=as_lists, **layout)
+
+
+def test_findings_in_a_notebook_name_cell_and_line(tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    path.write_text(make_notebook(*CELLS))
+    assert mend(path) == 1
+    said = capsys.readouterr().out
+    assert f"{path}:cell 3:2:63: error: opt_level 'o1' is not a level" in said
+    assert f"{path}:cell 4:4:5: warning: optimizer.step() inside" in said
+    mend(path, "--diff")
+    assert '+    "optimizer.step()"\n' in capsys.readouterr().out
+
+
+def test_a_notebook_laid_out_otherwise_is_read_but_not_written(tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    path.write_text(make_notebook(*CELLS).replace('"nbformat": 4', '"nbformat":  4'))
+    text = path.read_text()
+    assert mend(path, "--fix") == 1
+    said = capsys.readouterr().out
+    assert path.read_text() == text and "[AMP201]" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not Python source"),
+        ("[]", "it has no cells"),
+        (make_notebook("x = 1", "x = (\n  1\n  2"), "train.ipynb:cell 2:"),
+    ],
+    ids=["no-json", "no-cells", "no-python"],
+)
+def test_a_notebook_that_cannot_be_read_is_a_finding(text, said, tmp_path, capsys):
+    (tmp_path / "train.ipynb").write_text(text)
+    assert mend(tmp_path / "train.ipynb") == 1
+    shown = capsys.readouterr().out
+    assert said in shown and "[AMP001]" in shown
