@@ -6,17 +6,6 @@ Exit codes: 0 no errors, 1 at least one finding of severity error, 2 the command
 import argparse
 from pathlib import Path
 
-from ..doctor import (
-    CHECKS,
-    as_json,
-    as_text,
-    diagnose_files,
-    find_files,
-    get_coverage,
-    get_machine,
-    machine_findings,
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the doctor's arguments on `parser`."""
@@ -27,6 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; return 1 if there is an error in it, else 0."""
+    from ..doctor import (
+        CHECKS,
+        as_json,
+        as_text,
+        diagnose_files,
+        find_files,
+        get_coverage,
+        get_machine,
+        machine_findings,
+    )
+
     if arguments.list:
         print("\n".join(f"{check.code}  {check.summary}" for check in CHECKS))
         return 0

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ..config import op_lists
+from .. import config
 from . import lists_diff, lists_explain, lists_show
 from .lists_printing import print_lines
 
@@ -52,7 +52,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
-    reports = [op_lists.check_oplists(path) for path in arguments.files]
+    reports = [config.op_lists.check_oplists(path) for path in arguments.files]
     errors = dict.fromkeys(error for report in reports for error in report.errors)  # of a file that two extend, once
     # a fault may leave entries without effect that would have one, so only a file without faults is warned of
     warnings = dict.fromkeys(warning for report in reports if not report.errors for warning in report.warnings)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ..config import OpLists, explain, load_oplists, op_lists, torch_autocast
+from .. import config
 from ..errors import OpListError
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, print_lines
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OpListError as error:  # not 1, which would say that they differ
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
         return 2
-    found = explain.compare(left, right)
+    found = config.explain.compare(left, right)
     if arguments.json:
         data = {"left": left.names, "right": right.names, "differences": [as_data(difference) for difference in found]}
         print_lines(as_json(data))
@@ -46,7 +46,9 @@ def _name(kind: str) -> str:
     return "(unlisted)" if kind == "unlisted" else kind
 
 
-def _load(spec: str, device_type: str) -> OpLists:
+def _load(spec: str, device_type: str) -> "config.OpLists":
     if spec == "torch":
-        return op_lists.make_oplists(torch_autocast.get_rules(device_type), f"torch.autocast({device_type!r})")
-    return load_oplists(spec.split(","))
+        return config.op_lists.make_oplists(
+            config.torch_autocast.get_rules(device_type), f"torch.autocast({device_type!r})"
+        )
+    return config.load_oplists(spec.split(","))

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import OpListError, did_you_mean
+from ..errors import OpListError
 from .diagnostics import Diagnostics
 from .list_file import (
     INPLACE_CHOICES,
@@ -23,7 +23,8 @@ from .module_rules import ModuleRule, read_module_rule
 from .op_names import Key, find_spellings, inplace_twin
 from .packages import find_doubt
 from .rules import TWINNED, Rule, kind_of
-from .shipped import lists_dir, shipped_names
+from .shipped import lists_dir
+from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping
 
 MAX_EXTENDS = 16
@@ -213,28 +214,6 @@ class Overlay:
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
-
-
-def locate(spec: str | os.PathLike[str], base: Path) -> Path:
-    """Return the file that a spec names: a shipped list, or a path from the folder `base`.
-
-    Raises OpListError without a place.
-    """
-    text = str(os.fspath(spec))
-    separators = tuple(filter(None, (os.sep, os.altsep)))
-    if (
-        isinstance(spec, os.PathLike)
-        or text.endswith((".yaml", ".yml"))
-        or any(separator in text for separator in separators)
-    ):
-        return base / text
-    known = shipped_names()
-    if text in known:
-        return lists_dir() / f"{text}.yaml"
-    raise OpListError(
-        f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or"
-        f" .yml.{did_you_mean(text, known)}"
-    )
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:

@@ -19,6 +19,7 @@ GROUND = (
     "reporting",
     "script_settings",
     "tables",
+    "terminal",
     "torch_dispatch",
     "torch_distributed",
     "torch_private",
