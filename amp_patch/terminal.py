@@ -31,7 +31,7 @@ def print_report(text: str) -> None:
     """Print text to stdout, at once; a line above a line of dashes, the head of a table, is bold."""
     lines = text.split("\n")
     for number, below in enumerate(lines[1:]):
-        if re.fullmatch(r"-+(  +-+)*", below):
+        if re.fullmatch(r"-{3,}(  +-+)*", below):
             lines[number] = paint(lines[number], BOLD, sys.stdout)
     print("\n".join(lines), flush=True)
 

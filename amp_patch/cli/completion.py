@@ -14,7 +14,8 @@ from .. import config
 from ..demos import DEMOS
 from ..errors import MissingExtraError
 
-_LEVELS = frozenset({"opt_level", "levels", "runs", "reference"})
+_LEVELS = frozenset({"opt_level", "levels"})
+_RUNS = frozenset({"runs", "reference"})
 _LISTS = frozenset({"lists", "extends", "left", "right"})
 
 
@@ -54,6 +55,8 @@ def _set_completer(action: argparse.Action, files: Callable[..., Any]) -> None:
     completer: Any = None
     if action.dest in _LEVELS:
         completer = _joined(config.shipped.shipped_levels())
+    elif action.dest in _RUNS:
+        completer = _joined(config.shipped.shipped_levels(), config.shipped.shipped_names())
     elif action.dest in _LISTS:
         completer = _or_files(config.shipped.shipped_names(), files(("yaml", "yml")))
     elif action.dest == "demo":
@@ -66,12 +69,12 @@ def _set_completer(action: argparse.Action, files: Callable[..., Any]) -> None:
         action.completer = completer  # type: ignore[attr-defined]
 
 
-def _joined(names: Iterable[str]) -> Callable[..., list[str]]:
-    """Completes names, also behind those that commas and pluses join to them."""
+def _joined(names: Sequence[str], added: Sequence[str] = ()) -> Callable[..., list[str]]:
+    """Completes names, also behind a comma, and behind a plus what is added to them."""
 
     def complete_names(prefix: str, **_: object) -> list[str]:
-        before = re.match(r"(.*[,+])?", prefix)
-        return [f"{before[0] if before else ''}{name}" for name in names]
+        before = re.split(r"[^,+]*$", prefix)[0]
+        return [f"{before}{name}" for name in (added if before.endswith("+") else names)]
 
     return complete_names
 

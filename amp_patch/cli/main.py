@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     argv = list(sys.argv[1:] if argv is None else argv)
     prog = " ".join(["amp-patch", *(command.name for command in COMMANDS if command.name in argv[:1])])
-    if is_completing():
-        complete(build_parser)
     try:
+        if is_completing():
+            complete(build_parser)
         if not argv:
             build_parser(argv).print_help()
             return 0

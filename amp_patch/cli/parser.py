@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,11 +17,13 @@ class Parser(argparse.ArgumentParser):
     """
 
     rest_hint = ""
+    _given: Sequence[str] = ()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all; what is unknown is an error."""
+        self._given = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
@@ -38,10 +41,27 @@ class Parser(argparse.ArgumentParser):
         # by their names alone, as all options begin alike
         is_close = did_you_mean(option.lstrip("-"), [one.lstrip("-") for one in known])
         meant = f".{did_you_mean(option, known)}" if is_close else ""
-        self.error(f"unrecognized arguments: {shlex.join(unknown)}{meant or self.rest_hint}")
+        self._leave(f"unrecognized arguments: {shlex.join(unknown)}{meant or self.rest_hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is; exit with 2."""
+        """Say what is wrong, or which option is unknown, whose value was taken for another; exit with 2."""
+        unknown = self._find_unknown()
+        if unknown:
+            self.refuse(unknown)
+        self._leave(message)
+
+    def _find_unknown(self) -> list[str]:
+        """The long options given that no own one begins with, unless some are for others to parse."""
+        if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
+            return []
+        names = [one.partition("=")[0] for one in self._given]
+        return [
+            name
+            for name in names
+            if len(name) > 2 and name.startswith("--") and not any(option.startswith(name) for option in self.own_options)
+        ]
+
+    def _leave(self, message: str) -> NoReturn:
         print_error(self.prog, "error", f"{message}\n{self.prog} --help tells more")
         self.exit(2)
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ..errors import did_you_mean
 from .values import check_lists, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
@@ -62,7 +63,10 @@ def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], d
     if command in ([], ["-m"]):
         arguments.parser.error("name a script, or a module with -m")
     if arguments.module is None and not os.path.exists(command[0]):
-        arguments.parser.error(f"can't open file {os.path.abspath(command[0])!r}: no such file")
+        path = Path(command[0]).absolute()
+        beside = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        meant = did_you_mean(path.name, beside)
+        arguments.parser.error(f"can't open file {str(path)!r}: no such file{meant and f'.{meant}'}")
     for flag, is_set in (("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment), ("-S", sys.flags.no_site)):
         if is_set:
             arguments.parser.error(
