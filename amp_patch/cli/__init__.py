@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `amp-patch` command: one module for each subcommand."""
 
 from .main import main

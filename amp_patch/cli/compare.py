@@ -8,9 +8,10 @@ import importlib.util
 import shlex
 import sys
 
-from ..errors import MissingExtraError
-from . import run as runs
-from .scripts import ScriptRunner, add_script, new_file
+from ..errors import MissingExtraError, SessionError
+from ..terminal import print_report
+from .scripts import ScriptRunner, add_script
+from .values import check_lists, new_file, oplist, opt_level, positive
 
 RUNS = "O0,O1,O2,O4,O5"
 
@@ -23,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference", type=_run, metavar="RUN", help="what the others are compared with (default: O0, else the first)"
     )
-    parser.add_argument("--steps", type=_positive, default=50, help="optimizer steps of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=50, help="optimizer steps of a run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="set before the script begins (default: %(default)s)")
-    parser.add_argument("--seeds", type=_positive, default=1, help="how many, from --seed on (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=1, help="how many, from --seed on (default: %(default)s)")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.add_argument("--png", type=new_file, metavar="FILE", help="draw what was measured (needs matplotlib)")
     parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records, a line of JSON each")
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is asked for, print the table and write the files; return 0, or 1 if a run failed or Ctrl-C came."""
+    """Run what is asked for, print the table and write the files; return 0, 1 if a run failed, 130 after Ctrl-C."""
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = arguments.runs or _runs(RUNS)
     reference = arguments.reference or ("O0" if "O0" in asked else asked[0])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    check_lists(arguments.parser, "--runs", *(name for one in [*asked, reference] for name in one.split("+")[1:]))
     plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
     prefix = arguments.parser.prog
     runner = ScriptRunner(arguments, is_quiet=True)
@@ -56,9 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
         campaign.run()
     except KeyboardInterrupt:
         is_interrupted = True
+    try:
+        comparison = campaign.comparison()
+    except SessionError:  # no run took a step
+        if is_interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    if is_interrupted:
         print(f"{prefix}: interrupted; what follows is what was done by then", file=sys.stderr)
-    comparison = campaign.comparison()
-    print(comparison.table())
+    print_report(comparison.table())
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),
         (arguments.html, comparison.save_html),
@@ -67,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             save(path)
             print(f"written: {path}", file=sys.stderr)
-    return 1 if is_interrupted or comparison.failed else 0
+    return 130 if is_interrupted else 1 if comparison.failed else 0
 
 
 def _runs(text: str) -> list[str]:
@@ -77,11 +85,4 @@ def _runs(text: str) -> list[str]:
 def _run(text: str) -> str:
     """`O4+my_lists.yaml`, checked, with the paths of its lists made absolute."""
     level, *lists = text.split("+")
-    return "+".join([runs.opt_level(level), *map(runs.oplist, lists)])
-
-
-def _positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    return "+".join([opt_level(level), *map(oplist, lists)])

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import amp_patch as amp
 
-from ..demos import DEMOS, LEVELS, Demo, Options, find_demo, require_packages
-from ..errors import did_you_mean
+from ..demos import DEMOS, Demo, Options, find_demo, require_packages
 from ..tables import align
-from .scripts import new_file
+from .values import levels, new_file, positive
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "demo", nargs="?", type=_demo, default=DEMOS[0].name, metavar="NAME", help=f"default: {DEMOS[0].name}"
     )
     parser.add_argument(
-        "--opt-level", dest="levels", action="extend", type=_levels, metavar="LEVEL[,LEVEL]", help="default: see below"
+        "--opt-level", dest="levels", action="extend", type=levels, metavar="LEVEL[,LEVEL]", help="default: see below"
     )
-    parser.add_argument("--device", type=_device, default=None, help="default: cuda where there is one, else cpu")
-    parser.add_argument("--steps", type=_positive, help="optimizer steps of each run (default: see below)")
+    parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    parser.add_argument("--steps", type=positive, help="optimizer steps of each run (default: see below)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--seeds", type=_positive, help="how many, from --seed on (default: see below)")
+    parser.add_argument("--seeds", type=positive, help="how many, from --seed on (default: see below)")
     parser.add_argument("--plot", type=_png, metavar="FILE.png", help="draw what was measured into one picture")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
     parser.set_defaults(refuse=parser.error)
@@ -47,16 +46,18 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.html and not demo.has_report:
         arguments.refuse(f"the demo {demo.name} takes no --html")
     require_packages([*demo.packages, *(["matplotlib"] if arguments.plot else [])], demo.extra)
+    device = _device(arguments)
     try:
         demo.load().run(
             Options(
                 levels=tuple(dict.fromkeys(arguments.levels or demo.levels)),
-                device=arguments.device or _default_device(),
+                device=device,
                 steps=arguments.steps or demo.steps,
                 seed=arguments.seed,
                 seeds=arguments.seeds or demo.seeds,
                 plot=arguments.plot,
                 html=arguments.html,
+                may_shorten=arguments.steps is None and arguments.seeds is None,
             )
         )
     finally:
@@ -81,40 +82,18 @@ def _demo(text: str) -> Demo:
         raise argparse.ArgumentTypeError(error.args[0]) from None
 
 
-def _default_device() -> "torch.device":
+def _device(arguments: argparse.Namespace) -> "torch.device":
+    """The device asked for, if this machine can put a tensor on it."""
     import torch
 
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _levels(text: str) -> list[str]:
-    """`O1` or `O1,O4` as a list of known levels."""
-    levels = [level.strip() for level in text.split(",")]
-    for level in levels:
-        if level not in LEVELS:
-            raise argparse.ArgumentTypeError(
-                f"{level!r} is not an opt_level ({', '.join(LEVELS)}).{did_you_mean(level, LEVELS)}"
-            )
-    return levels
-
-
-def _positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _device(text: str) -> "torch.device":
-    """A device that this machine can put a tensor on."""
-    import torch
-
+    if arguments.device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(text)
+        device = torch.device(arguments.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise argparse.ArgumentTypeError(f"device {text!r} cannot be used here: {reason}") from error
+        arguments.refuse(f"device {arguments.device!r} cannot be used here: {reason}")
     return device
 
 

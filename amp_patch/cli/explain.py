@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AmpError
-from ..insight.runs import Run
-from .scripts import ScriptRunner, add_script, new_file, steps, write_all
+from ..terminal import print_report
+from .scripts import ScriptRunner, add_script, write_all
+from .values import new_file, steps
 
 if TYPE_CHECKING:
     from ..insight import Recording
@@ -36,15 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, print what was recorded; return 0, or 1 if the script failed. Raises AmpError for nothing."""
     from ..insight import Recording, format_recording
+    from ..insight.runs import Run
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
-        print(format_recording(recording, arguments.by, with_all=arguments.all))
+        print_report(format_recording(recording, arguments.by, with_all=arguments.all))
         _write_html(recording, arguments)
         return 0
     first, last = arguments.steps
     found = ScriptRunner(arguments).watch(Run("recorder:Recorder", {"first": first, "last": last}))
     code, recordings = found.code, found.recordings
+    if found.is_interrupted and not any(one.ops for one in recordings):
+        raise KeyboardInterrupt
     if not recordings:
         reason = f"it ended with exit code {code}" if code else "it never called amp.initialize"
         raise _NothingRecordedError(f"nothing to explain: {reason} before a step was recorded")
@@ -57,12 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"nothing to explain: the script took {taken} optimizer step{'' if taken == 1 else 's'}, and steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
-    print(format_recording(recording, arguments.by, with_all=arguments.all))
+    print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     _write_html(recording, arguments)
     if len(recordings) > 1:
         print(f"\nof {len(recordings)} processes; this is the first")
     if len(recording.steps) < last - first:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
+    if found.is_interrupted:
+        raise KeyboardInterrupt
     return 1 if code else 0
 
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config import op_lists
+from .. import config
 from ..errors import OpListError
 from .lists_printing import LIST, as_json, print_lines
 
@@ -24,13 +24,13 @@ def run(arguments: argparse.Namespace) -> int:
     reports, errors, is_all_read = [], [], True
     for name in arguments.lists:
         try:
-            path = op_lists.locate(name, Path())
+            path = config.op_lists.locate(name, Path())
         except OpListError as error:
             is_all_read = False
-            errors.append(op_lists.Finding(error.message, None, None, None))
+            errors.append(config.op_lists.Finding(error.message, None, None, None))
             continue
         is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
-        reports.append(op_lists.check_oplists(path))
+        reports.append(config.op_lists.check_oplists(path))
         errors += reports[-1].errors
     errors = list(dict.fromkeys(errors))  # of a file that two extend, once
     # a fault may leave entries without effect that would have one, so only a file without faults is warned of
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if not is_all_read else 1 if errors else 0
 
 
-def _as_data(finding: op_lists.Finding) -> dict[str, object]:
+def _as_data(finding: "config.op_lists.Finding") -> dict[str, object]:
     data = asdict(finding)
     del data["is_warning"]
     return data

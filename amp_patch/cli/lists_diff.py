@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..config import OpLists, explain, load_oplists, op_lists
+from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, print_lines
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
     left, right = (_load(spec, arguments.device) for spec in (arguments.left, arguments.right))
-    found = explain.compare(left, right)
+    found = config.explain.compare(left, right)
     if arguments.json:
         data = {"left": left.names, "right": right.names, "differences": [as_data(difference) for difference in found]}
         print_lines(as_json(data))
@@ -40,7 +40,7 @@ def _name(kind: str) -> str:
     return "(unlisted)" if kind == "unlisted" else kind
 
 
-def _load(spec: str, device_type: str) -> OpLists:
+def _load(spec: str, device_type: str) -> "config.OpLists":
     if spec == "torch":
-        return op_lists.make_autocast_oplists(device_type)
-    return load_oplists(spec.split(","))
+        return config.op_lists.make_autocast_oplists(device_type)
+    return config.load_oplists(spec.split(","))

@@ -3,9 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-import torch
-
-from ..config import explain, load_oplists, op_lists
+from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
 
@@ -32,10 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the rules of an op."""
     names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
     low = arguments.dtype or next((name for name in names if name in LOW_NAMES), LOW_NAMES[0])
-    lists = load_oplists(names)
-    explanation = explain.explain(arguments.op, lists)
+    lists = config.load_oplists(names)
+    explanation = config.explain.explain(arguments.op, lists)
     if arguments.json:
-        effects = {ruling.kind: explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
+        effects = {ruling.kind: config.explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
         modules = [module_as_data(rule) for rule in lists.modules]
         print_lines(
             as_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
@@ -50,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(explanation: explain.Explanation, names: list[str], low: str) -> Iterator[str]:
+def _explain(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
+    import torch
+
     yield f"{explanation.op}, by {', '.join(names)} with {low} as the low dtype"
     for ruling in explanation.rulings:
         yield "\n" + ", ".join(ruling.spellings)
@@ -68,18 +68,18 @@ def _explain(explanation: explain.Explanation, names: list[str], low: str) -> It
     if kinds & {"whitelist", "blacklist", "promote", "sequence_promote"}:
         yield f"A call with out={' or dtype=' if 'blacklist' in kinds else ''} runs as it was written."
     name = explanation.op.rpartition(".")[2]
-    if op_lists.is_product(name):
+    if config.op_lists.is_product(name):
         yield (
             f"\nA product: where the device has none for {low}, values are rounded to {low} and multiplied and added in"
             " float32 (compute: auto, native or float32)."
         )
-    elif op_lists.is_without_kernel(name):
+    elif config.op_lists.is_without_kernel(name):
         yield f"\nCPUs have no kernel for {low}: there it runs in float32, and the result is rounded (compute)."
 
 
-def _explain_ruling(ruling: explain.Ruling, low: str) -> Iterator[tuple[str, str]]:
+def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
     entry = ruling.entry
-    summary = explain.SUMMARIES[ruling.kind].format(low=low)
+    summary = config.explain.SUMMARIES[ruling.kind].format(low=low)
     yield "rule", summary if entry is None else f"{entry.rule}: {summary}"
     if entry is not None:
         yield "entry", f"{entry.op} at {place(entry)}{_reason(entry.why)}"
@@ -92,7 +92,7 @@ def _explain_ruling(ruling: explain.Ruling, low: str) -> Iterator[tuple[str, str
             else "not imported, so the name cannot be looked up"
         )
         yield "package", f"{ruling.package} is {takes_effect}"
-    effects = explain.describe_effects(ruling.kind, low)
+    effects = config.explain.describe_effects(ruling.kind, low)
     for effect in dict.fromkeys(effects.values()):
         yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect
 

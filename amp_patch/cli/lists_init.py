@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from ..config import op_lists, schema
+from .. import config
 from ..errors import OpListError
 from .lists_printing import LIST, as_json, print_lines
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             file.write(_render(path.name, base))
         print_lines([f"{path}: a list that extends {base}"])
         if not beside.exists():
-            beside.write_text("\n".join(as_json(schema.make_list_schema([]))) + "\n", encoding="utf-8")
+            beside.write_text("\n".join(as_json(config.schema.make_list_schema([]))) + "\n", encoding="utf-8")
             print_lines([f"{beside}: what editors complete and check it by (`amp-patch lists schema`)"])
     except FileExistsError:
         raise OpListError(f"{path} is there already; give another name, or remove it first") from None
@@ -70,13 +70,15 @@ def _check(path: Path, base: str) -> None:
     """Raise OpListError for a name that no list can have, and for a base that cannot be extended."""
     if path.suffix not in (".yaml", ".yml"):
         raise OpListError(f"{str(path)!r} does not end in .yaml or .yml; give a name that does")
-    faults = op_lists.check_oplists(op_lists.locate(base, path.parent)).errors
+    faults = config.op_lists.check_oplists(config.op_lists.locate(base, path.parent)).errors
     if faults:
         raise OpListError(str(faults[0]))
 
 
 def _render(name: str, base: str) -> str:
-    rules = "\n".join(f"# {schema.OPS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in op_lists.RULES)
+    rules = "\n".join(
+        f"# {config.schema.OPS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in config.op_lists.RULES
+    )
     modules = (
         "Parts of a model that run in one dtype whatever the ops' lists say; the last rule that covers one counts."
     )

@@ -7,19 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import ModuleRule, op_lists, shipped
+from .. import config
 
 LIST = "a shipped list or the path of a list file"
 """What stands for a list on the command line."""
 
 
-def place(entry: op_lists.OpEntry | ModuleRule) -> str:
+def place(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
     """Return `file:line`; a shipped list needs no folder."""
     path = Path(entry.path)
-    return f"{path.name if path.parent == shipped.lists_dir() else entry.path}:{entry.line}"
+    return f"{path.name if path.parent == config.shipped.lists_dir() else entry.path}:{entry.line}"
 
 
-def bounds(entry: op_lists.OpEntry) -> str:
+def bounds(entry: "config.op_lists.OpEntry") -> str:
     """Return the bounds of an entry on torch's version, in words."""
     given = (("since", entry.since), ("until", entry.until))
     return ", ".join(f"{bound} {version}" for bound, version in given if version)
@@ -30,7 +30,7 @@ def as_data(value: Any) -> dict[str, Any]:
     return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name != "is_optional"})
 
 
-def module_as_data(rule: ModuleRule) -> dict[str, Any]:
+def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:
     """Return a module rule for JSON."""
     return {name: getattr(rule, name) for name in ("chooser", "run", "why", "path", "line", "column")}
 

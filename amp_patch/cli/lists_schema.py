@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from ..config import schema
+from .. import config
 from ..errors import OpListError
 from .lists_printing import as_json, print_lines
 
@@ -26,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the schema."""
     if arguments.presets:
-        print_lines(as_json(schema.make_presets_schema()))
+        print_lines(as_json(config.schema.make_presets_schema()))
         return 0
     for package in arguments.packages:
         try:
             importlib.import_module(package)
         except Exception as error:  # the package's own code runs
             raise OpListError(f"--import {package}: it cannot be imported here: {error}") from error
-    print_lines(as_json(schema.make_list_schema(arguments.packages)))
+    print_lines(as_json(config.schema.make_list_schema(arguments.packages)))
     return 0

@@ -3,9 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-import torch
-
-from ..config import OpLists, explain, load_oplists, op_lists
+from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
 
@@ -21,12 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
-    lists = load_oplists(arguments.lists)
+    lists = config.load_oplists(arguments.lists)
     print_lines(as_json(_as_data(lists)) if arguments.json else _show(lists, arguments.spellings))
     return 0
 
 
-def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
+def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
+    import torch
+
     yield (
         f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest"
         f" {lists.digest[:12]}"
@@ -51,12 +51,12 @@ def _show(lists: OpLists, has_spellings: bool) -> Iterator[str]:
             yield from (f"  {row}" for row in rows)
 
 
-def _show_rules(lists: OpLists, has_spellings: bool) -> Iterator[str]:
+def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
     by_entry = _by_entry(lists)
-    for rule in op_lists.RULES:
+    for rule in config.op_lists.RULES:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
-            yield f"\n{rule}: {explain.SUMMARIES[rule].format(low='the low dtype')}"
+            yield f"\n{rule}: {config.explain.SUMMARIES[rule].format(low='the low dtype')}"
         rows = align((entry.op, entry.why, place(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
             lost = ", ".join(_lost(entry, by_entry[entry]))
@@ -65,7 +65,9 @@ def _show_rules(lists: OpLists, has_spellings: bool) -> Iterator[str]:
                 yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
 
 
-def _as_data(lists: OpLists) -> dict[str, object]:
+def _as_data(lists: "config.OpLists") -> dict[str, object]:
+    import torch
+
     return {
         "lists": lists.names,
         "torch": str(torch.__version__),
@@ -82,29 +84,29 @@ def _as_data(lists: OpLists) -> dict[str, object]:
     }
 
 
-def _spelling_as_data(spelling: op_lists.Spelling) -> dict[str, object]:
+def _spelling_as_data(spelling: "config.op_lists.Spelling") -> dict[str, object]:
     name = f"{spelling.owner_name}.{spelling.name}"
     return {"name": name, "kind": spelling.kind, "overridden": [as_data(entry) for entry in spelling.overridden]}
 
 
-def _deferred(lists: OpLists) -> tuple[op_lists.OpEntry, ...]:
+def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
     return tuple(spelling.entry for spelling in lists.deferred)
 
 
-def _by_entry(lists: OpLists) -> dict[op_lists.OpEntry, list[op_lists.Spelling]]:
+def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
     """Return the spellings that follow each entry, neutral entries too."""
-    by_entry: dict[op_lists.OpEntry, list[op_lists.Spelling]] = {}
+    by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
     return by_entry
 
 
-def _lost(entry: op_lists.OpEntry, spellings: list[op_lists.Spelling]) -> list[str]:
+def _lost(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
     """Return the spellings of an entry's op that later files put elsewhere."""
     held = {(spelling.owner_name, spelling.name) for spelling in spellings}
-    return [".".join(key) for key in op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
+    return [".".join(key) for key in config.op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
 
 
-def _named(spelling: op_lists.Spelling) -> str:
+def _named(spelling: "config.op_lists.Spelling") -> str:
     name = f"{spelling.owner_name}.{spelling.name}"
     return name if spelling.kind == spelling.entry.rule else f"{name} ({spelling.kind})"

@@ -1,18 +1,21 @@
 """The `amp-patch` command: one parser over the subcommands in `COMMANDS`, each imported when it is asked for.
 
 Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be
-used or an optional extra is missing.
+used or an optional extra is missing, 130 Ctrl-C. Until a command runs, nothing here imports torch.
 """
 
 import argparse
 import importlib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import __version__
 from ..errors import AmpError
+from ..terminal import print_error
+from .completion import complete, is_completing
+from .parser import Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +47,33 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with the arguments of those that `argv` may mean.
+REST_HINT = "; arguments of the script go after --, as in: train.py -- --epochs 3"
+EPILOG = """amp-patch COMMAND --help tells more of one.
+
+Completion in a shell: pip install "amp_patch[completion]", then eval "$(register-python-argcomplete amp-patch)"
+"""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+
+
+def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) -> Parser:
+    """Return the parser of all commands, with the arguments of the one that `argv` begins with.
 
     Parsed arguments carry their `Command` and its parser by those names.
     """
-    parser = argparse.ArgumentParser(prog="amp-patch", description="Apex-style mixed precision by reversible patches.")
+    parser = Parser(
+        prog="amp-patch",
+        description="Apex-style mixed precision by reversible patches.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.rest_hint = "; options stand behind their command, as in: amp-patch trace train.py --steps 2"
+    parser.add_argument("--version", action="version", version=f"amp-patch {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
-        if command.name in argv:
+        subparser.rest_hint = REST_HINT if command.has_rest else ""
+        if command.name in argv[:1]:
             command.load().add_arguments(subparser)
         subparser.set_defaults(command=command, parser=subparser)
     return parser
@@ -63,26 +83,34 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """Split the command line where `--` parts it, and parse the first part."""
     has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
     end = argv.index("--") if has_rest and "--" in argv else len(argv)
-    parser, rest = build_parser(argv), argv[end + 1 :]
-    arguments, unknown = parser.parse_known_args(argv[:end])
-    if unknown:
-        hint = "; arguments of the script go after --, as in: train.py -- --epochs 3" if has_rest else ""
-        arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
-    arguments.rest = rest
+    parser = build_parser(argv)
+    if argv[0].startswith("-") and not any(option.startswith(argv[0]) for option in parser.own_options):
+        parser.refuse(argv[:1])
+    arguments = parser.parse_args(argv[:end])
+    arguments.rest = argv[end + 1 :]
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse(list(argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    prog = " ".join(["amp-patch", *(command.name for command in COMMANDS if command.name in argv[:1])])
     try:
+        if is_completing():
+            complete(build_parser)
+        if not argv:
+            build_parser(argv).print_help()
+            return 0
+        arguments = _parse(argv)
         code: int = arguments.command.load().run(arguments) or 0
         sys.stdout.flush()
         return code
     except AmpError as error:
         is_extra = isinstance(error, ModuleNotFoundError)
-        print(f"{arguments.parser.prog}: {'error' if is_extra else 'failed'}: {error}", file=sys.stderr)
+        print_error(prog, "error" if is_extra else "failed", str(error))
         return 2 if is_extra else 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # what reads our output, such as head, has seen enough
         return 1

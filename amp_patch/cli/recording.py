@@ -5,6 +5,8 @@ Imported as Python starts, so it imports no torch before the script does.
 
 import atexit
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,17 @@ class _Waiting(events.Watcher):
         file.with_suffix(".part").replace(file)
 
 
+def _say_nothing_of_ctrl_c(
+    kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
+) -> None:
+    """Print the traceback of what ends the script, but for Ctrl-C: the command says a line of that."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+
+
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
     """Watch this process by a probe, and write what it has seen into a file in `folder`."""
+    sys.excepthook = _say_nothing_of_ctrl_c
     if seed is not None:
         seed_when_imported(seed)
     events.watch(_Waiting(folder, Run(probe, options, seed=seed)))

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import AmpError
+from ..errors import did_you_mean
+from .values import check_lists, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 STARTUP = Path(__file__).with_name("startup")
@@ -48,31 +49,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
 
 
-def opt_level(text: str) -> str:
-    """Return the name of a level that there is."""
-    from ..config import make_policy  # imports torch
-
-    try:
-        make_policy(text, {})
-    except AmpError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def oplist(text: str) -> str:
-    """Return a shipped name, or an absolute path: scripts change their working directory."""
-    from ..config import load_oplists, shipped
-
-    try:
-        load_oplists(("apex", text))
-    except AmpError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text if text in shipped.shipped_names() else os.path.abspath(text)
-
-
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
-    start(*prepare(arguments))
+    line, environment = prepare(arguments)
+    check_lists(arguments.parser, "--lists", *arguments.lists)
+    start(line, environment)
 
 
 def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], dict[str, str]]:
@@ -82,7 +63,10 @@ def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], d
     if command in ([], ["-m"]):
         arguments.parser.error("name a script, or a module with -m")
     if arguments.module is None and not os.path.exists(command[0]):
-        arguments.parser.error(f"can't open file {os.path.abspath(command[0])!r}: no such file")
+        path = Path(command[0]).absolute()
+        beside = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        meant = did_you_mean(path.name, beside)
+        arguments.parser.error(f"can't open file {str(path)!r}: no such file{meant and f'.{meant}'}")
     for flag, is_set in (("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment), ("-S", sys.flags.no_site)):
         if is_set:
             arguments.parser.error(

@@ -9,11 +9,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..insight import Recording
-from ..insight.runs import Run, RunFailedError
 from . import run as runs
+from .values import check_lists
+
+if TYPE_CHECKING:
+    from ..insight import Recording
+    from ..insight.runs import Run
 
 TAIL = 20
 """How many of the last lines that a quiet script has printed are shown if it fails."""
@@ -30,7 +33,12 @@ class Watched(NamedTuple):
 
     code: int
     steps: list[int]
-    recordings: list[Recording]
+    recordings: "list[Recording]"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
+        return self.code == -signal.SIGINT
 
 
 def add_script(parser: argparse.ArgumentParser, *, usage: str) -> None:
@@ -59,10 +67,11 @@ class ScriptRunner:
             arguments.parser.error(f"{arguments.script}: what is the module's follows a --")
         self._arguments = argparse.Namespace(**{**vars(arguments), "module": module, "script": script})
         runs.prepare(self._arguments)
+        check_lists(arguments.parser, "--lists", *arguments.lists)
         self._is_quiet = is_quiet
         self._printed = ""
 
-    def __call__(self, run: Run) -> Recording:
+    def __call__(self, run: "Run") -> "Recording":
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
         interrupted.
         """
@@ -72,10 +81,12 @@ class ScriptRunner:
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "never called amp.initialize"
             printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
+            from ..insight.runs import RunFailedError
+
             raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
         return recordings[0]
 
-    def watch(self, run: Run, until: Callable[[Recording], bool] | None = None) -> Watched:
+    def watch(self, run: "Run", until: "Callable[[Recording], bool] | None" = None) -> Watched:
         """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for."""
         given: Mapping[str, Any] = vars(self._arguments)
         with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
@@ -93,8 +104,10 @@ class ScriptRunner:
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
 
-def _read(folder: str) -> list[tuple[int, Recording]]:
+def _read(folder: str) -> "list[tuple[int, Recording]]":
     """Return for each file in a folder how many steps its process took, and what it recorded, by rank."""
+    from ..insight import Recording
+
     found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
     found.sort(key=lambda match: [int(part) for part in match.groups()])
     return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
@@ -139,25 +152,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return 0
 
 
-def write_all(recordings: Sequence[Recording], path: Path) -> None:
+def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
     """Write each recording into a file: the first under this name, the others with their number before its suffix."""
     for number, recording in enumerate(recordings):
         recording.to_jsonl(path.with_suffix(f".{number}{path.suffix}") if number else path)
-
-
-def new_file(text: str) -> Path:
-    """A path in a folder that exists: it is written when the script has run."""
-    path = Path(text).absolute()
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
-    return path
-
-
-def steps(text: str) -> tuple[int, int]:
-    """A window of steps."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    first = int(found[1]) if found else 0
-    last = int(found[2]) if found and found[2] else first + 1
-    if found is None or last <= first:
-        raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: write 1:3 for steps 1 and 2, or 1 for one")
-    return first, last

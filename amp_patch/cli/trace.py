@@ -5,11 +5,14 @@ The script runs unmodified, as under `amp-patch run`, up to the end of the step 
 
 import argparse
 import math
-import sys
+from typing import TYPE_CHECKING
 
-from ..insight import FaultRecord, Recording, format_fault
-from ..insight.runs import Run
-from .scripts import ScriptRunner, Watched, add_script, new_file, steps, write_all
+from ..terminal import print_error
+from .scripts import ScriptRunner, Watched, add_script, write_all
+from .values import new_file, steps
+
+if TYPE_CHECKING:
+    from ..insight import Recording
 
 FAULT, TROUBLE = 1, 2
 
@@ -38,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at."""
+    from ..insight import FaultRecord, format_fault
+    from ..insight.runs import Run
+
     first, last = arguments.steps or (0, None)
     options = {"first": first, "last": last, "underflow": arguments.underflow, "ignore": arguments.ignore}
     found = ScriptRunner(arguments).watch(Run("tracer:Tracer", options), until=_has_fault)
@@ -53,27 +59,34 @@ def run(arguments: argparse.Namespace) -> int:
         print(format_fault(*faults[0]))
         if len(faults) > 1:
             print(f"\n{len(faults) - 1} more of its kind: --json has them")
+        if found.is_interrupted:
+            raise KeyboardInterrupt
         return FAULT
-    return _tell_of_none(found, first)
+    return _tell_of_none(found, first, arguments.parser.prog)
 
 
-def _has_fault(recording: Recording) -> bool:
+def _has_fault(recording: "Recording") -> bool:
+    from ..insight import FaultRecord
+
     return any(not fault.is_search for fault in recording.of(FaultRecord))
 
 
-def _tell_of_none(found: Watched, first: int) -> int:
+def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
+    if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
+        print(f"every value fits, in {steps_taken} step{'' if steps_taken == 1 else 's'}", flush=True)
+        if not found.is_interrupted:
+            return 0
+    if found.is_interrupted:
+        raise KeyboardInterrupt
     if not found.recordings:
         problem = ended if found.code else "the script never called amp.initialize"
     elif steps_taken <= 0:
         problem = f"{ended} after {max(found.steps)} optimizer steps, and steps from {first} on were to be looked at"
-    elif found.code:
-        problem = f"{ended} after {steps_taken} steps, in which every value fits"
     else:
-        print(f"every value fits, in {steps_taken} step{'' if steps_taken == 1 else 's'}")
-        return 0
-    print(f"amp-patch trace: {problem}", file=sys.stderr)
+        problem = f"{ended} after {steps_taken} steps, in which every value fits"
+    print_error(prog, "failed", problem)
     return TROUBLE
 
 

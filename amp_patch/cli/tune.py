@@ -5,9 +5,8 @@ The script runs unmodified, as under `amp-patch run`, for a few steps: once in f
 
 import argparse
 
-from ..insight import runs as insight_runs
-from . import run as runs
-from .scripts import ScriptRunner, add_script, new_file
+from .scripts import ScriptRunner, add_script
+from .values import at_least, check_lists, new_file, oplist, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to keep in float32; both: modules, and ops where there is none (default: %(default)s)",
     )
     parser.add_argument(
-        "--extends", type=runs.oplist, metavar="LIST", help="the list to tune (default: those of the script)"
+        "--extends", type=oplist, metavar="LIST", help="the list to tune (default: those of the script)"
     )
     parser.add_argument("--out", type=new_file, metavar="FILE", help="write the list (default: print it)")
     parser.add_argument(
-        "--steps", type=_count, default=2, metavar="N", help="optimizer steps to compare (default: %(default)s)"
+        "--steps", type=positive, default=2, metavar="N", help="optimizer steps to compare (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of each run (default: %(default)s)")
     parser.add_argument(
@@ -44,10 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, and 1 if there is none."""
+    """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, 1 if there is none.
+
+    After Ctrl-C, 130.
+    """
     from ..insight import Tuner
 
-    runner: insight_runs.Runner = ScriptRunner(arguments, is_quiet=True)
+    runner = ScriptRunner(arguments, is_quiet=True)
+    check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
     result = Tuner(
         runner,
         opt_level=arguments.opt_level,
@@ -66,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif result.text:
         result.to_yaml(arguments.out)
         _print(f"written to {arguments.out}: give it to initialize as lists, or to amp-patch run by --lists")
-    return 0 if result.is_reached else 1
+    return 130 if result.is_interrupted else 0 if result.is_reached else 1
 
 
 def _print(line: str) -> None:
@@ -84,13 +87,6 @@ def _tolerance(text: str) -> float:
     return value
 
 
-def _count(text: str, least: int = 1) -> int:
-    """A number of at least 1."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least {least}")
-    return int(text)
-
-
 def _runs(text: str) -> int:
     """A number of runs: the one in float32, and another."""
-    return _count(text, 2)
+    return at_least(2, text)

@@ -1,12 +1,34 @@
 """What the user writes and passes: levels, op lists and module rules, read from YAML into frozen values."""
 
-from . import explain as explain
-from . import op_lists as op_lists
-from . import presets as presets
-from . import schema as schema
-from . import shipped as shipped
-from .module_rules import ModuleRule as ModuleRule
-from .op_lists import OpLists as OpLists
-from .op_lists import load_oplists as load_oplists
-from .policy import Policy as Policy
-from .presets import make_policy as make_policy
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import explain as explain
+    from . import op_lists as op_lists
+    from . import presets as presets
+    from . import schema as schema
+    from . import shipped as shipped
+    from .module_rules import ModuleRule as ModuleRule
+    from .op_lists import OpLists as OpLists
+    from .op_lists import load_oplists as load_oplists
+    from .policy import Policy as Policy
+    from .presets import make_policy as make_policy
+
+_HOMES = {
+    "ModuleRule": "module_rules",
+    **dict.fromkeys(("OpLists", "load_oplists"), "op_lists"),
+    "Policy": "policy",
+    "make_policy": "presets",
+}
+_MODULES = ("explain", "op_lists", "presets", "schema", "shipped")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what has the name when it is first asked for: commands name lists and levels without torch."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

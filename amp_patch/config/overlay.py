@@ -24,6 +24,7 @@ from .op_names import Key, find_spellings, inplace_twin
 from .packages import find_doubt
 from .rules import TWINNED, Rule, kind_of
 from .shipped import lists_dir, shipped_names
+from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping
 
 MAX_EXTENDS = 16
@@ -214,27 +215,6 @@ class Overlay:
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
-
-
-def locate(spec: str | os.PathLike[str], base: Path) -> Path:
-    """Return the file that a spec names: a shipped list, or a path from the folder `base`.
-
-    Raises OpListError without a place.
-    """
-    text = str(os.fspath(spec))
-    separators = tuple(filter(None, (os.sep, os.altsep)))
-    if (
-        isinstance(spec, os.PathLike)
-        or text.endswith((".yaml", ".yml"))
-        or any(separator in text for separator in separators)
-    ):
-        return base / text
-    known = shipped_names()
-    if text in known:
-        return lists_dir() / f"{text}.yaml"
-    beside = [name for name in (f"{text}.yaml", f"{text}.yml") if text and os.path.isfile(base / name)]
-    hint = did_you_mean(beside[0], beside) if beside else did_you_mean(text, known)
-    raise OpListError(f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{hint}")
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:

@@ -1,8 +1,10 @@
-"""Where the lists and presets that come with the package are."""
+"""Where lists and presets are: those that come with the package, and those that a name stands for. Imports no torch."""
 
+import os
+import re
 from pathlib import Path
 
-from ..errors import OpListError
+from ..errors import OpListError, did_you_mean
 
 
 def lists_dir() -> Path:
@@ -25,3 +27,29 @@ def shipped_names() -> tuple[str, ...]:
 def shipped_presets() -> Path:
     """Return the path of the presets that come with the package."""
     return lists_dir() / "presets.yaml"
+
+
+def shipped_levels() -> tuple[str, ...]:
+    """Return the names of the levels that come with the package, in the order of the file."""
+    return tuple(re.findall(r"^(\w+):", shipped_presets().read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def locate(spec: str | os.PathLike[str], base: Path) -> Path:
+    """Return the file that a spec names: a shipped list, or a path from the folder `base`.
+
+    Raises OpListError without a place.
+    """
+    text = str(os.fspath(spec))
+    separators = tuple(filter(None, (os.sep, os.altsep)))
+    if (
+        isinstance(spec, os.PathLike)
+        or text.endswith((".yaml", ".yml"))
+        or any(separator in text for separator in separators)
+    ):
+        return base / text
+    known = shipped_names()
+    if text in known:
+        return lists_dir() / f"{text}.yaml"
+    beside = [name for name in (f"{text}.yaml", f"{text}.yml") if text and os.path.isfile(base / name)]
+    hint = did_you_mean(beside[0], beside) if beside else did_you_mean(text, known)
+    raise OpListError(f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{hint}")

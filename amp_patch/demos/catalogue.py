@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a demo is asked for: optimizer steps of each run, the first seed and how many, and where to draw, and to
-    write a report.
+    write a report. `may_shorten`: whether to take fewer steps, and seeds, where those would take minutes.
     """
 
     levels: tuple[str, ...]
@@ -26,6 +26,7 @@ class Options:
     seeds: int
     plot: Path | None
     html: Path | None = None
+    may_shorten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,18 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 
 from ..dtypes import dtype_name
-from ..tables import format_table
+from ..tables import RowPrinter
 from .catalogue import Options
 from .digits_training import Digits, load_digits_tensors
 from .picture import make_figure
 from .training import (
+    OnStep,
+    Part,
     draw_batches,
     make_bar,
     measure_peak,
     one_thread,
+    prepare,
     record_gradients,
     report_checks,
     synchronize,
@@ -79,25 +82,21 @@ def run(options: Options) -> None:
     """
     digits = load_digits_tensors(options.device)
     runs: dict[str, tuple[Result, Result]] = {}
-    with one_thread(), make_bar(2 * len(options.levels) * (options.steps + 1)) as bar:
-        for level in options.levels:
-            bar.set_description(level)
-            kept, again = (
-                train(level, is_checkpointed, digits, options.steps, options.seed, bar.update)
-                for is_checkpointed in (False, True)
-            )
-            runs[level] = kept, again
-    print(
-        format_table(
-            COLUMNS,
-            (
-                _cells(level, is_checkpointed, result)
-                for level, pair in runs.items()
-                for is_checkpointed, result in zip((False, True), pair, strict=True)
-            ),
-            left=3,
-        )
-    )
+    table = RowPrinter(COLUMNS, (5, 9), left=3)
+    with one_thread():
+        parts = [Part(_rehearse(level, which, digits, options)) for level in options.levels for which in (False, True)]
+        options = prepare(options, parts)
+        with make_bar(2 * len(options.levels) * (options.steps + 1)) as bar:
+            for level in options.levels:
+                bar.set_description(level)
+                kept, again = (
+                    train(level, is_checkpointed, digits, options.steps, options.seed, bar.update)
+                    for is_checkpointed in (False, True)
+                )
+                runs[level] = kept, again
+                bar.clear()
+                table.print_row(_cells(level, False, kept))
+                table.print_row(_cells(level, True, again))
     if options.plot:
         _draw(runs, options)
     print("\nwith checkpointing and without, bit by bit the same")
@@ -108,6 +107,10 @@ def run(options: Options) -> None:
             for what in ("losses", "gradients")
         }
     )
+
+
+def _rehearse(level: str, is_checkpointed: bool, digits: Digits, options: Options) -> Callable[[int, OnStep], Result]:
+    return lambda steps, on_step: train(level, is_checkpointed, digits, steps, options.seed, on_step)
 
 
 def train(

@@ -17,16 +17,18 @@ from torch.nn import functional
 import amp_patch as amp
 
 from ..dtypes import dtype_name
-from ..tables import format_table
+from ..tables import RowPrinter
 from .catalogue import Options
 from .picture import COLOURS, make_figure
-from .training import draw_batches, make_bar, one_thread, synchronize, take_step
+from .training import OnStep, Part, draw_batches, make_bar, one_thread, prepare, synchronize, take_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BATCH_SIZE = 64
 COLUMNS = ("level", "low dtype", "accuracy", "test loss", "less that of O0", "ms/step")
+
+WIDTHS = (5, 9, 14, 15, 16, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,21 @@ class Result:
 
 
 def run(options: Options) -> None:
-    """Train every level from every seed; print means and standard deviations, and draw each run as a dot."""
-    seeds = range(options.seed, options.seed + options.seeds)
+    """Train every level from every seed; print means and standard deviations, and draw each run as a dot.
+
+    Ctrl-C leaves the levels that are done.
+    """
     runs: dict[str, list[Result]] = {}
-    with one_thread(), make_bar(len(options.levels) * len(seeds) * options.steps) as bar:
-        for level in options.levels:
-            bar.set_description(level)
-            runs[level] = [train(level, seed, options.steps, options.device, bar.update) for seed in seeds]
-    print(format_table(COLUMNS, (_cells(level, runs) for level in runs), left=2))
+    table = RowPrinter(COLUMNS, WIDTHS, left=2)
+    with one_thread():
+        options = prepare(options, [Part(_rehearse(level, options)) for level in options.levels])
+        seeds = range(options.seed, options.seed + options.seeds)
+        with make_bar(len(options.levels) * len(seeds) * options.steps) as bar:
+            for level in options.levels:
+                bar.set_description(level)
+                runs[level] = [train(level, seed, options.steps, options.device, bar.update) for seed in seeds]
+                bar.clear()
+                table.print_row(_cells(level, runs))
     print(f"\nmean ± standard deviation of {len(seeds)} seeds; differences from O0 are taken within each seed")
     if options.plot:
         figure, (accuracies, losses) = make_figure(2)
@@ -57,6 +66,10 @@ def run(options: Options) -> None:
         losses.set_title("Loss on the test rows, same seeds", loc="left")
         figure.savefig(options.plot)
         print(f"accuracy and loss of every run: {options.plot}")
+
+
+def _rehearse(level: str, options: Options) -> Callable[[int, OnStep], Result]:
+    return lambda steps, on_step: train(level, options.seed, steps, options.device, on_step)
 
 
 def train(

@@ -5,18 +5,18 @@ below half the distance of neighbouring float16 values, as happens late in train
 with sigmoids, whose loss is a mean over all pixels of all images, so that the gradients of its activations are small.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..tables import format_table
+from ..tables import RowPrinter
 from .catalogue import Options
-from .digits_training import load_digits_tensors
+from .digits_training import Digits, load_digits_tensors
 from .paper_training import Result, Task, autoencoder, classifier, train
 from .picture import COLOURS, Curve, draw_losses, make_figure, mean_of_last
-from .training import make_bar, one_thread
+from .training import OnStep, Part, make_bar, one_thread, prepare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ SCALING: Mapping[str, Mapping[str, Any]] = {
     "float16, loss scaled": {"opt_level": "O2", "loss_scale": "dynamic"},
     "float16, not scaled": {"opt_level": "O2", "loss_scale": 1.0},
 }
+LEVELS = ("O0", "O2")
 RUN_COLOURS = (COLOURS["O0"], COLOURS["O4"], COLOURS["O2"])
 
 
@@ -67,17 +68,15 @@ def count_by_exponent(gradients: Tensor, scale: float, exponents: range) -> Tens
 def run(options: Options) -> None:
     """Run both experiments, print a table of each and what float16 makes of the gradients, draw all three."""
     digits = load_digits_tensors(options.device)
-    with one_thread(), make_bar((len(MASTERS) + len(SCALING)) * options.steps) as bar:
-
-        def compare(task: Task, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Result]:
-            return {
-                name: train(task, properties, digits, options.steps, options.seed, bar.update)
-                for name, properties in runs.items()
-            }
-
-        masters, scaling = compare(classifier(), MASTERS), compare(autoencoder(), SCALING)
-    print(f"master weights: a classifier at a small learning rate\n\n{_table(masters)}\n")
-    print(f"loss scaling: an autoencoder with small gradients\n\n{_table(scaling)}\n")
+    tasks = (
+        ("master weights: a classifier at a small learning rate", classifier(), MASTERS),
+        ("loss scaling: an autoencoder with small gradients", autoencoder(), SCALING),
+    )
+    with one_thread():
+        every = [(task, properties) for _, task, runs in tasks for properties in runs.values()]
+        options = prepare(options, [Part(_rehearse(*one, digits, options.seed)) for one in every], LEVELS)
+        with make_bar(len(every) * options.steps) as bar:
+            masters, scaling = (_compare(*one, digits, options, bar) for one in tasks)
     plain, scaled, _ = scaling.values()
     print("float32's gradients of the autoencoder, if they were float16:")
     for scale in (1.0, scaled.loss_scale):
@@ -98,21 +97,35 @@ def run(options: Options) -> None:
         print(f"\nlosses and gradients: {options.plot}")
 
 
-def _table(results: Mapping[str, Result]) -> str:
-    """One experiment, a row for each run, in the order of `COLUMNS`."""
-    return format_table(
-        COLUMNS,
-        (
-            (
-                name,
-                f"{mean_of_last(result.losses):.4f}",
-                result.test,
-                f"{result.updates_lost:.1%}",
-                f"{result.gradients_zero:.1%}",
-                f"{result.loss_scale:g}",
-            )
-            for name, result in results.items()
-        ),
+def _compare(
+    title: str, task: Task, runs: Mapping[str, Mapping[str, Any]], digits: Digits, options: Options, bar: Any
+) -> dict[str, Result]:
+    """Run one experiment, and print its table, each row when it is there."""
+    print(f"{title}\n")
+    table = RowPrinter(COLUMNS, (max(map(len, runs)), 10, 14))
+    results = {}
+    for name, properties in runs.items():
+        bar.set_description(name)
+        results[name] = train(task, properties, digits, options.steps, options.seed, bar.update)
+        bar.clear()
+        table.print_row(_cells(name, results[name]))
+    print()
+    return results
+
+
+def _rehearse(task: Task, properties: Mapping[str, Any], digits: Digits, seed: int) -> Callable[[int, OnStep], Result]:
+    return lambda steps, on_step: train(task, properties, digits, steps, seed, on_step)
+
+
+def _cells(name: str, result: Result) -> tuple[str, ...]:
+    """The cells of one run, in the order of `COLUMNS`."""
+    return (
+        name,
+        f"{mean_of_last(result.losses):.4f}",
+        result.test,
+        f"{result.updates_lost:.1%}",
+        f"{result.gradients_zero:.1%}",
+        f"{result.loss_scale:g}",
     )
 
 

@@ -6,7 +6,7 @@ bitsandbytes does not quantise has to be float32: amp_patch refuses a base in 16
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,7 @@ from .qlora_training import (
     state_tensors,
     train,
 )
-from .training import make_bar, one_thread, report_checks
+from .training import Part, make_bar, one_thread, prepare, report_checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,8 +56,12 @@ class Result:
 
 def run(options: Options) -> None:
     """Train, quantise, fine-tune; print losses and bytes, and check what must hold. Raises DemoError if it does not."""
-    with one_thread(), make_bar((1 + PRETRAINING) * options.steps) as bar:
-        result = experiment(options, bar.update)
+    with one_thread():
+        options = prepare(
+            options, [Part(lambda steps, on_step: experiment(replace(options, steps=steps), on_step))], ["O4"]
+        )
+        with make_bar((1 + PRETRAINING) * options.steps) as bar:
+            result = experiment(options, bar.update)
     columns = ("loss on unseen", *result.losses)
     stages = list(result.losses.values())
     print(format_table(columns, [(text, *(f"{stage[text]:.4f}" for stage in stages)) for text in stages[0]]))

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import wrapt
-
 from .. import events
 from ..errors import SessionError
 from ..script_settings import Settings, in_force
@@ -78,6 +76,8 @@ def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
 
 def seed_when_imported(seed: int) -> None:
     """Seed random, and numpy and torch now or as soon as they are imported."""
+    import wrapt  # a quarter of the time that help takes
+
     random.seed(seed)
     wrapt.when_imported("numpy")(lambda numpy: numpy.random.seed(seed % 2**32))
     wrapt.when_imported("torch")(lambda torch: torch.manual_seed(seed))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from amp_patch.cli import lists_diff, lists_explain, lists_show
+from amp_patch.cli import lists_diff
 from amp_patch.cli.main import main
 from amp_patch.config import explain
 from amp_patch.config.module_rules import ModuleRule
@@ -580,7 +580,7 @@ def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
 
 def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
     loaded = with_modules(load_oplists("apex"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr(lists_show, "load_oplists", lambda spec: loaded)
+    monkeypatch.setattr("amp_patch.config.load_oplists", lambda spec: loaded)
     shown = lists("show", "apex")[1]
     assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low      range  mine.yaml:3\n" in shown
     rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
@@ -589,7 +589,7 @@ def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> 
 
 def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
     loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr(lists_explain, "load_oplists", lambda spec: loaded)
+    monkeypatch.setattr("amp_patch.config.load_oplists", lambda spec: loaded)
     told = (
         "Within encoder.*.norm it runs in float32 (mine.yaml:3).\n"
         "Within torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"
@@ -641,7 +641,8 @@ def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["lists", *arguments.split()])
     assert left.value.code == 2
-    assert "usage: amp-patch lists" in capsys.readouterr().err
+    error, remedy = capsys.readouterr().err.splitlines()
+    assert error.startswith("amp-patch lists") and ": error: " in error and remedy.endswith("--help tells more")
 
 
 @pytest.mark.parametrize("task", ["show", "check", "diff", "explain", "init", "schema"])

@@ -8,7 +8,7 @@ import torch
 
 import amp_patch as amp
 from amp_patch.cli import main
-from amp_patch.demos import DEMOS, Options, digits, digits_training
+from amp_patch.demos import DEMOS, Options, digits, digits_training, training
 
 pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
 
@@ -28,7 +28,7 @@ def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixt
         == 0
     )
     output = capsys.readouterr().out
-    assert tuple(re.split(r"\s{2,}", output.splitlines()[0])) == digits.COLUMNS
+    assert tuple(re.split(r"\s{2,}", output.splitlines()[3])) == digits.COLUMNS
     rows = cells(output)
     assert list(rows) == ["O0", "O4"]
     assert {len(row) for row in rows.values()} == {len(digits.COLUMNS)}
@@ -38,14 +38,19 @@ def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("has_products", [True, False])
-def test_demo_says_which_products_are_computed_in_float32(
+def test_demo_says_how_16_bits_are_computed_here(
     has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(digits, "has_low_products", lambda device_type, low: has_products)
+    monkeypatch.setattr(training, "has_low_products", lambda device_type, low: has_products)
     assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu", "--seeds", "1"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "products are computed in float32" in line]
-    assert len(told) == (0 if has_products else 1)
-    assert all("rounded to bfloat16" in line and line.endswith("for speed here, use O0") for line in told)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == (
+        "16 bits here: bfloat16 by instructions that this CPU has for it"
+        if has_products
+        else "16 bits here: bfloat16 as tensor cores do: values are rounded, products are computed in float32 (this CPU"
+        " has no fast ones; for speed here, use O0)"
+    )
+    assert not any("16 bits" in line or "products" in line for line in others)
 
 
 def test_plot_writes_a_png_and_html_a_report(tmp_path: Path) -> None:
@@ -60,7 +65,7 @@ def test_plot_writes_a_png_and_html_a_report(tmp_path: Path) -> None:
 
 def test_levels_are_compared_over_seeds_with_what_they_are_trained_by(tmp_path: Path) -> None:
     options = Options(("O0", "O4"), torch.device("cpu"), 3, 7, 2, None)
-    comparison, results = digits.measure(options)
+    comparison, results, _ = digits.measure(options)
     data = digits_training.load_digits_tensors()
     for level in ("O0", "O4"):
         alone = [digits_training.train(level, data, steps=3, seed=seed) for seed in (7, 8)]

@@ -34,5 +34,5 @@ def test_mixed_precision_moves_the_loss_less_than_the_seed_does() -> None:
 def test_the_table_has_a_row_for_each_level(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "mlp", "--opt-level", "O0,O4", "--seeds", "2", "--steps", "4", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("  ")[0] == "level" and [line.split()[0] for line in lines[2:4]] == ["O0", "O4"]
-    assert all(line.count("±") == (2 if line.startswith("O0") else 3) for line in lines[2:4])
+    assert lines[3].split("  ")[0] == "level" and [line.split()[0] for line in lines[5:7]] == ["O0", "O4"]
+    assert all(line.count("±") == (2 if line.startswith("O0") else 3) for line in lines[5:7])

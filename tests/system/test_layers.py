@@ -20,6 +20,7 @@ GROUND = (
     "script_settings",
     "synonyms",
     "tables",
+    "terminal",
     "torch_dispatch",
     "torch_distributed",
     "torch_private",

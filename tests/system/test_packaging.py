@@ -111,6 +111,7 @@ def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert demo == {"scikit-learn", "matplotlib", "tqdm"}
     qlora = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .qlora.", line)}
     assert qlora == {"bitsandbytes", "peft", "matplotlib", "tqdm"}
+    assert any(line.startswith("argcomplete") and re.search(r"extra == .completion.", line) for line in requirements)
 
 
 def test_the_version_is_the_same_everywhere(metadata: email.message.Message) -> None:

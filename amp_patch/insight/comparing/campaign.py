@@ -32,7 +32,8 @@ CLOSE = 0.02
 class Plan(NamedTuple):
     """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
 
-    `leave` is whether a training is left after its steps, or goes on to its own end.
+    `leave` is whether a training is left after its steps, or goes on to its own end; `by_run`, whether a run is trained
+    from all seeds before the next one begins, or all runs from a seed before the next seed.
     """
 
     runs: dict[str, Settings]
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     seeds: tuple[int, ...]
     command: str = ""
     leave: bool = True
+    by_run: bool = False
 
 
 def plan_runs(
@@ -72,17 +74,25 @@ def name_of(settings: Settings) -> str:
 
 
 class Campaign:
-    """Runs what is planned. `tell` is called with a line as each run begins.
+    """Runs what is planned. `tell` is called with a line as each run begins, `on_done` with the name of a run that has
+    trained from all seeds.
 
     Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
     two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
     on inputs that are off by one unit in the last place: what differs then is noise.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        tell: Callable[[str], None] = lambda line: None,
+        on_done: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self._tell = tell
+        self._on_done = on_done
         self._header: RunRecord | None = None
         self._compared = {name: ComparedRecord(name, failed="did not run") for name in plan.runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in plan.runs}
@@ -94,14 +104,16 @@ class Campaign:
         """Run all. What a run raises is noted, an interrupt leaves."""
         plan = self._plan
         order = sorted(plan.runs, key=lambda name: name != plan.reference)
-        for seed in plan.seeds:
-            for name in order:
-                if self._compared[name].failed in ("", "did not run"):
-                    self._train(name, seed)
-                if name == plan.reference and not self._compared[name].failed:
-                    self._train(name, seed, is_noise=True)
-                if seed == plan.seeds[0] and not self._compared[name].failed:
-                    self._look_at_layers(name, seed)
+        pairs = [(name, seed) for seed in plan.seeds for name in order]
+        for name, seed in sorted(pairs, key=lambda pair: order.index(pair[0])) if plan.by_run else pairs:
+            if self._compared[name].failed in ("", "did not run"):
+                self._train(name, seed)
+            if name == plan.reference and not self._compared[name].failed:
+                self._train(name, seed, is_noise=True)
+            if seed == plan.seeds[0] and not self._compared[name].failed:
+                self._look_at_layers(name, seed)
+            if seed == plan.seeds[-1]:
+                self._on_done(name)
 
     def comparison(self) -> Comparison:
         """Return what there is so far. Raises SessionError, with the first reason, where no run has taken a step."""

@@ -38,6 +38,7 @@ class TuneResult:
         is_reached: whether the entries keep to the tolerance.
         message: the outcome in words.
         text: of the list file; empty without entries.
+        is_interrupted: whether Ctrl-C ended the search; the rest is what was found by then.
     """
 
     entries: tuple[Entry, ...]
@@ -46,6 +47,7 @@ class TuneResult:
     is_reached: bool
     message: str
     text: str
+    is_interrupted: bool = False
 
     def table(self) -> str:
         """Return the trials as text, a line each."""

@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...config import shipped
@@ -169,7 +170,7 @@ class Tuner:
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
         self._loss_scale = self._ranking.find_loss_scale(forced)
-        reason, noise, is_searched = "", None, False
+        reason, noise, is_searched, is_interrupted = "", None, False, False
         try:
             if self._tolerance < FINE and (noise := self._measure_noise()) >= self._tolerance:
                 reason = "noise"
@@ -181,9 +182,10 @@ class Tuner:
         except _EnoughRunsError:
             reason = f"stopped after {self._runs} runs (max_runs)"
         except KeyboardInterrupt:
-            reason = f"interrupted in run {self._runs}"
+            reason, is_interrupted = f"interrupted in run {self._runs}", True
         best = choose_best(list(self._trials.values()))
-        return self._conclude(best, "" if reason == "noise" else reason, noise, is_searched=is_searched)
+        result = self._conclude(best, "" if reason == "noise" else reason, noise, is_searched=is_searched)
+        return replace(result, is_interrupted=is_interrupted)
 
     def _conclude(self, best: Trial | None, stopped: str, noise: float | None, *, is_searched: bool) -> TuneResult:
         tolerance = f"a tolerance of {self._tolerance:g}"

@@ -1,0 +1,90 @@
+"""What stands for a value on the command line, read and checked: levels, op lists, numbers, files.
+
+Torch is imported for what is in files alone: op lists, and the levels of AMP_PATCH_PRESETS.
+"""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from .. import config
+from ..errors import AmpError, did_you_mean
+
+
+def opt_level(text: str) -> str:
+    """Return the name of a level that there is: of those that come with the package, or of AMP_PATCH_PRESETS."""
+    known = config.shipped.shipped_levels()
+    if text in known:
+        return text
+    if not os.environ.get("AMP_PATCH_PRESETS"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an opt_level ({', '.join(known)}).{did_you_mean(text, known)}"
+        )
+    try:
+        config.make_policy(text, {})
+    except AmpError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def levels(text: str) -> list[str]:
+    """Return the levels of `O1` or `O1,O4`."""
+    return [opt_level(level.strip()) for level in text.split(",")]
+
+
+def oplist(text: str) -> str:
+    """Return a shipped name, or the absolute path of a file that there is: scripts change their working directory.
+
+    What is in it is looked at by `check_lists`.
+    """
+    try:
+        path = config.shipped.locate(text, Path.cwd())
+    except AmpError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if text in config.shipped.shipped_names():
+        return text
+    if not path.is_file():
+        others = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, others)}")
+    return os.path.abspath(path)
+
+
+def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:
+    """Leave as for bad usage, with the first fault, if files among these op lists cannot be used. Files need torch."""
+    for name in lists:
+        if os.path.isabs(name):
+            try:
+                config.load_oplists(("apex", name))
+            except AmpError as error:
+                parser.error(f"argument {option}: {error}")
+
+
+def at_least(least: int, text: str) -> int:
+    """Return a whole number of `least` or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return a whole number of 1 or more."""
+    return at_least(1, text)
+
+
+def new_file(text: str) -> Path:
+    """Return a path in a folder that exists: it is written when the work is done."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
+    return path
+
+
+def steps(text: str) -> tuple[int, int]:
+    """Return a window of steps."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    first = int(found[1]) if found else 0
+    last = int(found[2]) if found and found[2] else first + 1
+    if found is None or last <= first:
+        raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: write 1:3 for steps 1 and 2, or 1 for one")
+    return first, last

@@ -1,0 +1,337 @@
+"""What a wrong command line is told, what needs no torch, colour, completion, and Ctrl-C."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amp_patch as amp
+from amp_patch import terminal
+from amp_patch.cli import values
+from amp_patch.cli.main import COMMANDS, EPILOG, main
+
+ROOT = Path(__file__).parent.parent.parent
+LEVELS = "O0, O1, O2, O3, O4, O5"
+LISTS = "apex, autocast-cpu, autocast-cuda, bfloat16, fast, float16, paper"
+TASKS_OF_LISTS = "show, check, diff, explain"
+NAMES = ", ".join(command.name for command in COMMANDS)
+REST = "; arguments of the script go after --, as in: train.py -- --epochs 3"
+
+WRONG: dict[str, tuple[str, str]] = {
+    # of the command itself
+    "trce train.py": ("amp-patch", f"'trce' is not a command ({NAMES}). Did you mean 'trace'?"),
+    "list show": ("amp-patch", f"'list' is not a command ({NAMES}). Did you mean 'lists'?"),
+    "Demo": ("amp-patch", f"'Demo' is not a command ({NAMES}). Did you mean 'demo'?"),
+    "--versoin": ("amp-patch", "unrecognized arguments: --versoin. Did you mean '--version'?"),
+    "--opt-level O1 trace train.py": (
+        "amp-patch",
+        "unrecognized arguments: --opt-level; options stand behind their command, as in: amp-patch trace train.py"
+        " --steps 2",
+    ),
+    # levels
+    "trace train.py --opt-level O9": (
+        "amp-patch trace",
+        f"argument --opt-level: 'O9' is not an opt_level ({LEVELS}).",
+    ),
+    "run --opt-level o1 train.py": (
+        "amp-patch run",
+        f"argument --opt-level: 'o1' is not an opt_level ({LEVELS}). Did you mean 'O1'?",
+    ),
+    "compare train.py --runs O1,o2": (
+        "amp-patch compare",
+        f"argument --runs: 'o2' is not an opt_level ({LEVELS}). Did you mean 'O2'?",
+    ),
+    "compare train.py --opt-level O1": ("amp-patch compare", "--opt-level has no place here: name levels by --runs"),
+    "demo --opt-level O1,fast": ("amp-patch demo", f"argument --opt-level: 'fast' is not an opt_level ({LEVELS})."),
+    # op lists
+    "trace train.py --lists flaot16": (
+        "amp-patch trace",
+        f"argument --lists: 'flaot16' is not a shipped list ({LISTS}), and a path ends in .yaml or .yml."
+        " Did you mean 'float16'?",
+    ),
+    "tune train.py --extends mien.yaml": (
+        "amp-patch tune",
+        "argument --extends: 'mien.yaml': no such file. Did you mean 'mine.yaml'?",
+    ),
+    "explain train.py --lists no/where.yaml": (
+        "amp-patch explain",
+        "argument --lists: 'no/where.yaml': no such file.",
+    ),
+    # options
+    "trace train.py --undreflow 5%": (
+        "amp-patch trace",
+        "unrecognized arguments: --undreflow 5%. Did you mean '--underflow'?",
+    ),
+    "tune train.py --tolerence=0.5": (
+        "amp-patch tune",
+        "unrecognized arguments: --tolerence=0.5. Did you mean '--tolerance'?",
+    ),
+    "explain train.py --epochs 3": ("amp-patch explain", f"unrecognized arguments: --epochs 3{REST}"),
+    "compare train.py data": ("amp-patch compare", f"unrecognized arguments: data{REST}"),
+    "demo --step-count 3": ("amp-patch demo", "unrecognized arguments: --step-count"),
+    "demo --opt-levels O1": ("amp-patch demo", "unrecognized arguments: --opt-levels. Did you mean '--opt-level'?"),
+    "doctor --jsn .": ("amp-patch doctor", "unrecognized arguments: --jsn. Did you mean '--json'?"),
+    # values
+    "trace train.py --steps 3:1": (
+        "amp-patch trace",
+        "argument --steps: '3:1' is no window of steps: write 1:3 for steps 1 and 2, or 1 for one",
+    ),
+    "trace train.py --underflow 500%": (
+        "amp-patch trace",
+        "argument --underflow: '500%' is no share: write 5% or 0.05",
+    ),
+    "compare train.py --steps 0": ("amp-patch compare", "argument --steps: '0' is not a whole number of 1 or more"),
+    "tune train.py --max-runs 1": ("amp-patch tune", "argument --max-runs: '1' is not a whole number of 2 or more"),
+    "tune train.py --tolerance -1": (
+        "amp-patch tune",
+        "argument --tolerance: '-1' is no tolerance: give a number above 0, such as 0.1",
+    ),
+    "explain train.py --by modul": (
+        "amp-patch explain",
+        "argument --by: 'modul' is no choice (module, op, entry). Did you mean 'module'?",
+    ),
+    "explain train.py --html no/where.html": (
+        "amp-patch explain",
+        "argument --html: 'no/where.html' must be a file in a folder that exists",
+    ),
+    "trace train.py --json": ("amp-patch trace", "argument --json: expected one argument"),
+    # scripts
+    "trace": ("amp-patch trace", "name a script, or a module with -m"),
+    "explain tran.py": ("amp-patch explain", "can't open file '{cwd}/tran.py': no such file. Did you mean 'train.py'?"),
+    "run -m": ("amp-patch run", "name a script, or a module with -m"),
+    "compare -m json.tool train.py": ("amp-patch compare", "train.py: what is the module's follows a --"),
+    # demos
+    "demo digitz": (
+        "amp-patch demo",
+        "argument NAME: 'digitz' is not a demo (digits, mlp, checkpointing, paper, qlora). Did you mean 'digits'?",
+    ),
+    "demo paper --seeds 2": ("amp-patch demo", "the demo paper takes no --seeds"),
+    "demo --plot curves.jpg": (
+        "amp-patch demo",
+        "argument --plot: 'curves.jpg' must be a .png file in a folder that exists",
+    ),
+    # lists
+    "lists shwo float16": ("amp-patch lists", f"'shwo' is not a task ({TASKS_OF_LISTS}). Did you mean 'show'?"),
+    "lists show": ("amp-patch lists show", "the following arguments are required: NAME|FILE"),
+    "lists diff float16": ("amp-patch lists diff", "the following arguments are required: LISTS"),
+    "lists show float16 --spelings": (
+        "amp-patch lists show",
+        "unrecognized arguments: --spelings. Did you mean '--spellings'?",
+    ),
+    "lists explain mm --dtype half": (
+        "amp-patch lists explain",
+        "argument --dtype: 'half' is no choice (float16, bfloat16).",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a script and a list."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("mine.yaml").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_told_what_is_wrong_and_where_help_is(line, folder, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(line.split())
+    assert left.value.code == 2
+    prog, told = WRONG[line]
+    assert capsys.readouterr() == ("", f"{prog}: error: {told.format(cwd=folder)}\n{prog} --help tells more\n")
+
+
+def test_a_list_file_with_a_fault_is_bad_usage_once_the_rest_is_right(folder, capsys):
+    (folder / "mine.yaml").write_text("whitelist: [sofmax]\n")
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "train.py", "--extends", "mine.yaml"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"amp-patch tune: error: argument --extends: {folder}/mine.yaml:1:13: ")
+    assert "Did you mean 'softmax'?" in said
+
+
+@pytest.mark.parametrize("line", [[], ["--help"]])
+def test_the_command_alone_prints_help(line, capsys):
+    try:
+        code = main(line)
+    except SystemExit as left:
+        code = left.code
+    output = capsys.readouterr()
+    assert code == 0 and output.err == ""
+    assert output.out.startswith("usage: amp-patch ") and output.out.endswith(EPILOG)
+    assert all(f"  {command.name} " in output.out for command in COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out == f"amp-patch {amp.__version__}\n"
+
+
+WITHOUT_TORCH = """
+import contextlib, io, sys
+class Blocker:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "numpy", "matplotlib", "sklearn"):
+            raise AssertionError(f"{name} is imported")
+sys.meta_path.insert(0, Blocker())
+from amp_patch.cli import main
+for line in sys.stdin.read().splitlines():
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(line.split())
+        except SystemExit as left:
+            code = left.code
+        except BaseException as error:
+            code = repr(error)
+    print(code, bool(out.getvalue()), bool(err.getvalue()), line, sep=";")
+"""
+
+
+def test_help_and_usage_errors_import_no_torch(folder):
+    helped = ["--version", "--help", "", *(f"{command.name} --help" for command in COMMANDS)]
+    helped += [f"lists {task} --help" for task in TASKS_OF_LISTS.split(", ")]
+    lines = [*helped, *WRONG]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input="\n".join(lines),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    expected = [f"0;True;False;{line}" for line in helped] + [f"2;False;True;{line}" for line in WRONG]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_levels_are_those_of_the_shipped_presets_or_of_ones_own(tmp_path, monkeypatch):
+    from amp_patch.config import presets, shipped
+
+    assert shipped.shipped_levels() == presets.Presets(shipped.shipped_presets()).names()
+    (tmp_path / "mine.yaml").write_text("Mine: {extends: O1}\n")
+    monkeypatch.setenv(presets.PRESETS_VARIABLE, str(tmp_path / "mine.yaml"))
+    assert values.levels("O4, Mine") == ["O4", "Mine"]
+    with pytest.raises(values.argparse.ArgumentTypeError, match="'Mien' is not a preset .*Did you mean 'Mine'"):
+        values.opt_level("Mien")
+
+
+# ---- colour ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environment", "wants"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (False, {"FORCE_COLOR": ""}, False),
+        (True, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+    ],
+)
+def test_a_terminal_that_wants_colour_gets_it(is_terminal, environment, wants, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if is_terminal else io.StringIO()
+    assert terminal.wants_colour(stream) is wants
+    assert terminal.paint("text", terminal.BOLD, stream) == ("\x1b[1mtext\x1b[0m" if wants else "text")
+
+
+def test_errors_and_heads_of_tables_have_colour(monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(SystemExit):
+        main(["trce"])
+    assert capsys.readouterr().err.startswith("amp-patch: \x1b[1;31merror:\x1b[0m 'trce' is not")
+    terminal.print_report("a table\n\nrun  loss\n---  ----\nO0      1\n-")
+    assert capsys.readouterr().out == "a table\n\n\x1b[1mrun  loss\x1b[0m\n---  ----\nO0      1\n-\n"
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def complete(folder):
+    """Returns what a shell offers behind a line, as argcomplete's protocol has it."""
+    pytest.importorskip("argcomplete", reason="the extra `completion` is not installed")
+    Path("pictures").mkdir()
+
+    def complete_line(line):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(folder / "offered"),
+            "_ARGCOMPLETE_IFS": "\n",
+            "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "COMP_TYPE": "9",
+        }
+        subprocess.run([sys.executable, "-m", "amp_patch"], env=environment, check=True, cwd=folder)
+        return {one.strip() for one in (folder / "offered").read_text().split("\n")} - {""}
+
+    return complete_line
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("amp-patch tr", {"trace"}),
+        ("amp-patch --v", {"--version"}),
+        ("amp-patch trace --und", {"--underflow"}),
+        ("amp-patch trace train.py --opt-level ", set(LEVELS.split(", "))),
+        ("amp-patch compare train.py --runs O1,O4+", {f"O1,O4+{name}" for name in LISTS.split(", ")}),
+        ("amp-patch compare train.py --runs O1,", {f"O1,{level}" for level in LEVELS.split(", ")}),
+        ("amp-patch demo pa", {"paper"}),
+        ("amp-patch explain --by o", {"op"}),
+        ("amp-patch lists sh", {"show"}),
+        ("amp-patch lists explain mm --lists fl", {"float16"}),
+        ("amp-patch tune --extends mi", {"mine.yaml"}),
+        ("amp-patch trace t", {"train.py"}),
+    ],
+)
+def test_completion(line, offered, complete):
+    assert complete(line) == offered
+
+
+def test_completion_needs_its_extra(monkeypatch, capsys):
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert main([]) == 2
+    assert 'pip install "amp_patch[completion]"' in capsys.readouterr().err
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS if command.name != "run"])
+def test_ctrl_c_is_one_line(name, folder, monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    lines = {"demo": "demo --device cpu", "lists": "lists show float16", "doctor": "doctor ."}
+    places = {
+        "demo": "amp_patch.demos.digits.train",
+        "lists": "amp_patch.config.load_oplists",
+        "doctor": "amp_patch.doctor.find_files",
+    }
+    monkeypatch.setattr(places.get(name, "amp_patch.cli.scripts._call"), interrupted)
+    assert main(lines.get(name, f"{name} train.py").split()) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"amp-patch {name}: interrupted"
