@@ -1,7 +1,6 @@
 """One training script, read and never run: its tree, its names, its lines, and the calls of amp in it."""
 
 import ast
-import bisect
 import io
 import re
 import tokenize
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from .names import Names
+from .places import Places
 from .structure import Atoms, Structure, contradict, end, position, text_of
 
 AMP_FUNCTIONS = frozenset(
@@ -28,12 +28,11 @@ AMP_FUNCTIONS = frozenset(
 )
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _IGNORE = re.compile(r"#\s*(?:amp-patch:\s*ignore(?:\[([^\]]*)\])?|noqa(?::\s*([A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*)|(?!:)))")
-_LINE_END = re.compile(r"\r\n|\r|\n")  # as Python counts lines: a form feed ends none
 _AMP_WORD = re.compile(r"\b(amp|apex|amp_patch)\b")  # a script that calls amp has one of these somewhere
 _EVERY_CODE = "*"
 
 
-class Script:
+class Script(Places):
     """A parsed script.
 
     Args:
@@ -43,7 +42,7 @@ class Script:
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
-        self.text = text
+        super().__init__(text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
             self.tree = ast.parse(text)
@@ -196,57 +195,10 @@ class Script:
     # ---- places ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _starts(self) -> list[int]:
-        """Where each line starts, and the end of the text."""
-        return [0, *(match.end() for match in _LINE_END.finditer(self.text)), len(self.text)]
-
-    @cached_property
-    def newline(self) -> str:
-        """How the first line ends."""
-        ending = _LINE_END.search(self.text)
-        return ending[0] if ending else "\n"
-
-    @cached_property
-    def indent(self) -> str:
-        """What a line of a block is indented by."""
-        return "\t" if re.search(r"^\t", self.text, re.MULTILINE) else "    "
-
-    @cached_property
     def lines_in_strings(self) -> frozenset[int]:
         """The lines that start inside a string, or between parts of one."""
         strings = [node for node in self.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
         return frozenset(line for node in strings for line in range(position(node)[0] + 1, end(node)[0] + 1))
-
-    def offset(self, line: int, column: int = 0) -> int:
-        """Return how many characters come before a line (from 1) and a byte of it (from 0), as syntax trees count."""
-        if line >= len(self._starts):
-            return len(self.text)
-        start, stop = self._starts[line - 1 : line + 1]
-        return start + len(self.text[start:stop].encode()[:column].decode(errors="ignore"))
-
-    def line_of(self, offset: int) -> int:
-        """Return the line, from 1, that holds a character."""
-        return bisect.bisect_right(self._starts, offset)
-
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return where a node starts and ends, in characters."""
-        if isinstance(node, ast.withitem):
-            return self.span(node.context_expr)[0], self.span(node.optional_vars or node.context_expr)[1]
-        return self.offset(*position(node)), self.offset(*end(node))
-
-    def source_of(self, node: ast.AST) -> str:
-        """Return a node as it is written."""
-        return self.text[slice(*self.span(node))]
-
-    def receiver_span(self, call: ast.Call) -> tuple[int, int]:
-        """Return the span of what a method is called on, with its parentheses."""
-        start, stop = self.span(call.func)
-        return start, self.text.rindex(".", start, stop)
-
-    def place(self, node: ast.AST) -> tuple[int, int]:
-        """Return the line and the column of a node, both from 1, the column in characters."""
-        line = max(position(node)[0], 1)
-        return line, self.span(node)[0] - self.offset(line) + 1
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the innermost statement that a node is or stands in."""
