@@ -22,18 +22,21 @@ HEAD = """\
 
 def make_page() -> str:
     """Return the page."""
-    parser = build_parser([command.name for command in COMMANDS])
-    return "\n".join([HEAD, *_describe(parser, 2)])
+    lines = [HEAD]
+    for command in COMMANDS:  # a parser has the arguments of the one command that it is built for
+        parsers = build_parser([command.name])._actions
+        (choices,) = (action.choices for action in parsers if isinstance(action, argparse._SubParsersAction))
+        lines += _describe(choices[command.name], 2)
+    return "\n".join(lines)
 
 
 def _describe(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
     """Yield the lines of a parser, then those of the commands below it."""
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    if level > 2:
-        yield f"{'#' * (level - 1)} {parser.prog}\n"
-        yield f"{_text(parser, parser.description or '')}\n"
-        yield f"```text\n{_usage(parser)}\n```\n"
+    yield f"{'#' * level} {parser.prog}\n"
+    yield f"{_text(parser, parser.description or '')}\n"
+    yield f"```text\n{_usage(parser)}\n```\n"
     rows = [_row(parser, action) for action in options if action not in nested and action.dest != "help"]
     if rows:
         yield from (*rows, "")
