@@ -58,7 +58,9 @@ class Parser(argparse.ArgumentParser):
         return [
             name
             for name in names
-            if len(name) > 2 and name.startswith("--") and not any(option.startswith(name) for option in self.own_options)
+            if len(name) > 2
+            and name.startswith("--")
+            and not any(option.startswith(name) for option in self.own_options)
         ]
 
     def _leave(self, message: str) -> NoReturn:
