@@ -79,7 +79,12 @@ def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
 )
 def test_what_cannot_be_looked_at_is_trouble(source, told, call):
     code, _, err = call(source)
-    assert code == 2 and err.strip().splitlines()[-1].startswith("amp-patch trace: the script") and told in err
+    assert code == 2 and err.strip().splitlines()[-1].startswith("amp-patch trace: failed: the script") and told in err
+
+
+def test_ctrl_c_in_a_script_is_one_line_below_what_was_found(call):
+    source = script(bad=None).replace('print("step", number)', "if number == 2:\n        raise KeyboardInterrupt")
+    assert call(source) == (130, "every value fits, in 3 steps\n", "amp-patch trace: interrupted\n")
 
 
 def test_a_script_that_fails_over_the_fault_is_told_of_it(call):

@@ -119,7 +119,7 @@ def test_an_interrupt_keeps_the_best_so_far(call, monkeypatch, tmp_path):
 
     monkeypatch.setattr(scripts, "_call", interrupted)
     code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml")
-    assert code == 0 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
+    assert code == 130 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
 
 
 def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatch):
