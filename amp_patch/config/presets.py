@@ -64,6 +64,8 @@ def make_policy_without_model(
 
 
 def _table(presets: str | os.PathLike[str] | None) -> "Presets":
+    if presets is not None and not isinstance(presets, (str, os.PathLike)):
+        raise PolicyError(f"presets={presets!r} is no path: pass that of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
@@ -77,7 +79,8 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
         try:
             values[name] = None if is_off else parsers[name](value)
         except (AmpError, ValueError, TypeError) as error:
-            problems.append(f"{name}={value!r}: {error}")
+            given_already = str(error).startswith(f"{name}=")
+            problems.append(str(error) if given_already else f"{name}={value!r}: {error}")
     return replace(preset, **values), problems
 
 
@@ -174,7 +177,7 @@ def _is_null(node: Node) -> bool:
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    hint = ""
+    hint = f" Did you mean 'O{level}'?" if isinstance(level, int) and f"O{level}" in allowed else ""
     if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in allowed:
         hint = f" Did you mean 'O{level[1:]}'? The first character is the letter O."
     return PolicyError(

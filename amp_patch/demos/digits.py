@@ -42,7 +42,7 @@ def run(options: Options) -> None:
         print(f"noise: {comparison.noise:.1e}, the difference that inputs off by one unit in the last place make")
     for low in dict.fromkeys(each[0].low_dtype for each in results.values()):
         if low is not None and not has_low_products(options.device.type, low):
-            print(f"\n{explain_products(options.device.type, low)}; for speed here, use O0")
+            print(f"\n{explain_products(options.device.type, low)}")
     if options.plot:
         comparison.save_png(options.plot)
         print(f"\ndifferences, time and memory: {options.plot}")
