@@ -1,6 +1,7 @@
 """The public functions: Apex's names and signatures first, then what this package adds."""
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .announcement import announce, announce_compute
 from .casting import cast_tree
-from .config import Policy
-from .dtypes import dtype_name
-from .errors import ArgumentTypeError, CheckpointError, ModelError
-from .reporting import say, set_verbosity
-from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, hold
+from .errors import ArgumentTypeError, ModelError, did_you_mean
+from .hardware import as_device_type
+from .queries import get_original, is_patched, stats
+from .reporting import set_verbosity
+from .saved_states import load_state_dict, state_dict
+from .session import Stats, as_enabled, as_models, as_optimizers, choose_policy, hold
 from .session import current as _current
+from .training import BackwardPasses
 from .user_functions import (
     float_function,
     half_function,
@@ -42,6 +46,7 @@ __all__ = [
     "reset",
     "scale",
     "scale_loss",
+    "scope",
     "session",
     "state_dict",
     "stats",
@@ -90,7 +95,9 @@ def initialize(
         cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
             they come.
         num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
-        verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch".
+        verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch". 1 shows them. 2
+            tells of each overflow as a warning of that logger, with the step and the parameters, for which every step
+            waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.
         presets: path of a presets file to use instead of the shipped one; default: the variable AMP_PATCH_PRESETS.
@@ -100,7 +107,8 @@ def initialize(
             rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
+        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in. The
+        same call again, on what it returned, changes nothing.
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was
@@ -113,9 +121,8 @@ def initialize(
     set_verbosity(verbosity)
     if not is_enabled:
         _current.disable()
-        with contextlib.suppress(ArgumentTypeError):
-            for optimizer in as_optimizers(None if isinstance(optimizers, Iterator) else optimizers):
-                vars(optimizer)["step_was_skipped"] = False  # for loops that ask
+        for optimizer in _as_optimizers_of_any(optimizers):
+            vars(optimizer)["step_was_skipped"] = False  # for loops that ask
         return returned
     models, returned = hold(models, returned, 0 if optimizers is not None else None)
     optimizers, returned = hold(optimizers, returned, 1 if optimizers is not None else None)
@@ -123,23 +130,22 @@ def initialize(
     if not model_list:
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
-        raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1")
+        raise ArgumentTypeError(
+            f"num_losses={num_losses!r} must be a whole number of at least 1: how many losses have a scale of their own"
+        )
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
+    before = _current.state.session
     opened = _current.initialize(policy, model_list, optimizer_list, **options)
-    _announce(policy, opened)
+    announce(opened, is_known=opened is before)
     return returned
 
 
-def _announce(policy: Policy, opened: Session) -> None:
-    say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
-    for line in (*policy.describe(), *policy.explain_compute(opened.device_type)):
-        say("%s", line)
-    if opened.oplists is not None:
-        absent = [entry.op for entry in opened.oplists.missing]
-        if absent:
-            say("Listed ops that this torch does not have: %s", ", ".join(absent))
-        say("%d names patched, low dtype %s", len(opened.patcher), dtype_name(policy.low_dtype))
+def _as_optimizers_of_any(optimizers: Any) -> Sequence[Any]:
+    """Return the optimizers of an argument that may be anything: amp is disabled."""
+    with contextlib.suppress(ArgumentTypeError):
+        return as_optimizers(None if isinstance(optimizers, Iterator) else optimizers)
+    return ()
 
 
 def scale_loss(
@@ -174,14 +180,17 @@ def scale_loss(
 
     Raises:
         SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that
-        `initialize` has not seen. ArgumentTypeError: the loss is no tensor. IndexError: no such `loss_id`.
+        `initialize` has not seen. ArgumentTypeError: the loss is no floating tensor. LossIdError: no such `loss_id`.
     """
     if _current.state.is_disabled:
-        return contextlib.nullcontext(loss)
+        return BackwardPasses.leave_unscaled(loss)
     current = _current.require()
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:
-        raise ArgumentTypeError("scale_loss needs the optimizers whose parameters the loss reaches")
+        raise ArgumentTypeError(
+            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, after the"
+            " loss"
+        )
     return current.scale_loss(loss, optimizer_list, loss_id, delay_unscale)
 
 
@@ -191,7 +200,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
 
     The product is float32 and differentiable. For a gradient penalty, scale the loss, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that goes through `scale_loss`: an overflow on
-    the way makes that loss overflow, so the scale recovers.
+    the way makes that loss overflow, so the scale recovers. Raises ArgumentTypeError for a number.
     """
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
@@ -205,6 +214,10 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 
 
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    if isinstance(tensors, (int, float, str)):
+        raise ArgumentTypeError(
+            f"{tensors!r} is no tensor, nor a container of tensors: pass the loss itself, and not its .item()"
+        )
     scaler = None if _current.state.is_disabled else _current.require().scaler(loss_id)
     if scaler is None or scaler.is_identity:
         return tensors
@@ -214,47 +227,16 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield what the optimizer steps on: float32 masters where there are masters, the model's parameters elsewhere.
 
-    Clip the gradients of these.
+    Clip the gradients of these. Raises ArgumentTypeError for what is no optimizer.
     """
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when
-    disabled.
-
-    Plain Python, so torch.load reads it with weights_only=True. Waits for the device.
-    """
-    result = {} if destination is None else destination
-    if not _current.state.is_disabled:
-        for index, scaler in enumerate(_current.require().scalers):
-            result[f"loss_scaler{index}"] = scaler.state_dict()
-    return result
-
-
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` (or Apex's) returned.
-
-    Raises CheckpointError, before anything is loaded, if it does not fit the scalers.
-    """
-    if _current.state.is_disabled:
-        return
-    scalers = _current.require().scalers
-    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if sorted(state_dict) != sorted(expected):
-        raise CheckpointError(
-            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
-            f" {len(scalers)} loss scalers ({', '.join(expected)}): pass the same num_losses to initialize"
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list):
+        several = isinstance(optimizer, (list, tuple))
+        raise ArgumentTypeError(
+            f"master_params takes {'one optimizer at a time' if several else 'the optimizer'}, not"
+            f" {type(optimizer).__name__}: `for p in amp.master_params(optimizer)`"
         )
-    before = [scaler.state_dict() for scaler in scalers]
-    try:
-        for name, scaler in zip(expected, scalers, strict=True):
-            scaler.load_state_dict(state_dict[name])
-    except (KeyError, TypeError, ValueError) as error:
-        for scaler, saved in zip(scalers, before, strict=True):
-            scaler.load_state_dict(saved)
-        raise CheckpointError(f"the saved amp state cannot be read: {error}") from error
+    return (parameter for group in groups for parameter in group["params"])
 
 
 @contextlib.contextmanager
@@ -285,19 +267,56 @@ def session(
         device: whose tensors are cast; default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError if a session is in force already, and PolicyError at a level that casts models and patches
-    nothing.
+    Raises SessionError if a session is in force already, PolicyError at a level that casts models and patches nothing,
+    and ArgumentValueError for a device that torch does not know.
     """
     set_verbosity(verbosity)
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
-    device_type = torch.device(device).type
+    device_type = as_device_type(device)
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
     policy = choose_policy(opt_level, overrides, presets, has_models=False)
-    for line in policy.explain_compute(device_type):
-        say("%s", line)
+    announce_compute(policy, device_type)
     with _current.without_model(policy, device_type):
         yield
+
+
+@contextlib.contextmanager
+def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
+    """Context manager: `initialize` for the length of the block, which ends as `reset` does, also by an exception.
+
+    After the block torch is as it was found, and so are the methods and groups of the optimizers. Weights that were
+    cast are float32 again, with the values of their masters where there are masters, and optimizer states go with them;
+    without masters they have the dtype that they had. What was trained stays trained. Blocks may follow one another, on
+    the same objects too; they do not nest.
+
+    Args:
+        models, optimizers, options: of `initialize`; not `replace`, which would close what is not the block's.
+
+    Yields:
+        what `initialize` returns.
+
+    Raises SessionError if a session is in force already, ArgumentTypeError for an unknown option, and what `initialize`
+    raises.
+    """
+    known = [name for name in inspect.signature(initialize).parameters if name not in ("models", "optimizers")]
+    for name in options:
+        if name == "replace":
+            raise ArgumentTypeError(
+                "scope takes no `replace`, since it closes no other session: call amp.reset() first"
+            )
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ArgumentTypeError(f"scope takes no argument {name!r}: it takes those of initialize.{hint}")
+    _current.refuse_second()
+    was_disabled = _current.state.is_disabled
+    returned = initialize(models, optimizers, **options)
+    opened = _current.state.session
+    try:
+        yield returned
+    finally:
+        _current.end_scope(opened, was_disabled=was_disabled)
+        if opened is None and not was_disabled:
+            for optimizer in _as_optimizers_of_any(optimizers):
+                vars(optimizer).pop("step_was_skipped", None)
 
 
 def reset() -> None:
@@ -314,27 +333,3 @@ def refresh() -> None:
     """
     if _current.state.session is not None:
         _current.state.session.refresh()
-
-
-def is_patched(owner: Any, name: str) -> bool:
-    """Tell whether `owner.name`, such as `(torch, "matmul")`, is patched now."""
-    opened = _current.state.session
-    return opened is not None and opened.patcher.is_patched(owner, name)
-
-
-def get_original(owner: Any, name: str) -> Any:
-    """Return `owner.name` as it is without patches."""
-    opened = _current.state.session
-    original = None if opened is None else opened.patcher.get_original(owner, name)
-    return getattr(owner, name) if original is None else original
-
-
-def stats(*, wait: bool = True) -> Stats:
-    """Return the level, counts and loss scales of the session in force; zeros and None without one.
-
-    Waits for the device, unless `wait` is False: steps and scales are then those that the host knows of by now.
-    """
-    opened = _current.state.session
-    if opened is None:
-        return Stats(None, None, 0, 0, 0, 0, 0, ())
-    return opened.stats(wait=wait)

@@ -67,6 +67,14 @@ class ArgumentTypeError(AmpError, TypeError):
     """An argument is of a type the function does not take."""
 
 
+class ArgumentValueError(AmpError, ValueError):
+    """An argument has a value that the function does not take."""
+
+
+class LossIdError(AmpError, IndexError):
+    """There is no loss scaler of that number."""
+
+
 class SessionError(AmpError):
     """The state of the session does not allow a call: there is no session yet, or the one there is is still in use."""
 

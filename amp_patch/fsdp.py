@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import make_policy
+from .errors import ArgumentTypeError
 from .session import find_gathered_dtype
 
 if TYPE_CHECKING:
@@ -26,10 +27,16 @@ def fsdp_policy(
         reduce_dtype: in which gradients are summed over the ranks; None: in the low dtype. float32 costs twice the
             traffic, and rounds sums less.
 
-    Raises PolicyError for a level that there is not.
+    Raises PolicyError for a level that there is not, and ArgumentTypeError for what is no module or dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
+        raise ArgumentTypeError(f"reduce_dtype={reduce_dtype!r} is no torch.dtype: pass torch.float32, or leave it out")
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"module must be the torch.nn.Module that is sharded, not {type(module).__name__}: pass it, or leave it out"
+        )
     low = find_gathered_dtype(make_policy(opt_level, {}), module)
     if low is None:
         return MixedPrecisionPolicy()

@@ -1,5 +1,6 @@
 """What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers
-look for Apex's messages.
+look for Apex's messages. A console handler of the user's own, such as that of `logging.basicConfig`, shows them in its
+place, so that no line comes twice.
 
 The stand-in for Apex prints instead, as Apex did: a script that configures logging must not lose the lines it looks
 for, or get them twice.
@@ -9,15 +10,20 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .errors import ArgumentTypeError
 
 logger = logging.getLogger("amp_patch")
 
 
 class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
-    """Writes to whatever sys.stdout is at the moment of writing."""
+    """Writes to whatever sys.stdout is at the moment of writing, unless another handler shows the record there or on
+    stderr.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -31,20 +37,49 @@ class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python
     def stream(self, value: Any) -> None:
         pass
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(_is_console(handler) and record.levelno >= handler.level for handler in _other_handlers()):
+            super().emit(record)
+
+
+def _is_console(handler: logging.Handler) -> bool:
+    """Tell whether a handler writes where people look: to stdout or stderr, or to a console of rich."""
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream is not None and any(stream is one for one in streams)
+
+
+def _other_handlers() -> Iterator[logging.Handler]:
+    """Yield the handlers that see the package's records, but for its own."""
+    level: logging.Logger | None = logger
+    while level is not None:
+        yield from (handler for handler in level.handlers if handler is not _handler)
+        level = level.parent if level.propagate else None
+
 
 _handler = _StdoutHandler()
-
-
+_said: set[str] = set()
 _is_printing = False
+_verbosity = 0
+
+
+def check_verbosity(verbosity: object) -> None:
+    """Raise ArgumentTypeError unless this is a whole number."""
+    if not isinstance(verbosity, int):
+        raise ArgumentTypeError(
+            f"verbosity={verbosity!r} is no whole number: pass 0 for no messages on stdout, 1 for the usual ones, or 2"
+            " for the parameters of each overflow too"
+        )
 
 
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
     """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
 
-    With `is_printing` they are shown by `print`, and no logging handler sees them.
+    With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError.
     """
-    global _is_printing
-    _is_printing = is_printing and verbosity > 0
+    global _is_printing, _verbosity
+    check_verbosity(verbosity)
+    _is_printing, _verbosity = is_printing and verbosity > 0, verbosity
     if verbosity > 0 and not is_printing:
         logger.addHandler(_handler)
         logger.setLevel(logging.INFO)
@@ -52,10 +87,29 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
         logger.removeHandler(_handler)
 
 
+def tells_parameters() -> bool:
+    """Tell whether each overflow is told of with its parameters, for which every step waits for the device."""
+    return _verbosity > 1 and not _is_printing
+
+
 def say(message: str, *args: object) -> None:
     """Give one informational line, in a distributed run on rank 0 only."""
     if not find_rank():
         say_on_every_rank(message, *args)
+
+
+def say_once(message: str) -> None:
+    """Give one informational line unless it was given before in this process, in a distributed run on rank 0 only."""
+    if message not in _said:
+        if _is_printing or logger.isEnabledFor(logging.INFO):
+            _said.add(message)
+        say("%s", message)
+
+
+def say_loudly(message: str, *args: object) -> None:
+    """Give one line at the level of warnings, in a distributed run on rank 0 only."""
+    if not find_rank():
+        logger.warning(message, *args)
 
 
 def say_on_every_rank(message: str, *args: object) -> None:

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import ArgumentTypeError
+from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
+from .queries import check_owner
 from .session import current as _current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,11 +26,19 @@ def promote_function(function: Function) -> Function:
     return _decorate(function, "promote")  # type: ignore[no-any-return]
 
 
+_NAMES = {"whitelist": "half", "blacklist": "float", "promote": "promote"}
+
+
 def _decorate(function: Any, kind: str) -> Any:
     if isinstance(function, staticmethod):
         return staticmethod(_decorate(function.__func__, kind))
     if isinstance(function, classmethod):
         return classmethod(_decorate(function.__func__, kind))
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{_NAMES[kind]}_function decorates a function, not {type(function).__name__}: pass the function itself;"
+            f" register_{_NAMES[kind]}_function takes one by its module and name"
+        )
     casts: Any = None
     cast_function = function
 
@@ -49,7 +58,7 @@ def _decorate(function: Any, kind: str) -> Any:
 def register_half_function(module: Any, name: str) -> None:
     """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say.
 
-    Raises ValueError if there is no such name.
+    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
     """
     _register(module, name, "whitelist")
 
@@ -57,7 +66,7 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say.
 
-    Raises ValueError if there is no such name.
+    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
     """
     _register(module, name, "blacklist")
 
@@ -65,17 +74,20 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Have `module.name` run in its widest input dtype, from the next `initialize` on.
 
-    Raises ValueError if there is no such name.
+    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
     """
     _register(module, name, "promote")
 
 
 def _register(module: Any, name: str, kind: str) -> None:
+    check_owner(module, name, f"register_{_NAMES[kind]}_function")
     owner = getattr(module, "__name__", module)
     if not hasattr(module, name):
-        raise ValueError(f"{owner} has no function {name!r} to register")
+        raise ArgumentValueError(
+            f"{owner} has no function {name!r} to register: name one that it has.{did_you_mean(name, dir(module))}"
+        )
     if not callable(getattr(module, name)):
-        raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered")
+        raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered: name a function")
     registered = _current.state.registered
     registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
     registered.append((module, name, kind))

@@ -19,6 +19,8 @@ BUILTINS = {
     errors.ModelError: ValueError,
     errors.OptimizerError: ValueError,
     errors.ArgumentTypeError: TypeError,
+    errors.ArgumentValueError: ValueError,
+    errors.LossIdError: IndexError,
     errors.SessionError: RuntimeError,
     errors.BannedOpError: NotImplementedError,
     errors.GradientOverflowError: FloatingPointError,

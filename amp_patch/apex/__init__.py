@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..errors import ArgumentTypeError
 from ..script_settings import Settings, in_force
 from . import _finder
 from ._finder import ApexFinder
@@ -61,8 +62,11 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
         lists: op lists (names or paths) to lay over the list `apex` at levels that patch functions; later ones win.
         force: stand in front of an installed `apex` even if it has what is asked for.
 
-    Returns a handle whose `remove()` undoes this call; it works as a `with` block.
+    Returns a handle whose `remove()` undoes this call; it works as a `with` block. Raises ArgumentTypeError for `lists`
+    that are one name.
     """
+    if isinstance(lists, str):
+        raise ArgumentTypeError(f"lists={lists!r} must be a sequence of lists: write lists=[{lists!r}]")
     before = in_force.settings
     if opt_level is not None or lists:
         in_force.settings = Settings(opt_level, tuple(lists))

@@ -25,6 +25,13 @@ def _parse_boolean(value: object) -> bool:
     )
 
 
+def _parse_number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise PolicyError(f"{value!r} is no number") from None
+
+
 COMPUTE = ("auto", "native", "float32")
 
 
@@ -85,8 +92,8 @@ class Policy:
     compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
-    min_loss_scale: float | None = _property(float, None, in_presets=False, is_described=False)
-    max_loss_scale: float = _property(float, 2.0**24, in_presets=False, is_described=False)
+    min_loss_scale: float | None = _property(_parse_number, None, in_presets=False, is_described=False)
+    max_loss_scale: float = _property(_parse_number, 2.0**24, in_presets=False, is_described=False)
     casts_inside: bool = _property(None, True, in_presets=False, is_override=False, is_described=False)
 
     @property
@@ -115,12 +122,13 @@ class Policy:
             return [explain_products(device_type, low)]
         return [] if low is None or has_low_products(device_type, low) else [explain_imitation(device_type, low)]
 
-    def describe(self) -> list[str]:
-        """Return one line for each property, `name : value` with the name padded to 22 columns."""
+    def describe(self) -> list[tuple[str, str]]:
+        """Return the name and the value in words of each property that has an effect."""
         shown = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["is_described"]}
+        idle = {"patch_torch_functions_type"} if not self.patch_torch_functions else set()
+        idle |= {"compute"} if self.low_dtype is None else set()
         return [
-            f"{name:22} : {dtype_name(value) if isinstance(value, torch.dtype) else value}"
-            for name, value in shown.items()
+            (name, _in_words(value)) for name, value in shown.items() if name not in idle and value not in (None, ())
         ]
 
     @classmethod
@@ -132,6 +140,16 @@ class Policy:
     def get_preset_properties(cls) -> dict[str, Parser]:
         """Return the properties that a presets file may state, each with what reads its value."""
         return {one.name: one.metadata["parse"] for one in fields(cls) if one.metadata["in_presets"]}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 # ---- contradictions --------------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ def make_policy_without_model(
 
 
 def _table(presets: str | os.PathLike[str] | None) -> "Presets":
+    if presets is not None and not isinstance(presets, (str, os.PathLike)):
+        raise PolicyError(f"presets={presets!r} is no path: pass that of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
@@ -77,7 +79,8 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
         try:
             values[name] = None if is_off else parsers[name](value)
         except (AmpError, ValueError, TypeError) as error:
-            problems.append(f"{name}={value!r}: {error}")
+            given_already = str(error).startswith(f"{name}=")
+            problems.append(str(error) if given_already else f"{name}={value!r}: {error}")
     return replace(preset, **values), problems
 
 
@@ -175,4 +178,5 @@ def _is_null(node: Node) -> bool:
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{did_you_mean(level, allowed)}")
+    hint = did_you_mean(str(level) if isinstance(level, int) else level, allowed)
+    return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint}")

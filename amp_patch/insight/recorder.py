@@ -17,7 +17,7 @@ from .folding import Folding
 from .observe import Observer
 from .records import Recording, RunRecord, StepRecord
 from .rules import short
-from .runs import Probe
+from .runs import Probe, check_count, check_function
 
 
 class Recorder(Probe):
@@ -207,8 +207,12 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     """Call `step` `warmup` times as it is, then `steps` times recorded, and return the recording.
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
-    step makes the low copies of weights that later ones find: hence the warm-up.
+    step makes the low copies of weights that later ones find: hence the warm-up. Raises ArgumentTypeError or
+    ArgumentValueError for arguments that are none of these, and SessionError as `recording` does.
     """
+    check_function(step, "step")
+    check_count(steps, "steps")
+    check_count(warmup, "warmup", 0)
     for _ in range(warmup):
         step()
     with recording() as found:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .. import events
-from ..errors import SessionError
+from ..errors import ArgumentTypeError, ArgumentValueError, SessionError
 from ..script_settings import Settings, in_force
 from .records import Recording
 
@@ -87,6 +87,29 @@ class _EnoughSeenError(BaseException):
     """Leaves the function that trains; nothing that handles errors handles it."""
 
 
+def check_function(function: object, name: str) -> None:
+    """Raise ArgumentTypeError unless this can be called: most often it was."""
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"
+            " not what it returns"
+        )
+
+
+def check_count(number: object, name: str, least: int = 1) -> None:
+    """Raise ArgumentTypeError for what is no whole number, and ArgumentValueError for too small a one."""
+    if not isinstance(number, int):
+        raise ArgumentTypeError(f"{name}={number!r} is no whole number: pass {max(least, 1)} or more")
+    if number < least:
+        raise ArgumentValueError(f"{name}={number!r} must be at least {least}: pass {max(least, 1)} or more")
+
+
+def check_names(names: object, name: str) -> None:
+    """Raise ArgumentTypeError for text in the place of a sequence of names, of which each letter would be one."""
+    if isinstance(names, str):
+        raise ArgumentTypeError(f"{name}={names!r} must be a sequence of names: write {name}=[{names!r}]")
+
+
 class FunctionRunner:
     """Runs a function without arguments that trains: it makes its model, calls `amp.initialize` and takes steps.
 
@@ -94,6 +117,7 @@ class FunctionRunner:
     """
 
     def __init__(self, train: Callable[[], object]) -> None:
+        check_function(train, "train")
         self._train = train
 
     def __call__(self, run: Run) -> Recording:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import NonFiniteError
+from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank
 from ..session import Session
 from .fault_text import find_scale, format_fault
@@ -19,6 +19,7 @@ from .naming import name_tensors
 from .observe import Observer
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Recording, RunRecord
+from .runs import check_count, check_function, check_names
 from .tensors import storage_of
 
 _KEPT = 100  # faults that a dynamic loss scale answers for
@@ -226,7 +227,15 @@ def trace(
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.
         SessionError: there is no session, or a recording is under way.
+        ArgumentTypeError, ArgumentValueError: an argument is none of these.
     """
+    check_function(step, "step")
+    check_count(steps, "steps")
+    check_names(ignore, "ignore")
+    if underflow is not None and not (isinstance(underflow, (int, float)) and 0 <= underflow <= 1):
+        raise ArgumentValueError(f"underflow={underflow!r} is a share of values: pass a number from 0 to 1, or None")
+    if on_fault not in ("raise", "record"):
+        raise ArgumentValueError(f"on_fault={on_fault!r} is neither 'raise' nor 'record': pass one of them")
     error: Exception | None = None
     with tracing(underflow=underflow, ignore=ignore) as tracer:
         for _ in range(steps):

@@ -33,8 +33,10 @@ class Tracker:
     """
 
     def __init__(self, target: Any, every: int = 50) -> None:
-        if every < 1:
-            raise ArgumentTypeError(f"every={every!r} must be at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise ArgumentTypeError(
+                f"every={every!r} must be a whole number of at least 1: the steps between two entries"
+            )
         self._log = _as_log(target)
         self._every = every
         self._step = 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import Policy, load_oplists, make_policy
@@ -56,16 +56,36 @@ def as_models(models: Any) -> list[nn.Module]:
     """
     if isinstance(models, nn.Module):
         return [models]
-    try:
-        result = list(models)
-    except TypeError:
+    if isinstance(models, Optimizer):
         raise ArgumentTypeError(
-            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}"
-        ) from None
+            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}: models come first,"
+            " then optimizers"
+        )
+    if isinstance(models, type) or not _is_iterable(models):
+        raise ArgumentTypeError(
+            f"models must be a torch.nn.Module or a sequence of them, not {_name_kind(models)}: {_NO_MODEL}"
+        )
+    result = list(models)
     for model in result:
         if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {type(model).__name__}")
+            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {_name_kind(model)}: {_NO_MODEL}")
     return result
+
+
+_NO_MODEL = "pass the model itself, or amp.session(opt_level=...) for code without one"
+
+
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _name_kind(value: object) -> str:
+    """Return the name of the type of an object; of a class, that it is one."""
+    return f"the class {value.__name__}, which is to be called" if isinstance(value, type) else type(value).__name__
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
@@ -157,8 +177,21 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
     if not isinstance(inner, Optimizer):
-        raise ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
+        raise _no_optimizer(optimizer)
     return inner
+
+
+def _no_optimizer(given: object) -> ArgumentTypeError:
+    """Return the error about what is given in the place of an optimizer."""
+    if isinstance(given, nn.Module):
+        remedy = "pass the one that was made of its parameters"
+    elif isinstance(given, Tensor):
+        remedy = "make one of the parameters first, as torch.optim.SGD(model.parameters(), lr=0.1)"
+    elif isinstance(getattr(given, "optimizer", None), Optimizer):
+        remedy = f"pass the optimizer of this {type(given).__name__}"
+    else:
+        remedy = "pass what torch.optim.SGD(...) and the like return"
+    return ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {_name_kind(given)}: {remedy}")
 
 
 def as_optimizers(optimizers: Any) -> list[Optimizer]:
@@ -170,13 +203,9 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
         return []
     if isinstance(optimizers, Optimizer) or _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]
-    try:
-        items = list(optimizers)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"optimizers must be torch.optim.Optimizer objects, not {type(optimizers).__name__}"
-        ) from None
-    return [unwrap_optimizer(item) for item in items]
+    if isinstance(optimizers, (str, type, nn.Module, Tensor)) or not _is_iterable(optimizers):
+        raise _no_optimizer(optimizers)
+    return [unwrap_optimizer(item) for item in optimizers]
 
 
 def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool, use_masters: bool) -> list[str]:

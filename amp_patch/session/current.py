@@ -16,6 +16,7 @@ from ..errors import ModelError, OptimizerError, SessionError
 from ..events import tell
 from ..reporting import warn
 from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems, find_vanishing_eps
+from .holders import describe_conflict
 from .session import Session
 
 
@@ -55,11 +56,15 @@ def initialize(
         session = state.session
         fits = session is not None and (session.policy, session.device_type) == (policy, device_type)
         if session is not None and not fits and not (replace or replace_other):
-            raise _conflict(session, policy)
+            raise SessionError(describe_conflict(session.policy, policy, session.models(), models))
         if session is not None and fits and not replace:
-            _check(policy, [model for model in models if model not in session.models()], optimizers, accept_low)
+            optimizers = [one for one in optimizers if not _is_bound_for(session, one, models)]
+            added = [model for model in models if model not in session.models()]
+            _check(policy, added, optimizers, accept_low)
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
+            if not (added or optimizers or overflow_group is not None):
+                return session
             session.adopt(models, optimizers, overflow_group)
             tell(session.switch.region(Mode.OFF), "session_opened", session)
             return session
@@ -94,25 +99,28 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if session is None else session.switch.region(Mode.OFF)
 
 
-def _conflict(session: Session, policy: Policy) -> SessionError:
-    return SessionError(
-        f"opt_level {session.policy.opt_level} is in force for {describe(session.models()) or 'a session block'}, which"
-        f" is still in use, and {policy.opt_level} (or the same level with other options) was asked for. Pass all"
-        " models to one initialize call, or delete the old ones, or call amp.reset() first, or pass replace=True."
-        " Models that you have deleted may be held by Out[] or _ of IPython, and after an error by the traceback in"
-        " sys.last_exc or sys.last_value."
-    )
+def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Module]) -> bool:
+    """Tell whether the session has the optimizer already, with parameters of these models: a cell was run again."""
+    binding = next((one for one in session.bindings() if one.optimizer is optimizer), None)
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return binding is not None and any(id(parameter) in known for parameter in binding.model_parameters())
 
 
-def open_without_model(policy: Policy, device_type: str) -> Session:
-    """Open a session that belongs to no model and lasts until `reset`. Raises SessionError if one is in force."""
+def refuse_second() -> None:
+    """Raise SessionError if a session is in force: what a block undoes at its end must be its own."""
     with state.lock:
         _close_if_over()
         if state.session is not None:
             raise SessionError(
                 f"opt_level {state.session.policy.opt_level} is in force already: call amp.reset() first, or leave the"
-                " session block you are in"
+                " block you are in"
             )
+
+
+def open_without_model(policy: Policy, device_type: str) -> Session:
+    """Open a session that belongs to no model and lasts until `reset`. Raises SessionError if one is in force."""
+    with state.lock:
+        refuse_second()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         _open(session, [], [])
         return session
@@ -133,6 +141,15 @@ def close(session: Session) -> None:
     with state.lock:
         if state.session is session:
             reset()
+
+
+def end_scope(session: Session | None, *, was_disabled: bool) -> None:
+    """Undo what a block has done: its session, or without one, that it made the API a no-op."""
+    with state.lock:
+        if session is not None:
+            close(session)
+        if state.session is None:
+            state.is_disabled = was_disabled
 
 
 def _find_strangers(models: Sequence[nn.Module]) -> list[nn.Module]:

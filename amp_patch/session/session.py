@@ -8,7 +8,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from ..casting import OpCasts, Products, Registration, Switch, WeightCache
 from ..config import ModuleRule, OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
-from ..errors import ArgumentTypeError, PolicyError, SessionError
+from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
@@ -26,24 +25,7 @@ from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a session is and has done.
-
-    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers;
-    `loss_scales` holds the scale of each scaler, in order.
-    """
-
-    opt_level: str | None
-    low_dtype: torch.dtype | None
-    names_patched: int
-    parameters_low: int
-    parameters_float32: int
-    steps: int
-    steps_skipped: int
-    loss_scales: tuple[float, ...]
+from .stats import Stats
 
 
 class Session:
@@ -232,7 +214,15 @@ class Session:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """See `amp_patch.scale_loss`."""
         if not isinstance(loss, Tensor):
-            raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}")
+            raise ArgumentTypeError(
+                f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: pass what the loss function"
+                " returns, and not its .item()"
+            )
+        if not loss.is_floating_point():
+            raise ArgumentTypeError(
+                f"the loss is {dtype_name(loss.dtype)}, and only a floating one has gradients: pass it as it is before"
+                " any .argmax(), comparison or .long()"
+            )
         if loss.device.type != self.device_type:
             raise SessionError(
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
@@ -246,13 +236,15 @@ class Session:
             self._cache.invalidate_all()
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number; raises IndexError if there is none."""
-        try:
-            return self.scalers[loss_id]
-        except IndexError:
-            raise IndexError(
-                f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: pass num_losses to initialize"
-            ) from None
+        """Return a loss scaler by its number; raises LossIdError if there is none."""
+        if not hasattr(loss_id, "__index__"):
+            raise ArgumentTypeError(f"loss_id={loss_id!r} is no whole number: pass 0 for the first loss scaler")
+        if not 0 <= loss_id < len(self.scalers):
+            raise LossIdError(
+                f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: they are numbered from 0, and"
+                " initialize(num_losses=...) says how many there are"
+            )
+        return self.scalers[loss_id]
 
 
 def _load_lists(policy: Policy) -> OpLists | None:

@@ -122,7 +122,10 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
-            raise ArgumentTypeError("overflow_group: torch.distributed has no process group yet")
+            raise ArgumentTypeError(
+                "overflow_group: torch.distributed has no process group yet: make one first, by"
+                " init_process_group, or leave overflow_group out"
+            )
         return ()
     groups = () if given is None else _groups_of(given)
     found: dict[frozenset[int], Sequence[Any]] = {}

@@ -179,7 +179,7 @@ class OptimizerMasters:
         self.use_masters = use_masters
         self._pairs: dict[int, Pair] = {}  # by the master's id
         self._lists: list[list[Tensor]] = []  # of the parameters in each group, as of the last look
-        self._cast: list[tuple[weakref.ref[Optimizer], Tensor]] = []  # whose state was cast to 16 bits
+        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
 
     def pairs(self) -> Collection[Pair]:
         """Return each 16-bit parameter with its master."""
@@ -203,7 +203,7 @@ class OptimizerMasters:
                 continue
             if not self.use_masters:
                 if id(parameter) in float32_data:
-                    self._cast.append((weakref.ref(optimizer), parameter))
+                    self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
                     _cast_state(optimizer, parameter, parameter.dtype)
                 continue
             master = self.masters.get(parameter)  # another optimizer of the session may have made it
@@ -231,7 +231,8 @@ class OptimizerMasters:
         return True
 
     def restore(self, optimizer: Any) -> None:
-        """Put the parameters back into the groups of an optimizer (None if it is gone), and float32 into its state.
+        """Put the parameters back into the groups of an optimizer (None if it is gone), and its state into the dtype
+        that it had.
 
         Interrupted, it is to be called again.
         """
@@ -245,9 +246,9 @@ class OptimizerMasters:
         for _, master in () if optimizer is None else self._pairs.values():
             optimizer.state.pop(master, None)
         self._pairs.clear()
-        for reference, parameter in self._cast:
+        for reference, parameter, dtype in self._cast:
             if (owner := reference()) is not None:
-                _cast_state(owner, parameter, torch.float32)
+                _cast_state(owner, parameter, dtype)
         self._cast.clear()
 
     @contextlib.contextmanager

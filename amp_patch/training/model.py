@@ -104,7 +104,8 @@ class ModelBinding:
             self._add(model.register_forward_hook, invalidate)
 
     def undo(self) -> None:
-        """Take the hooks out and turn what was cast back to float32: to the masters' values where there are masters.
+        """Take the hooks out and turn what was cast back: to the masters where there are masters, else to the dtype
+        that it had.
 
         Harmless twice.
         """
@@ -161,13 +162,13 @@ class ModelBinding:
                 self._add(module.register_forward_hook, CastOutputs(dtype))
 
     def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
-        cast: list[Tensor] = []
-        self._undo.callback(_restore_float32, cast, float32_data, self._masters)
+        cast: list[tuple[Tensor, torch.dtype]] = []
+        self._undo.callback(_restore, cast, float32_data, self._masters)
         for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs):
             if tensor.dtype == dtype:
                 continue
             float32_data[id(tensor)] = tensor.data
-            cast.append(tensor)
+            cast.append((tensor, tensor.dtype))
             _set_dtype(tensor, dtype)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
@@ -215,20 +216,20 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor.grad = tensor.grad.to(dtype)
 
 
-def _restore_float32(tensors: Sequence[Tensor], float32_data: dict[int, Tensor], masters: Masters) -> None:
-    for tensor in tensors:
+def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
+    for tensor, dtype in tensors:
         master = masters.get(tensor)
         if tensor.dtype in LOW_DTYPES:
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:
-                tensor.data = tensor.data.float() if master is None else master.data
-        if tensor.dtype is not torch.float32 or not tensor.is_leaf:
+                tensor.data = tensor.data.to(dtype) if master is None else master.data
+        if not tensor.is_leaf:
             continue
         if master is not None and master.grad is not None:
             tensor.grad = master.grad
         elif tensor.grad is not None:
-            tensor.grad = tensor.grad.float()
+            tensor.grad = tensor.grad.to(tensor.dtype)
 
 
 def _remove_hook(reference: Callable[[], Any], hook: Any) -> None:

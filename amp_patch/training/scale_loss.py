@@ -103,6 +103,11 @@ class BackwardPasses:
         """
         return LossBlock(self, loss, bindings, scaler, delay_unscale)
 
+    @staticmethod
+    def leave_unscaled(loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Return a context manager that gives the loss as it is."""
+        return UnscaledBlock(loss)
+
     def is_block_open(self) -> bool:
         """Tell whether a block is running, after ending those that an interrupt left open."""
         self.end_stale()
@@ -216,7 +221,24 @@ class BackwardPasses:
         return [*found.values(), self._outside]
 
 
-class LossBlock(contextlib.AbstractContextManager[Tensor]):
+class _NoLoss:
+    """What is no loss, but a block around one."""
+
+    __slots__ = ()
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Refuse. Raises SessionError."""
+        raise SessionError(
+            "scale_loss(...) is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
+            " scaled_loss.backward()`, and step after the block"
+        )
+
+
+class UnscaledBlock(contextlib.nullcontext[Tensor], _NoLoss):
+    """The block around a loss while amp is disabled: it gives the loss as it is."""
+
+
+class LossBlock(_NoLoss, contextlib.AbstractContextManager[Tensor]):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
     __slots__ = ("_loss", "_open", "_passes")

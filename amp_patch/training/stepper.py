@@ -21,7 +21,7 @@ from .decisions import Decisions
 from .fused_skip import DeviceSkip, evaluates_closure_first, skip_by
 from .gradients import GradientSet
 from .masters import OptimizerMasters
-from .steps import StepResult, Steps
+from .steps import StepResult, Steps, waits_for_each
 from .window import Window
 
 
@@ -122,7 +122,8 @@ class Stepper:
         optimizer: Any = self._get_optimizer()
         found = StepResult(passes)
         flag = None
-        if not found.is_known() and self.device_skip is not None and self.device_skip.is_possible(optimizer):
+        may_wait = found.is_known() or waits_for_each()
+        if not may_wait and self.device_skip is not None and self.device_skip.is_possible(optimizer):
             flag = found.found_inf()
         result = None
         if flag is None and found.find_overflowed(is_dynamic=True):

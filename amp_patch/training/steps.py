@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientOverflowError
-from ..reporting import say, warn
+from ..reporting import say, say_loudly, tells_parameters, warn
 from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
@@ -55,6 +55,11 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def waits_for_each() -> bool:
+    """Tell whether each step is to wait for what its passes have found, while the gradients are there."""
+    return tells_parameters() and not _is_capturing()
+
+
 class Steps:
     """The steps of one optimizer, in their order.
 
@@ -94,8 +99,8 @@ class Steps:
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
         self._pending.append(result)
-        while self._pending and self._pending[0].is_known():
-            self._resolve_first()
+        while self._pending and (self._pending[0].is_known() or waits_for_each()):
+            self._resolve_first(is_latest=len(self._pending) == 1)
         if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
@@ -126,13 +131,13 @@ class Steps:
         while self._pending:
             self._resolve_first()
 
-    def _resolve_first(self) -> None:
+    def _resolve_first(self, *, is_latest: bool = False) -> None:
         result = self._pending.popleft()
         overflowed = result.find_overflowed(is_dynamic=True)
         self._count(is_skip=bool(overflowed))
         result.note_scales()
         for scaler in overflowed:
-            self._tell_of_overflow(scaler)
+            self._tell_of_overflow(scaler, is_latest=is_latest)
         if not self._has_warned and not overflowed and result.find_overflowed(is_dynamic=False):
             names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
             self._warn(
@@ -149,14 +154,20 @@ class Steps:
             self._taken += 1
             self._skips_in_a_row = 0
 
-    def _tell_of_overflow(self, scaler: LossScaler) -> None:
+    def _tell_of_overflow(self, scaler: LossScaler, *, is_latest: bool) -> None:
         scale = scaler.known_scale
-        say(
-            "Gradient overflow.  Skipping step, loss scaler %d %s %s",
+        told = "Gradient overflow.  Skipping step, loss scaler {} {} {}".format(
             list(self._scalers).index(scaler),
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
+        if is_latest and waits_for_each():
+            names = self._find_culprits()
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"
+            say_loudly("%s (step %d, %s)", told, self._taken + self._skipped, where)
+        else:
+            say("%s", told)
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
             self._warn(
                 f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any"

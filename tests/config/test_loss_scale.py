@@ -127,15 +127,15 @@ def test_an_init_lies_within_the_bounds_and_the_default_gives_way(bounds, is_all
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("dynamic", "loss_scale             : dynamic"),
-        ({"growth_interval": 1000001}, "loss_scale             : dynamic (growth_interval 1000001)"),
+        ("dynamic", "dynamic"),
+        ({"growth_interval": 1000001}, "dynamic (growth_interval 1000001)"),
         (
             {"init": 2.0**20, "backoff_factor": 0.1, "hysteresis": 2},
-            "loss_scale             : dynamic (init 1048576, backoff_factor 0.1, hysteresis 2)",
+            "dynamic (init 1048576, backoff_factor 0.1, hysteresis 2)",
         ),
-        (64, "loss_scale             : 64.0"),
+        (64, "64"),
     ],
     ids=str,
 )
 def test_the_line_of_initialize_says_what_is_not_the_default(given, line):
-    assert line in make_policy("O2", {"loss_scale": given}).describe()
+    assert ("loss_scale", line) in make_policy("O2", {"loss_scale": given}).describe()

@@ -128,14 +128,53 @@ def test_the_same_policy_adopts_more_models(level):
     assert [step(model, optimizer, *batch) for batch in batches] == alone
 
 
-def test_an_optimizer_is_not_initialized_twice():
-    model, optimizer = initialize("O1")
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_same_call_again_changes_nothing(level, capsys):
+    model, optimizer = initialize(level, loss_scale=8.0)
+    batches = make_batches(2)
+    step(model, optimizer, *batches[0])
+    with amp.scale_loss(F.cross_entropy(model(batches[1][0]), batches[1][1]), optimizer, delay_unscale=True) as loss:
+        loss.backward()  # a window is open, which a cell run again does not end
+    held = [(id(p), p.data_ptr(), None if p.grad is None else p.grad.clone()) for p in amp.master_params(optimizer)]
+    hooks = [len(hooks) for name, hooks in vars(model).items() if name.endswith("_hooks")]
+    methods = optimizer.step, optimizer.zero_grad
+    returned = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0)
+    assert returned[0] is model and returned[1] is optimizer
+    assert [len(hooks) for name, hooks in vars(model).items() if name.endswith("_hooks")] == hooks
+    assert methods == (optimizer.step, optimizer.zero_grad)
+    now = [(id(p), p.data_ptr(), p.grad) for p in amp.master_params(optimizer)]
+    assert [one[:2] for one in now] == [one[:2] for one in held]
+    assert all(torch.equal(a[2], b[2]) if b[2] is not None else a[2] is None for a, b in zip(now, held, strict=True))
+    assert capsys.readouterr().out == f"amp_patch: opt_level {level} as before, for Digits\n"
+    assert amp.stats().steps == 1
+
+
+def test_a_known_model_may_come_with_a_new_optimizer_and_a_known_optimizer_with_no_other_model():
+    model, optimizer = initialize("O2")
+    other = torch.optim.Adam(model.parameters())
+    assert amp.initialize(model, [optimizer, other], opt_level="O2", verbosity=0)[1] == [optimizer, other]
+    assert [id(p) for p in amp.master_params(other)] == [id(p) for p in amp.master_params(optimizer)]
     with pytest.raises(amp.OptimizerError, match="initialized before"):
-        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert (
-        amp.initialize(model, opt_level="O1", verbosity=0) is model
-    )  # a model may be passed again: nothing is hooked twice
-    assert len(model._forward_hooks) == 1
+        amp.initialize(make_model(1), optimizer, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"opt_level": "O4"}, "initialized already, at O1, and O4 was asked for: call amp.reset() first"),
+        ({"loss_scale": 128}, "and loss_scale 128 instead of dynamic was asked for: call amp.reset() first"),
+        ({"lists": "apex"}, "and lists apex instead of float16 was asked for"),
+        ({"cast_model_outputs": "float32"}, "and cast_model_outputs float32 instead of - was asked for"),
+        ({"max_loss_scale": 8.0}, "the same level with other bounds of the loss scale"),
+    ],
+    ids=str,
+)
+def test_other_arguments_for_the_same_model_are_named(options, told):
+    model, optimizer = initialize("O1")
+    with pytest.raises(amp.SessionError) as raised:
+        amp.initialize(model, optimizer, verbosity=0, **{"opt_level": "O1", **options})
+    assert told in str(raised.value) and str(raised.value).startswith("this Digits is initialized already")
+    step(model, optimizer, *make_batches(1)[0])
 
 
 def test_ten_rounds_leave_memory_flat_and_nothing_wrapped_twice():
@@ -429,13 +468,48 @@ def test_a_session_block_at_a_float32_level_is_plain_torch():
         assert (torch.ones(3, 3) @ torch.ones(3, 3)).dtype is torch.float32
 
 
-def test_a_conflict_names_what_may_hold_deleted_models():
+def fail_with(model):
+    raise ZeroDivisionError
+
+
+def test_a_conflict_names_what_holds_deleted_models(monkeypatch):
+    main = sys.modules["__main__"]
     model = nn.Linear(5, 5)
     amp.initialize(model, opt_level="O4", verbosity=0)
-    with pytest.raises(
-        amp.SessionError, match=r"may be held by Out\[\] or _ of IPython.*sys\.last_exc or sys\.last_value"
-    ):
+    monkeypatch.setattr(main, "Out", {3: ("text", [model]), 4: "text"}, raising=False)
+    monkeypatch.setattr(main, "_3", main.Out[3], raising=False)
+    monkeypatch.setattr(main, "trainer", types.SimpleNamespace(model=model), raising=False)
+    try:
+        fail_with(model)
+    except ZeroDivisionError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    del model
+
+    def told():
+        with pytest.raises(amp.SessionError, match="O4 is in force for Linear") as raised:
+            amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
+        return str(raised.value).partition("replace=True. ")[2]
+
+    out, last = "`%reset -f out` empties Out, _ and __.", "sys.last_value (the traceback of ZeroDivisionError)"
+    free = "`sys.last_exc = sys.last_value = sys.last_traceback = None` lets go of the traceback."
+    assert told() == f"Held by: {last}, Out[3], the variable trainer. {out} {free}"
+    del main.Out[3]
+    main._3 = None
+    assert told() == f"Held by: {last}, the variable trainer. {free}"
+    main.trainer = None
+    assert told() == f"Held by: {last}. {free}"
+    sys.last_value = None
+    amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
+    assert amp.stats().opt_level == "O5"
+
+
+def test_a_model_that_only_a_running_function_holds_is_told_of_as_such():
+    model = nn.Linear(5, 5)
+    amp.initialize(model, opt_level="O4", verbosity=0)
+    with pytest.raises(amp.SessionError, match="look for local variables of functions that run"):
         amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
+    del model
+    amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)  # the error has kept nothing
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ class AmpState:
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
-        self._verbosity = value
         set_verbosity(value, is_printing=True)
+        self._verbosity = value
 
     @property
     def loss_scalers(self) -> list[LossScaler]:

@@ -304,6 +304,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     if is_disabled():
         return
+    if not isinstance(state_dict, Mapping):
+        api.load_state_dict(state_dict)  # says what to pass
     foreign = [str(name) for name in state_dict if "loss_scaler" not in str(name)]
     if foreign:
         raise CheckpointError(

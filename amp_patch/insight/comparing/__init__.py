@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ...script_settings import Settings
 from ..colours import COLOURS as COLOURS
-from ..runs import FunctionRunner
+from ..runs import FunctionRunner, check_count, check_names
 from .campaign import Campaign as Campaign
 from .campaign import Plan as Plan
 from .campaign import parse_run as parse_run
@@ -32,7 +32,11 @@ def compare(
     trains each run once from each seed, the reference twice, and each for two steps more.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
+    Raises ArgumentTypeError or ArgumentValueError for arguments that are none of these.
     """
+    check_names(runs, "runs")
+    check_count(steps, "steps")
+    check_count(seeds, "seeds")
     campaign = Campaign(FunctionRunner(train), plan_runs(runs, reference, steps, range(seeds)), tell)
     campaign.run()
     return campaign.comparison()

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config import shipped
-from ...errors import SessionError
+from ...errors import ArgumentValueError, SessionError, did_you_mean
 from ...script_settings import Settings
 from ..records import CheckedStepRecord, Recording
-from ..runs import FunctionRunner, Run, Runner
+from ..runs import FunctionRunner, Run, Runner, check_count
 from .entries import Entry, format_list, prune
 from .ranking import UNITS, Ranking
 from .reference import WHOLE_MODEL
@@ -60,9 +60,13 @@ class Tuner:
         log: Callable[[str], object] = print,
     ) -> None:
         if units not in UNITS:
-            raise ValueError(f"units={units!r} is none of {', '.join(UNITS)}")
-        if not tolerance > 0 or steps < 1 or max_runs < 2:
-            raise ValueError(f"tolerance={tolerance}, steps={steps}, max_runs={max_runs}: more than 0, 0 and 1")
+            raise ArgumentValueError(f"units={units!r} is none of {', '.join(UNITS)}.{did_you_mean(units, UNITS)}")
+        check_count(steps, "steps")
+        check_count(max_runs, "max_runs", 2)
+        if not isinstance(tolerance, (int, float)) or not tolerance > 0:
+            raise ArgumentValueError(
+                f"tolerance={tolerance!r} must be a number above 0: pass 0.1 for a tenth of a gradient"
+            )
         self._runner = runner
         self._opt_level = opt_level
         self._extends = extends

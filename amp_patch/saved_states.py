@@ -1,0 +1,75 @@
+"""What checkpoints hold of amp: the state of the loss scalers."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from .errors import ArgumentTypeError, CheckpointError
+from .session import current as _current
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when
+    disabled.
+
+    Plain Python, so torch.load reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError for a
+    `destination` that is no dictionary.
+    """
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise ArgumentTypeError(
+            f"destination must be a dictionary to add entries to, not {type(destination).__name__}: leave it out for a"
+            " new one"
+        )
+    result = {} if destination is None else destination
+    if not _current.state.is_disabled:
+        for index, scaler in enumerate(_current.require().scalers):
+            result[f"loss_scaler{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` (or Apex's) returned.
+
+    Raises before anything is loaded: ArgumentTypeError for what is no mapping, CheckpointError if it does not fit the
+    scalers.
+    """
+    if _current.state.is_disabled:
+        return
+    scalers = _current.require().scalers
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"load_state_dict takes what amp.state_dict() returned, not {type(state_dict).__name__}: save it beside the"
+            " model's, as {'amp': amp.state_dict()}, and pass torch.load(path)['amp']"
+        )
+    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
+    if set(state_dict) != set(expected):
+        raise CheckpointError(
+            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
+            f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
+        )
+    before = [scaler.state_dict() for scaler in scalers]
+    try:
+        for name, scaler in zip(expected, scalers, strict=True):
+            scaler.load_state_dict(_check_entry(name, state_dict[name]))
+    except (TypeError, ValueError) as error:
+        for scaler, saved in zip(scalers, before, strict=True):
+            scaler.load_state_dict(saved)
+        raise CheckpointError(
+            f"the saved amp state cannot be read: {error}; each entry is as {{'loss_scale': 65536.0, 'unskipped': 0}}"
+        ) from error
+
+
+def _advise(state_dict: Mapping[str, Any]) -> str:
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
+            return f"pass the entry {name!r} of this checkpoint"
+    if any(str(key).startswith("loss_scaler") for key in state_dict):
+        return "pass the same num_losses to initialize"
+    return "pass what amp.state_dict() returned"
+
+
+def _check_entry(name: str, entry: Any) -> dict[str, Any]:
+    """Return the entry of a scaler; raises ValueError for what is none."""
+    missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
+    if missing:
+        raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")
+    return dict(entry)

@@ -1,0 +1,145 @@
+"""Two policies at once: the error, and who keeps models alive that the user may believe deleted.
+
+All objects of the process are looked through, on the way to that error and nowhere else.
+"""
+
+import gc
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..config import Policy
+from .arguments import describe
+
+HOPS = 4
+"""A model in a list of an object's attribute is that many references away from the object's name."""
+
+MOST = 4
+"""So many holders are named."""
+
+_ERRORS = ("last_exc", "last_value")
+
+
+def describe_conflict(in_force: Policy, asked: Policy, alive: Sequence[nn.Module], given: Sequence[nn.Module]) -> str:
+    """Return why models cannot come under a policy, and what to do.
+
+    Args:
+        in_force: of the session.
+        asked: the other policy, or the same on another device.
+        alive: the models of the session; none: it is a block without models.
+        given: the models to come under the other.
+    """
+    level, other = in_force.opt_level, _describe_difference(in_force, asked)
+    ways = "call amp.reset() first, or pass replace=True"
+    if not alive:
+        return f"opt_level {level} is in force for a session block, and {other} was asked for: leave the block first"
+    if any(model is one for model in given for one in alive):
+        return (
+            f"this {describe(given)} is initialized already, at {level}, and {other} was asked for: {ways}; the same"
+            " arguments again would change nothing"
+        )
+    told = (
+        f"opt_level {level} is in force for {describe(alive)}, which is still in use, and {other} was asked for. Pass"
+        f" all models to one initialize call, or delete the old ones, or {ways}."
+    )
+    holders = find_holders(alive)
+    if not holders:
+        return told + " Nothing with a name holds them: look for local variables of functions that run."
+    return f"{told} Held by: {', '.join(holders)}.{_advise(holders)}"
+
+
+def _describe_difference(in_force: Policy, asked: Policy) -> str:
+    """Return what of a policy is other than in the one in force: the level, or else the properties."""
+    if asked.opt_level != in_force.opt_level:
+        return asked.opt_level
+    before, after = dict(in_force.describe()), dict(asked.describe())
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    changes = [f"{name} {after.get(name, '-')} instead of {before.get(name, '-')}" for name in names]
+    return " and ".join(changes) or "the same level with other bounds of the loss scale, or on another device,"
+
+
+def _advise(holders: Sequence[str]) -> str:
+    advice = ""
+    if any(name.startswith("Out[") for name in holders):
+        advice += " `%reset -f out` empties Out, _ and __."
+    if any(name.startswith("sys.") for name in holders):
+        advice += " `sys.last_exc = sys.last_value = sys.last_traceback = None` lets go of the traceback."
+    return advice
+
+
+def find_holders(objects: Sequence[object]) -> list[str]:
+    """Return the names of what holds any of the objects: `Out[3]`, `model`, `sys.last_value`, at most `MOST`.
+
+    An error's traceback holds what a call on its way had in a local variable.
+    """
+    own = {id(sys._getframe()), id(objects)}
+    keepers: dict[int, object] = {id(one): one for one in objects}
+    found = list(objects)
+    for _ in range(HOPS):
+        own |= {id(found), id(keepers)}
+        referrers = [one for one in gc.get_referrers(*found) if id(one) not in own and id(one) not in keepers]
+        own.add(id(referrers))
+        keepers.update((id(one), one) for one in referrers)
+        found = [one for one in referrers if not _is_end(one)]
+        if not found:
+            break
+    names = [*_in_errors(keepers), *_in_notebook(keepers), *_in_modules(keepers)]
+    return list(dict.fromkeys(names))[:MOST]
+
+
+def _is_end(one: object) -> bool:
+    """Tell whether what refers to an object is of no interest: namespaces, code that runs, what holds everything."""
+    is_namespace = isinstance(one, dict) and "__name__" in one and "__spec__" in one
+    return is_namespace or isinstance(one, (types.FrameType, types.ModuleType, type))
+
+
+def _in_errors(keepers: Mapping[int, object]) -> Iterator[str]:
+    for name in _ERRORS:
+        error = getattr(sys, name, None)
+        if isinstance(error, BaseException) and any(id(frame) in keepers for frame in _frames_of(error)):
+            yield f"sys.{name} (the traceback of {type(error).__name__})"
+            return
+
+
+def _frames_of(error: BaseException | None) -> Iterator[types.FrameType]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback = error.__traceback__
+        while traceback is not None:
+            yield traceback.tb_frame
+            traceback = traceback.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _main() -> dict[str, Any]:
+    return vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+
+
+def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
+    """Yield the outputs of cells that IPython keeps, and its names for the last ones."""
+    names = _main()
+    outputs = names.get("Out", names.get("_oh"))
+    for number, value in dict(outputs).items() if isinstance(outputs, dict) else ():
+        if id(value) in keepers:
+            yield f"Out[{number}]"
+
+
+def _in_modules(keepers: Mapping[int, object]) -> Iterator[str]:
+    """Yield the global variables, those of the user's own code first."""
+    modules = sorted(sys.modules.items(), key=lambda item: item[0] != "__main__")
+    for name, module in modules:
+        is_main_again = name != "__main__" and module is sys.modules.get("__main__")  # of multiprocessing
+        if not isinstance(module, types.ModuleType) or is_main_again or name.partition(".")[0] == "amp_patch":
+            continue
+        for variable, value in list(vars(module).items()):
+            if id(value) in keepers and not isinstance(value, types.ModuleType) and not _is_ipython_s(variable):
+                yield f"the variable {variable}" + ("" if name == "__main__" else f" of {name}")
+
+
+def _is_ipython_s(variable: str) -> bool:
+    """Tell whether IPython keeps the output of a cell by this name beside `Out[n]`: `_`, `__`, `_3`; or input cells."""
+    return variable in ("Out", "_oh") or not variable.strip("_") or variable.lstrip("_").isdecimal()
