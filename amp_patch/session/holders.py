@@ -20,6 +20,8 @@ HOPS = 4
 MOST = 4
 """So many holders are named."""
 
+_NOT_THE_USER_S = frozenset({"amp_patch", "builtins", "sys", "IPython", "ipykernel"})
+
 _ERRORS = ("last_exc", "last_value")
 
 
@@ -133,7 +135,7 @@ def _in_modules(keepers: Mapping[int, object]) -> Iterator[str]:
     modules = sorted(sys.modules.items(), key=lambda item: item[0] != "__main__")
     for name, module in modules:
         is_main_again = name != "__main__" and module is sys.modules.get("__main__")  # of multiprocessing
-        if not isinstance(module, types.ModuleType) or is_main_again or name.partition(".")[0] == "amp_patch":
+        if not isinstance(module, types.ModuleType) or is_main_again or name.partition(".")[0] in _NOT_THE_USER_S:
             continue
         for variable, value in list(vars(module).items()):
             if id(value) in keepers and not isinstance(value, types.ModuleType) and not _is_ipython_s(variable):

@@ -1,0 +1,113 @@
+"""What is told, where, and how often: lines of `initialize`, overflows, and the user's own logging."""
+
+import io
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch as amp
+
+
+@pytest.fixture
+def console(capsys):
+    """The handler that `logging.basicConfig()` makes, which writes to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+def make(level="O1", **options):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, **options)
+
+
+def test_lines_come_once_where_logging_is_configured(console, capsys):
+    make()
+    told = capsys.readouterr()
+    assert told.err.count("INFO:amp_patch:opt_level                  : O1\n") == 1 and told.out == ""
+
+
+def test_a_console_that_shows_warnings_alone_takes_no_line_away(console, capsys):
+    console.setLevel(logging.WARNING)
+    make()
+    told = capsys.readouterr()
+    assert "opt_level                  : O1\n" in told.out and told.err == ""
+
+
+def test_a_file_gets_the_lines_beside_stdout(console, capsys):
+    stream = io.StringIO()
+    console.setStream(stream)
+    make()
+    line = "opt_level                  : O1\n"
+    assert line in capsys.readouterr().out and f"INFO:amp_patch:{line}" in stream.getvalue()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_the_announcement_is_aligned_and_in_words(level, capsys):
+    make(level)
+    lines = [line for line in capsys.readouterr().out.splitlines()[1:] if " : " in line and not line.startswith("this")]
+    assert len({line.index(" : ") for line in lines}) == 1
+    assert not any(word in line for line in lines for word in ("None", "True", "False", "(", "torch.", "'"))
+    told = "\n".join(lines)
+    assert ("float16" in told.replace("bfloat16", "")) is (level in ("O1", "O2", "O3"))
+    assert ("bfloat16" in told) is (level in ("O4", "O5")) and ("compute" in told) is (level != "O0")
+
+
+def test_a_dtype_that_is_not_used_is_not_named(capsys):
+    make("O1", patch_torch_functions=False)
+    assert "patch_torch_functions_type" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_overflow_is_a_warning_with_step_and_parameters_at_verbosity_2(level, caplog, capsys):
+    model, optimizer = make(level, loss_scale="dynamic", verbosity=2)
+    scales = iter((32768.0, 16384.0))
+    for step in (1, 3):
+        with amp.scale_loss(model(torch.ones(2, 3)).sum() * float("inf"), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        told = [one for one in caplog.records if one.levelno == logging.WARNING]
+        where = "in 0.weight, 0.bias, 1.weight, 1.bias"
+        scaler = f"loss scaler 0 reducing loss scale to {next(scales)}"
+        line = f"Gradient overflow.  Skipping step, {scaler} (step {step}, {where})"
+        assert told[-1].getMessage() == line and line + "\n" in capsys.readouterr().out
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 3)).sum() * 1e-3, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.stats().steps == amp.stats().steps_skipped == len(told) == 2
+
+
+def test_an_overflow_is_no_warning_at_verbosity_1(caplog, capsys):
+    model, optimizer = make(loss_scale="dynamic")
+    with amp.scale_loss(model(torch.ones(2, 3)).sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert capsys.readouterr().out.endswith("loss scaler 0 reducing loss scale to 32768.0\n")
+    assert not [one for one in caplog.records if one.levelno == logging.WARNING]
+
+
+def test_stats_go_through_json_and_html():
+    _model, _optimizer = make("O4", verbosity=0, loss_scale={"init": 8.0})
+    stats = amp.stats()
+    told = json.loads(json.dumps(stats.to_dict()))
+    assert told == {
+        "opt_level": "O4",
+        "low_dtype": "bfloat16",
+        "names_patched": stats.names_patched,
+        "parameters_low": 0,
+        "parameters_float32": 16,
+        "steps": 0,
+        "steps_skipped": 0,
+        "loss_scales": [8.0],
+    }
+    assert "<tr><th>loss scale</th><td>8</td></tr>" in stats._repr_html_()
+    amp.reset()
+    assert json.loads(json.dumps(amp.stats().to_dict()))["low_dtype"] is None
+    assert amp.stats()._repr_html_() == "<p>amp_patch: no level is in force</p>"
