@@ -28,6 +28,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
     """Write the completions of the command line in COMP_LINE, and end the process."""
     try:
         import argcomplete
+        from argcomplete.completers import FilesCompleter
     except ModuleNotFoundError:
         raise MissingExtraError('completion needs argcomplete; run: pip install "amp_patch[completion]"') from None
     line = os.environ.get("COMP_LINE", "")
@@ -38,7 +39,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
     parser = build_parser(words)
     for each in _parsers(parser):
         for action in each._actions:
-            _set_completer(action, argcomplete.FilesCompleter)
+            _set_completer(action, FilesCompleter)
     argcomplete.autocomplete(parser)
 
 
