@@ -23,7 +23,7 @@ from .catalogue import Options
 OnStep = Callable[[], object]
 REHEARSED = 4
 """Steps of a rehearsal: one to warm up, and three that are timed."""
-MOST_SECONDS = 90.0
+MOST_SECONDS = 80.0
 """Of a demo whose steps may be fewer: two minutes with the start of Python, pictures, and a machine at other work."""
 FEW_STEPS = 20
 """Rather than fewer steps than this, fewer seeds."""
