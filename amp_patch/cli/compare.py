@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_script(
         parser,
         usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE]",
+        has_level=False,
     )
-    parser.usage = str(parser.usage).replace("[--opt-level LEVEL] ", "")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,11 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Declare what is laid over a script."""
-    parser.add_argument(
-        "--opt-level", type=opt_level, metavar="LEVEL", help="the level to use, whatever the script says: O0 to O5"
-    )
+def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
+    """Declare what is laid over a script. Without `has_level`, no help tells of --opt-level, which is to be refused."""
+    text = "the level to use, whatever the script says: O0 to O5" if has_level else argparse.SUPPRESS
+    parser.add_argument("--opt-level", type=opt_level, metavar="LEVEL", help=text)
     parser.add_argument(
         "--lists",
         type=oplist,

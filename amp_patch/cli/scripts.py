@@ -41,10 +41,11 @@ class Watched(NamedTuple):
         return self.code == -signal.SIGINT
 
 
-def add_script(parser: argparse.ArgumentParser, *, usage: str) -> None:
+def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool = True) -> None:
     """Declare what names a script, and what is laid over it; `usage` has the command's own options."""
-    runs.add_settings(parser)
-    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--opt-level LEVEL] [--lists LIST] [-- ARGUMENT ...]"
+    runs.add_settings(parser, has_level=has_level)
+    level = "[--opt-level LEVEL] " if has_level else ""
+    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} {level}[--lists LIST] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="what follows a -- is given to it")
 

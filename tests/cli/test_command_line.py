@@ -16,7 +16,7 @@ from amp_patch.cli.main import COMMANDS, EPILOG, main
 ROOT = Path(__file__).parent.parent.parent
 LEVELS = "O0, O1, O2, O3, O4, O5"
 LISTS = "apex, autocast-cpu, autocast-cuda, bfloat16, fast, float16, paper"
-TASKS_OF_LISTS = "show, check, diff, explain"
+TASKS_OF_LISTS = "show, check, diff, explain, init, schema"
 NAMES = ", ".join(command.name for command in COMMANDS)
 REST = "; arguments of the script go after --, as in: train.py -- --epochs 3"
 
@@ -38,11 +38,13 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "run --opt-level o1 train.py": (
         "amp-patch run",
-        f"argument --opt-level: 'o1' is not an opt_level ({LEVELS}). Did you mean 'O1'?",
+        f"argument --opt-level: 'o1' is not an opt_level ({LEVELS}). Did you mean 'O1'?"
+        " The first character is the letter O.",
     ),
     "compare train.py --runs O1,o2": (
         "amp-patch compare",
-        f"argument --runs: 'o2' is not an opt_level ({LEVELS}). Did you mean 'O2'?",
+        f"argument --runs: 'o2' is not an opt_level ({LEVELS}). Did you mean 'O2'?"
+        " The first character is the letter O.",
     ),
     "compare train.py --opt-level O1": ("amp-patch compare", "--opt-level has no place here: name levels by --runs"),
     "demo --opt-level O1,fast": ("amp-patch demo", f"argument --opt-level: 'fast' is not an opt_level ({LEVELS})."),
@@ -73,7 +75,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "compare train.py data": ("amp-patch compare", f"unrecognized arguments: data{REST}"),
     "demo --step-count 3": ("amp-patch demo", "unrecognized arguments: --step-count"),
     "demo --opt-levels O1": ("amp-patch demo", "unrecognized arguments: --opt-levels. Did you mean '--opt-level'?"),
-    "doctor --jsn .": ("amp-patch doctor", "unrecognized arguments: --jsn. Did you mean '--json'?"),
+    "doctor --slect AMP3 .": ("amp-patch doctor", "unrecognized arguments: --slect. Did you mean '--select'?"),
     # values
     "trace train.py --steps 3:1": (
         "amp-patch trace",
@@ -123,7 +125,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "lists explain mm --dtype half": (
         "amp-patch lists explain",
-        "argument --dtype: 'half' is no choice (float16, bfloat16).",
+        "argument --dtype: 'half' is no choice (float16, bfloat16). Did you mean 'float16'?",
     ),
 }
 
