@@ -12,13 +12,20 @@ import amp_patch as amp
 
 
 @pytest.fixture
-def console(capsys):
-    """The handler that `logging.basicConfig()` makes, which writes to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-    logging.getLogger().addHandler(handler)
-    yield handler
-    logging.getLogger().removeHandler(handler)
+def add_console():
+    """Adds the handler that `logging.basicConfig()` makes, which writes to stderr or to a stream."""
+    added = []
+
+    def add(stream=None, level=logging.NOTSET):
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+        handler.setLevel(level)
+        logging.getLogger().addHandler(handler)
+        added.append(handler)
+
+    yield add
+    for handler in added:
+        logging.getLogger().removeHandler(handler)
 
 
 def make(level="O1", **options):
@@ -26,22 +33,23 @@ def make(level="O1", **options):
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, **options)
 
 
-def test_lines_come_once_where_logging_is_configured(console, capsys):
+def test_lines_come_once_where_logging_is_configured(add_console, capsys):
+    add_console()
     make()
     told = capsys.readouterr()
     assert told.err.count("INFO:amp_patch:opt_level                  : O1\n") == 1 and told.out == ""
 
 
-def test_a_console_that_shows_warnings_alone_takes_no_line_away(console, capsys):
-    console.setLevel(logging.WARNING)
+def test_a_console_that_shows_warnings_alone_takes_no_line_away(add_console, capsys):
+    add_console(level=logging.WARNING)
     make()
     told = capsys.readouterr()
     assert "opt_level                  : O1\n" in told.out and told.err == ""
 
 
-def test_a_file_gets_the_lines_beside_stdout(console, capsys):
+def test_a_file_gets_the_lines_beside_stdout(add_console, capsys):
     stream = io.StringIO()
-    console.setStream(stream)
+    add_console(stream)
     make()
     line = "opt_level                  : O1\n"
     assert line in capsys.readouterr().out and f"INFO:amp_patch:{line}" in stream.getvalue()
