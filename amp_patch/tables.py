@@ -51,3 +51,8 @@ class RowPrinter:
             print(f"{paint(heading, BOLD, sys.stdout)}\n{'  '.join(dashes)}")
         print(row, flush=True)
         self.rows += 1
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return "1 step", or "2 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AmpError
+from ..tables import count_of
 from ..terminal import print_report
 from .scripts import ScriptRunner, add_script, write_all
 from .values import new_file, steps
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not recording.ops:
         taken = found.steps[0]
         raise _NothingRecordedError(
-            f"nothing to explain: the script took {taken} optimizer step{'' if taken == 1 else 's'}, and steps"
+            f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, and steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))

@@ -7,6 +7,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
+from ..tables import count_of
 from ..terminal import print_error
 from .scripts import ScriptRunner, Watched, add_script, write_all
 from .values import new_file, steps
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     faults = [(fault, one.run) for one in found.recordings for fault in one.of(FaultRecord)]
     searched = [fault for fault, _ in faults if fault.is_search]
     if searched:
-        times, scale = f"{len(searched)} step{'' if len(searched) == 1 else 's'}", math.log2(searched[0].loss_scale)
+        times, scale = count_of(len(searched), "step"), math.log2(searched[0].loss_scale)
         print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
     faults = sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: pair[0].step)
     if faults:
@@ -75,7 +76,7 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
-        print(f"every value fits, in {steps_taken} step{'' if steps_taken == 1 else 's'}", flush=True)
+        print(f"every value fits, in {count_of(steps_taken, 'step')}", flush=True)
         if not found.is_interrupted:
             return 0
     if found.is_interrupted:
@@ -83,9 +84,10 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     if not found.recordings:
         problem = ended if found.code else "the script never called amp.initialize"
     elif steps_taken <= 0:
-        problem = f"{ended} after {max(found.steps)} optimizer steps, and steps from {first} on were to be looked at"
+        taken = count_of(max(found.steps), "optimizer step")
+        problem = f"{ended} after {taken}, and steps from {first} on were to be looked at"
     else:
-        problem = f"{ended} after {steps_taken} steps, in which every value fits"
+        problem = f"{ended} after {count_of(steps_taken, 'step')}, in which every value fits"
     print_error(prog, "failed", problem)
     return TROUBLE
 

@@ -18,6 +18,7 @@ from ..config import make_policy
 from ..dtypes import dtype_name
 from ..errors import AmpError
 from ..hardware import has_low_products
+from ..tables import count_of
 from .catalogue import Options
 
 OnStep = Callable[[], object]
@@ -202,4 +203,4 @@ def tell_products(device_type: str, levels: Sequence[str]) -> str:
 
 
 def _count(steps: int, seeds: int) -> str:
-    return f"{steps} step{'' if steps == 1 else 's'}{f' from each of {seeds} seeds' if seeds > 1 else ''}"
+    return f"{count_of(steps, 'step')}{f' from each of {seeds} seeds' if seeds > 1 else ''}"

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import amp_patch
 
-from ..tables import align
+from ..tables import align, count_of
 from .findings import SEVERITIES, Finding
 from .machine import Machine, recommend
 from .rules import sorted_rules
@@ -44,13 +44,13 @@ class Report:
                 lines.append(f"{finding.place()}: {finding.severity}: {finding.message} [{finding.code}{fixable}]")
                 lines.append(f"    {finding.advice}")
         counts = Counter(finding.severity for finding in self.findings)
-        shown = [_count(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]
-        fixed = f"; {_count(self.fixed, 'finding')} mended" if self.fixed else ""
+        shown = [count_of(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]
+        fixed = f"; {count_of(self.fixed, 'finding')} mended" if self.fixed else ""
         if self.file_count or self.findings:
-            lines.append(f"{', '.join(shown)} in {_count(self.file_count, 'file')}{fixed}")
+            lines.append(f"{', '.join(shown)} in {count_of(self.file_count, 'file')}{fixed}")
         if counts["note"] and not with_notes:
             codes = sorted({finding.code for finding in self.findings if finding.severity == "note"})
-            lines.append(f"{_count(counts['note'], 'note')} ({', '.join(codes)}): shown by --notes")
+            lines.append(f"{count_of(counts['note'], 'note')} ({', '.join(codes)}): shown by --notes")
         return "\n".join(lines)
 
     def _machine_lines(self) -> list[str]:
@@ -145,7 +145,3 @@ def _described(finding: Finding) -> str:
 
 def _escape(text: str, more: str = "") -> str:
     return re.sub(f"[%\r\n{more}]", lambda match: f"%{ord(match[0]):02X}", text)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -52,7 +52,8 @@ class RuleFinder:
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
         """Return the line for an attribute that the session patched, or None: it is on no list."""
         known = self._by_replacement.get(id(replacement))
-        owner_name = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        is_class = isinstance(owner, type)
+        owner_name = f"{owner.__module__}.{owner.__qualname__}" if is_class else getattr(owner, "__name__", "")
         found = self._by_owner.get((id(owner), name)) or self._by_key.get((owner_name, name)) or known
         if found is not None:
             self._by_replacement.setdefault(id(replacement), found)

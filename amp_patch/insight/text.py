@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from ..errors import ArgumentValueError, did_you_mean
-from ..tables import format_table
+from ..tables import count_of, format_table
 from .records import OpRecord, Recording
 
 Key = Callable[[OpRecord], tuple[str, ...]]
@@ -76,7 +76,7 @@ def _is_computed_in_float32(op: OpRecord) -> bool:
 def _heading(recording: Recording) -> str:
     run = recording.run
     what = f"{run.opt_level or 'session'}, {run.low or 'no casts'} on {run.device}, torch {run.torch}"
-    steps = f"{len(recording.steps)} step{'' if len(recording.steps) == 1 else 's'}"
+    steps = count_of(len(recording.steps), "step")
     return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "") + "\n"
 
 

@@ -222,7 +222,7 @@ def trace(
         underflow: the share of values, from 0 to 1, of an op in 16 bits that may be zero where float32 holds them;
             None: all.
         ignore: names of ops whose values may be what they are, such as `masked_fill`.
-        on_fault: what to do about one.
+        on_fault: what to do about one; with "record", what the step raises over it is not raised.
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.
@@ -249,6 +249,6 @@ def trace(
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults and on_fault == "raise":
         raise NonFiniteError(format_fault(faults[0], recording.run), faults[0]) from error
-    if error is not None:
+    if error is not None and not faults:
         raise error
     return recording

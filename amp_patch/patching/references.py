@@ -71,7 +71,7 @@ def describe_stuck(stuck: Sequence[str]) -> str:
 
 
 def _packages_of(replacements: Iterable[Callable[..., Any]]) -> set[str]:
-    return {replacement.__module__.partition(".")[0] for replacement in replacements}
+    return {str(replacement.__module__ or "").partition(".")[0] for replacement in replacements} - {""}
 
 
 def _rewrite(search: Search, models: Iterable[torch.nn.Module], *, with_modules: bool) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
+from amp_patch import insight
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -531,3 +532,16 @@ def test_lists_by_which_no_op_is_low_are_warned_of(text, is_said, tmp_path):
             pass
     said = [str(warning.message) for warning in caught if "no op runs in bfloat16" in str(warning.message)]
     assert len(said) == is_said and all("extends: bfloat16" in message for message in said)
+
+
+def test_functions_that_say_nothing_of_where_they_are_from_may_be_registered():
+    def double(x):
+        return x * 2
+
+    double.__module__ = None
+    owner = types.SimpleNamespace(double=double)
+    amp.register_half_function(owner, "double")
+    for _ in range(2):
+        with amp.session(opt_level="O1"), insight.recording() as found:
+            assert owner.double(torch.ones(2)).dtype is torch.float16
+        assert owner.double is double and found.ops

@@ -16,6 +16,7 @@ from pathlib import Path
 from ...config import shipped
 from ...errors import ArgumentValueError, SessionError, did_you_mean
 from ...script_settings import Settings
+from ...tables import count_of
 from ..records import CheckedStepRecord, Recording
 from ..runs import FunctionRunner, Run, Runner, check_count
 from .entries import Entry, format_list, prune
@@ -122,7 +123,7 @@ class Tuner:
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
         self._ranking = Ranking(self._reference, self._units)
-        self._log(f"run {self._runs}: float32, {taken} step{'' if taken == 1 else 's'}")
+        self._log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
         """Run once under a list."""
