@@ -541,3 +541,21 @@ def test_nothing_of_a_step_is_kept():
             step()
             sizes.append(len(tracer._finder._written) + len(tracer._folding.ops()))
     assert sizes == [0, 0, 0]
+
+
+@pytest.mark.parametrize("has_fault", [True, False])
+def test_a_step_that_fails_over_a_fault_leaves_the_recording_of_it(has_fault):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+
+    def step():
+        loss = model(torch.full((2, 4), 1e5 if has_fault else 1.0)).sum()
+        raise ZeroDivisionError(f"the loss is {loss}")
+
+    if has_fault:
+        (fault,) = insight.trace(step, on_fault="record").of(insight.FaultRecord)
+        assert fault.module == "0" and fault.cause == "precision"
+    else:
+        with pytest.raises(ZeroDivisionError):
+            insight.trace(step, on_fault="record")
