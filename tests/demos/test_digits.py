@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import amp_patch as amp
+from amp_patch import hardware
 from amp_patch.cli import main
 from amp_patch.demos import DEMOS, Options, digits, digits_training, training
 
@@ -41,7 +42,8 @@ def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixt
 def test_demo_says_how_16_bits_are_computed_here(
     has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training, "has_low_products", lambda device_type, low: has_products)
+    for module in (hardware, training):
+        monkeypatch.setattr(module, "has_low_products", lambda device_type, low: has_products)
     assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu", "--seeds", "1"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == (
