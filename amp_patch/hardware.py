@@ -64,7 +64,14 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
     if has_low_products(device_type, dtype):
         return told
     cost = "a step takes 1.1 to 1.5 times as long as in float32: " if device_type == "cpu" else ""
-    return f"this {device_type.upper()} has no fast {name} products: {told}; {cost}for speed here, use O0"
+    fast = get_fast_levels(device_type)
+    return f"this {device_type.upper()} has no fast {name} products: {told}; {cost}for speed here, use {fast}"
+
+
+def get_fast_levels(device_type: str) -> str:
+    """Return the levels whose products the hardware has, as the doctor advises them: "O4 or O5", say; else "O0"."""
+    levels = {torch.bfloat16: "O4 or O5", torch.float16: "O1 or O2"}
+    return next((named for low, named in levels.items() if has_low_products(device_type, low)), "O0")
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:

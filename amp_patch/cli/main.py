@@ -1,7 +1,7 @@
 """The `amp-patch` command: one parser over the subcommands in `COMMANDS`, each imported when it is asked for.
 
-Exit codes: 0 done, 1 the work failed (an `AmpError`, said in one line) or found fault, 2 the command line cannot be
-used or an optional extra is missing, 130 Ctrl-C. Until a command runs, nothing here imports torch.
+Exit codes: 0 done, 1 the work failed (an `AmpError` or `OSError`, said in one line) or found fault, 2 the command line
+cannot be used or an optional extra is missing, 130 Ctrl-C. Until a command runs, nothing here imports torch.
 """
 
 import argparse
@@ -113,4 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # what reads our output, such as head, has seen enough
+        return 1
+    except OSError as error:  # of a file or a disk: no script of a user's runs below here
+        print_error(prog, "failed", ": ".join(map(str, filter(None, (error.filename, error.strerror or error)))))
         return 1

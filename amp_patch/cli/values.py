@@ -73,10 +73,12 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Return a path in a folder that exists: it is written when the work is done."""
+    """Return a path that may be written, in a folder that exists: it is written when the work is done."""
     path = Path(text).absolute()
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
     return path
 
 

@@ -32,7 +32,7 @@ def explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
         )
     if "escape" in problem and begin:
         return "a backslash in double quotes begins an escape; use single quotes", begin.line + 1, begin.column + 1
-    return _explain(problem, context, source.strip(), opened), line, column
+    return _explain(problem, context, source.strip(), opened, source[column - 1 : column]), line, column
 
 
 def _explain_indicator(source: str, line: int, column: int) -> tuple[str, int, int]:
@@ -48,7 +48,11 @@ def quote(value: str) -> str:
     return f"'{value}'" if "\\" in value or '"' in value else f'"{value}"'
 
 
-def _explain(problem: str, context: str, source: str, opened: str) -> str:
+def _explain(problem: str, context: str, source: str, opened: str, found: str) -> str:
+    if "flow node" in context:  # where a value is due: the mark is there, and not at the bracket
+        if found == ",":
+            return "no value stands before this comma; write one, or take the comma out"
+        return "a bracket is not closed before this; close it, or quote a value that has a `:` in it"
     if "flow" in context:
         return f"the bracket at {opened} is not closed before this; close it, or quote a value that has a `:` in it"
     if "unexpected ':'" in problem:

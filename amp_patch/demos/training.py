@@ -17,7 +17,7 @@ import amp_patch as amp
 from ..config import make_policy
 from ..dtypes import dtype_name
 from ..errors import AmpError
-from ..hardware import has_low_products
+from ..hardware import get_fast_levels, has_low_products
 from ..tables import count_of
 from .catalogue import Options
 
@@ -197,7 +197,7 @@ def tell_products(device_type: str, levels: Sequence[str]) -> str:
     if names[False]:
         told.append(
             f"{' and '.join(names[False])} as tensor cores do: values are rounded, products are computed in float32"
-            f" (this {device} has no fast ones; for speed here, use O0)"
+            f" (this {device} has no fast ones; for speed here, use {get_fast_levels(device_type)})"
         )
     return f"16 bits here: {'; '.join(told)}" if told else ""
 

@@ -125,8 +125,18 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
 
 
 def measure_cpu() -> dict[str, float]:
-    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: best of a few repeats."""
-    seconds = {name: _time_product(name) for name in ("float32", "float16", "bfloat16")}
+    """Return the speed of a small matrix product in each 16-bit dtype, relative to float32: best of a few repeats.
+
+    On one thread: on a busy machine threads wait for each other many times as long as such a product takes.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = {name: _time_product(name) for name in ("float32", "float16", "bfloat16")}
+    finally:
+        torch.set_num_threads(threads)
     return {name: seconds["float32"] / taken for name, taken in seconds.items() if name != "float32"}
 
 

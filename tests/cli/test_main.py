@@ -1,5 +1,7 @@
 """The `amp-patch` command: which demo runs, and what bad usage is told."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,13 +68,37 @@ def test_missing_extra_is_one_line_with_the_remedy(
     assert "sklearn" in said and 'pip install "amp_patch[demo]"' in said
 
 
-def test_failure_of_the_work_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AmpError("no luck"), "no luck"),
+        (PermissionError(errno.EACCES, "Permission denied", "r.html"), "r.html: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError("no luck"), "no luck"),
+    ],
+)
+def test_failure_of_the_work_is_one_line(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*args: object, **kwargs: object) -> None:
-        raise AmpError("no luck")
+        raise error
 
     monkeypatch.setattr(digits, "train", fail)
     assert main(["demo", "--steps", "1", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.endswith("amp-patch demo: failed: no luck\n")
+    assert capsys.readouterr().err.endswith(f"amp-patch demo: failed: {said}\n")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_file_that_may_not_be_written_is_told_of_before_the_work(exists, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "r.html"
+    if exists:
+        report.touch()
+    closed = report if exists else tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (closed, os.W_OK))
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--html", str(report)])
+    assert left.value.code == 2
+    assert f"argument --html: '{report}' cannot be written: permission denied" in capsys.readouterr().err
 
 
 def test_the_first_demo_is_the_one_without_a_name() -> None:

@@ -42,7 +42,7 @@ def test_demo_prints_one_row_for_each_level_asked_for(capsys: pytest.CaptureFixt
 def test_demo_says_how_16_bits_are_computed_here(
     has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (training, hardware):
+    for module in (hardware, training):
         monkeypatch.setattr(module, "has_low_products", lambda device_type, low: has_products)
     assert main(["demo", "--opt-level", "O0,O4,O5", "--steps", "2", "--device", "cpu", "--seeds", "1"]) == 0
     first, *others = capsys.readouterr().out.splitlines()

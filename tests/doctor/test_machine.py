@@ -162,8 +162,18 @@ def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_both_low_dtypes_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": 4.0, "float16": 8.0, "bfloat16": 1.0}
-    monkeypatch.setattr(machine, "_time_product", seconds.__getitem__)
+    threads: list[int] = []
+    threads_now = [4]
+
+    def time_product(name: str) -> float:
+        threads.append(torch.get_num_threads())
+        return seconds[name]
+
+    monkeypatch.setattr(machine, "_time_product", time_product)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_now[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads_now.append)
     assert machine.measure_cpu() == {"float16": 0.5, "bfloat16": 4.0}
+    assert (threads, threads_now) == ([1, 1, 1], [4, 1, 4])
 
 
 def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

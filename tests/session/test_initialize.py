@@ -339,6 +339,13 @@ def test_that_products_are_computed_in_float32_is_said_once_with_the_reason(leve
     assert said.count(reason + told + cost) == (compute == "auto")
 
 
+def test_what_is_for_speed_is_what_the_doctor_advises(monkeypatch):
+    monkeypatch.setattr(hardware, "has_low_products", lambda device_type, low: low is torch.bfloat16)
+    assert hardware.explain_products("cpu", torch.float16).endswith("for speed here, use O4 or O5")
+    monkeypatch.setattr(hardware, "has_low_products", lambda device_type, low: low is torch.float16)
+    assert hardware.explain_products("cuda", torch.bfloat16).endswith("for speed here, use O1 or O2")
+
+
 def test_verbosity_zero_prints_nothing(capsys):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)

@@ -116,10 +116,13 @@ class Campaign:
                 self._on_done(name)
 
     def comparison(self) -> Comparison:
-        """Return what there is so far. Raises SessionError, with the first reason, where no run has taken a step."""
+        """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""
         curves = [curve for each in self._curves.values() for curve in each if curve.losses]
         if self._header is None or not curves:
-            reasons = [f"{one.run}: {one.failed}" for one in self._compared.values()]
+            runs_by_reason: dict[str, list[str]] = {}
+            for one in self._compared.values():
+                runs_by_reason.setdefault(one.failed, []).append(one.run)
+            reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan = self._plan
         about = ComparisonRecord(
