@@ -125,17 +125,20 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
         prefix: put before each word that is suggested.
         cutoff: how alike words must be spelt, as `difflib` counts it; 1.0 for the same but for what does not matter.
     """
-    if not isinstance(word, str):
-        return ""
-    by_folded: dict[str, tuple[str, ...]] = {}
-    for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
-        by_folded[_fold(name)] = (name,)  # of two that differ in case only, the one that looks more like the word
-    meant = _find_meant(_fold(word), by_folded, cutoff)
-    if not meant:
+    meant = find_meant(word, allowed, cutoff) if isinstance(word, str) else ()
+    if not isinstance(word, str) or not meant:
         return ""
     *others, last = (repr(f"{prefix}{name}") for name in meant)
     remark = " The first character is the letter O." if _LEVEL.fullmatch(_fold(meant[0])) and word[0] != "O" else ""
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?{remark}"
+
+
+def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
+    """Return the allowed words that are meant by one, as `did_you_mean` finds them."""
+    by_folded: dict[str, tuple[str, ...]] = {}
+    for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
+        by_folded[_fold(name)] = (name,)  # of two that differ in case only, the one that looks more like the word
+    return _find_meant(_fold(word), by_folded, cutoff)
 
 
 def _find_meant(word: str, by_folded: dict[str, tuple[str, ...]], cutoff: float) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def as_device_type(device: torch.device | str | None) -> str:
     try:
         return torch.device(device).type
     except RuntimeError:
-        hint = " Did you mean 'cuda'?" if device == "gpu" else did_you_mean(device, ("cuda", "cpu", "mps", "xpu"))
+        hint = did_you_mean(device, ("cuda", "cpu", "mps", "xpu"))
         raise ArgumentValueError(
             f"device={device!r} is none that torch knows: pass one such as 'cuda', 'cpu' or 'mps', or leave it out for"
             f" the accelerator, if there is one.{hint}"

@@ -28,6 +28,7 @@ NOT_OF_TORCH = {
     "_args_from_interpreter_flags",
     "_DummyThread",
     "_SubParsersAction",
+    "_actions",
     "_getframe",
     "_initializing",
     "_make",

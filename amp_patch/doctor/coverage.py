@@ -1,13 +1,14 @@
 """Which names of `apex` the stand-in has: read from its source, so that nothing is imported or kept by hand."""
 
 import ast
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import amp_patch
+
+from ..errors import find_meant
 
 EXTENSIONS = frozenset(
     {
@@ -96,7 +97,8 @@ def has_public_name(name: str) -> bool:
 
 def closest(word: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed word that a misspelt one certainly stands for, if any."""
-    return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=0.8)), None)
+    meant = find_meant(word, allowed, cutoff=0.8)
+    return meant[0] if len(meant) == 1 else None
 
 
 def _module_file(path: Path) -> Path | None:

@@ -67,6 +67,8 @@ def _advise(holders: Sequence[str]) -> str:
     advice = ""
     if any(name.startswith("Out[") for name in holders):
         advice += " `%reset -f out` empties Out, _ and __."
+    if any(name.endswith(" of IPython") for name in holders):
+        advice += " IPython keeps its last output beyond `%reset -f out`: call amp.reset()."
     if any(name.startswith("sys.") for name in holders):
         advice += " `sys.last_exc = sys.last_value = sys.last_traceback = None` lets go of the traceback."
     return advice
@@ -122,12 +124,15 @@ def _main() -> dict[str, Any]:
 
 
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
-    """Yield the outputs of cells that IPython keeps, and its names for the last ones."""
+    """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
+    `%reset`.
+    """
     names = _main()
     outputs = names.get("Out", names.get("_oh"))
-    for number, value in dict(outputs).items() if isinstance(outputs, dict) else ():
-        if id(value) in keepers:
-            yield f"Out[{number}]"
+    items = dict(outputs).items() if isinstance(outputs, dict) else ()
+    found = [f"Out[{number}]" for number, value in items if id(value) in keepers]
+    hidden = getattr(names["get_ipython"](), "user_ns_hidden", {}) if "get_ipython" in names else {}
+    yield from found or [f"{name} of IPython" for name in ("_", "__", "___") if id(hidden.get(name)) in keepers]
 
 
 def _in_modules(keepers: Mapping[int, object]) -> Iterator[str]:

@@ -55,7 +55,7 @@ def test_what_is_found_makes_the_exit_code_1_but_for_notes(source, code, diagnos
         (["--select", "AMP3O5"], "'AMP3O5' is no code of a rule, and begins none. Did you mean 'AMP30"),
         (["--explain", "AMP999"], "'AMP999' is no code of a rule"),
         (["--fix", "--diff"], "not allowed with argument"),
-        (["--output-format", "xml"], "invalid choice: 'xml'"),
+        (["--output-format", "xml"], "'xml' is no choice (text, json, github, sarif)"),
     ],
 )
 def test_what_cannot_be_used_is_2(options, said, diagnose):

@@ -16,6 +16,7 @@ from jupyter_client.manager import KernelManager  # noqa: E402
 pytestmark = pytest.mark.xdist_group("notebooks")  # one kernel, since each imports torch
 
 MODEL = """
+torch.manual_seed(0)  # no weights by which the first scale overflows
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
@@ -121,9 +122,11 @@ def test_outputs_of_cells_that_hold_a_model_are_named(cells):
     name, text = cells.run(other)[2]
     assert name == "SessionError" and f"Held by: Out[{number}], the variable held. `%reset -f out` empties" in text
     cells("held = None")
-    assert f"Held by: Out[{number}]. `%reset -f out`" in cells.run(other)[2][1]
+    assert f"Held by: Out[{number}]. `%reset -f out` empties" in cells.run(other)[2][1]
     cells("%reset -f out")
-    cells(other)
+    if error := cells.run(other)[2]:  # IPython lets go of the first output of a kernel by no `%reset`
+        assert "Held by: _ of IPython. IPython keeps its last output beyond `%reset -f out`: call amp.r" in error[1]
+        cells("amp.reset()\n" + other)
     cells("assert amp.stats().opt_level == 'O4'")
 
 

@@ -491,7 +491,10 @@ def test_a_conflict_names_what_holds_deleted_models(monkeypatch):
             amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
         return str(raised.value).partition("replace=True. ")[2]
 
-    out, last = "`%reset -f out` empties Out, _ and __.", "sys.last_value (the traceback of ZeroDivisionError)"
+    out, last = (
+        "`%reset -f out` empties Out, _ and __.",
+        "sys.last_value (the traceback of ZeroDivisionError)",
+    )
     free = "`sys.last_exc = sys.last_value = sys.last_traceback = None` lets go of the traceback."
     assert told() == f"Held by: {last}, Out[3], the variable trainer. {out} {free}"
     del main.Out[3]

@@ -91,7 +91,7 @@ CALLS = {
         False,
         lambda g: g.init(opt_level=1),
         P,
-        "opt_level 1 is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'?",
+        "opt_level 1 is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the letter O.",
     ),
     "num-losses": (
         False,
@@ -467,7 +467,7 @@ CALLS = {
         False,
         lambda g: insight.tune(g.init, units="layers"),
         V,
-        "units='layers' is none of modules, ops, both.",
+        "units='layers' is none of modules, ops, both. Did you mean 'modules'?",
     ),
     "tune-runs": (
         False,
