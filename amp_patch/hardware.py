@@ -69,8 +69,11 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
 
 
 def get_fast_levels(device_type: str) -> str:
-    """Return the levels whose products the hardware has, as the doctor advises them: "O4 or O5", say; else "O0"."""
-    levels = {torch.bfloat16: "O4 or O5", torch.float16: "O1 or O2"}
+    """Return the levels whose products the hardware has, as the doctor advises them; where it has none, O0.
+
+    A step of a small model is mostly something else than products, so O0 is named with them.
+    """
+    levels = {torch.bfloat16: "O4 or O5, or O0 for a small model", torch.float16: "O1 or O2, or O0 for a small model"}
     return next((named for low, named in levels.items() if has_low_products(device_type, low)), "O0")
 
 

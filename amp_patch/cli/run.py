@@ -52,7 +52,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
     line, environment = prepare(arguments)
     check_lists(arguments.parser, "--lists", *arguments.lists)
+    if has_lists_behind(arguments.module or arguments.script):
+        note = "--lists behind the script is the script's; to lay a list over, write: amp-patch run --lists LIST SCRIPT"
+        print(f"{arguments.parser.prog}: note: {note}", file=sys.stderr)
     start(line, environment)
+
+
+def has_lists_behind(command: list[str]) -> bool:
+    """Tell whether a script gets a `--lists`, which other commands take there; a `--` in front means it to."""
+    return command[:1] != ["--"] and any(one.partition("=")[0] == "--lists" for one in command[1:])
 
 
 def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], dict[str, str]]:

@@ -105,7 +105,11 @@ def explain(op: str, lists: OpLists) -> Explanation:
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
     lists do not name.
     """
-    keys = find_spellings(op, may_be_missing=True)
+    try:
+        keys = find_spellings(op, may_be_missing=True)
+    except OpListError:
+        find_spellings(op, may_be_missing=False)  # knows more reasons, such as that it is a class of modules
+        raise
     missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
     other_torch = tuple(
         entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys()

@@ -185,9 +185,13 @@ class Session:
 
     def refresh(self) -> None:
         """Have every link refreshed before its next use, and copy masters to their parameters."""
+        self.sync()
+        self._bindings.masters.push()
+
+    def sync(self) -> None:
+        """Do as `refresh` for what was written in place, and leave other parameters: a live graph may hold them."""
         self._end_pass()
         self._bindings.masters.sync()
-        self._bindings.masters.push()
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return what `amp.stats()` returns."""

@@ -152,6 +152,24 @@ def test_what_keeps_the_stand_in_out_is_refused(flag, tmp_path):
     assert done.returncode == 2 and f"leave {flag} out" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["script.py", "--lists", "fast"], True),
+        (["script.py", "--lists=fast"], True),
+        (["-m", "script", "--lists", "fast"], True),
+        (["--lists", "fast", "script.py", "--list"], False),
+        (["--", "script.py", "--lists", "fast"], False),
+    ],
+)
+def test_lists_behind_the_script_are_said_to_be_the_scripts(given, is_told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("amp_patch.cli.run.start", lambda line, environment: None)
+    main(["run", *given])
+    assert ("amp-patch run: note: --lists behind the script is the script's" in capsys.readouterr().err) is is_told
+
+
 def test_where_processes_cannot_be_replaced_it_waits(tmp_path, monkeypatch):
     """As on Windows."""
     (tmp_path / "script.py").write_text("import apex, sys\nopen('found', 'w').write(apex.__name__)\nsys.exit(7)\n")

@@ -149,6 +149,7 @@ def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
         ("torch.load", "cannot be on a list"),
         ("__init__", "not an operator"),
         ("Tensor", "a class"),
+        ("nn.GELU", "a class of modules"),
     ],
 )
 def test_a_name_that_is_no_op_is_refused(op: str, problem: str) -> None:

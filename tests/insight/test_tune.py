@@ -331,6 +331,29 @@ def test_two_models_and_two_optimizers(tune):
     assert names(result) == ["odd name"] and result.runs <= 6
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_graph_may_live_over_the_step_of_another_optimizer(level, tune):
+    """As in DCGAN: what was generated for the critic's step is criticized once more for the generator's."""
+
+    def train():
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        critic = nn.Linear(4, 1)
+        both = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (generator, critic)]
+        amp.initialize([generator, critic], both, opt_level=level, num_losses=2, loss_scale=128.0, verbosity=0)
+        for _ in range(3):
+            made = generator(torch.randn(4, 4))
+            for number, given in ((1, made.detach()), (0, made)):
+                both[number].zero_grad()
+                loss = F.softplus(critic(given).float()).mean()
+                with amp.scale_loss(loss, both[number], loss_id=number) as scaled_loss:
+                    scaled_loss.backward()
+                both[number].step()
+
+    result = tune(train, extends=None, opt_level=level)
+    assert (result.is_reached, result.runs, result.text) == (True, 2, "")
+
+
 # ---- the budget, and what ends the search ----------------------------------------------------------------------------
 
 

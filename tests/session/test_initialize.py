@@ -341,9 +341,13 @@ def test_that_products_are_computed_in_float32_is_said_once_with_the_reason(leve
 
 def test_what_is_for_speed_is_what_the_doctor_advises(monkeypatch):
     monkeypatch.setattr(hardware, "has_low_products", lambda device_type, low: low is torch.bfloat16)
-    assert hardware.explain_products("cpu", torch.float16).endswith("for speed here, use O4 or O5")
+    assert hardware.explain_products("cpu", torch.float16).endswith(
+        "for speed here, use O4 or O5, or O0 for a small model"
+    )
     monkeypatch.setattr(hardware, "has_low_products", lambda device_type, low: low is torch.float16)
-    assert hardware.explain_products("cuda", torch.bfloat16).endswith("for speed here, use O1 or O2")
+    assert hardware.explain_products("cuda", torch.bfloat16).endswith(
+        "for speed here, use O1 or O2, or O0 for a small model"
+    )
 
 
 def test_verbosity_zero_prints_nothing(capsys):

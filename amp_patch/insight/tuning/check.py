@@ -101,7 +101,7 @@ class Check(Probe):
         with torch.no_grad():
             for tensor, before in self._weights[number]:
                 tensor.copy_(before)
-        session.refresh()
+        session.sync()
         if len(self._taken) >= len(session.bindings()) and min(self._taken) >= self._steps:
             self._on_end()
 
