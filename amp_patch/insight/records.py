@@ -242,7 +242,7 @@ def _read(path: Path) -> Iterator[Record]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: {error}") from None
+        raise RecordError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, 1):
         try:
             data = json.loads(line)

@@ -140,3 +140,6 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text("{}\n")
     assert main(["explain", "--from", str(tmp_path / "x.jsonl")]) == 1
     assert "no record of kind 'run'" in capsys.readouterr().err
+    gone = tmp_path / "gone.jsonl"
+    assert main(["explain", "--from", str(gone)]) == 1
+    assert capsys.readouterr().err == f"amp-patch explain: failed: {gone}: No such file or directory\n"
