@@ -90,14 +90,14 @@ class Tracer(Recorder):
             self._reaching["loss"] |= self._finder.find_faults([loss])
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients."""
-        self._look_at_gradients(optimizer)
+        """Look at the gradients, and at nothing that looking computes."""
         super().step_begun(optimizer)
+        self._look_at_gradients(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Say of the faults of a step what came of them, and end if there is one."""
         if self._looked_for != id(optimizer):  # a step with a closure does not tell of its beginning
-            self._look_at_gradients(optimizer)
+            self.step_begun(optimizer)
         self._looked_for = None
         is_counted = self._optimizer in (None, id(optimizer)) and self.is_recording
         if is_counted:

@@ -221,8 +221,8 @@ class BackwardPasses:
         return [*found.values(), self._outside]
 
 
-class _NoLoss:
-    """What is no loss, but a block around one."""
+class LossContext(contextlib.AbstractContextManager[Tensor]):
+    """The base of what `scale_loss` returns: no loss, but a context manager that gives one."""
 
     __slots__ = ()
 
@@ -234,11 +234,11 @@ class _NoLoss:
         )
 
 
-class UnscaledBlock(contextlib.nullcontext[Tensor], _NoLoss):
+class UnscaledBlock(contextlib.nullcontext[Tensor], LossContext):
     """The block around a loss while amp is disabled: it gives the loss as it is."""
 
 
-class LossBlock(_NoLoss, contextlib.AbstractContextManager[Tensor]):
+class LossBlock(LossContext):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
     __slots__ = ("_loss", "_open", "_passes")

@@ -355,3 +355,16 @@ def test_fused_adam_cuda_steps_by_its_formula(corrects, dtype):
     assert torch.equal(out, p.to(dtype))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("fused_adam_cuda")
+
+
+def test_backward_of_the_block_itself_says_how_to_write_it(apex):
+    model = nn.Linear(2, 1)
+    model, optimizer = apex.amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), "O1", loss_scale=128.0, verbosity=0
+    )
+    loss = model(torch.ones(1, 2)).sum()
+    with pytest.raises(amp_patch.SessionError, match=r"write `with amp.scale_loss\(loss, optimizer\) as scaled_loss:"):
+        apex.amp.scale_loss(loss, optimizer).backward()
+    with apex.amp.scale_loss(loss, optimizer) as scaled_loss:  # nothing was begun
+        scaled_loss.backward()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]

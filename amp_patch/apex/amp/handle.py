@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import SessionError
-from .._core import SessionView, api, as_optimizers
+from .._core import LossContext, SessionView, api, as_optimizers
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper
@@ -19,7 +19,6 @@ from .opt import OptimWrapper
 disable_casts = api.disable_casts
 
 
-@contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -27,12 +26,32 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> contextlib.AbstractContextManager[Tensor]:
     """See `amp_patch.scale_loss`.
 
     As in Apex, an overflow shows at the exit: in `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step`.
     Waits for the device at the exit under a dynamic scale, unless delayed.
     """
+    return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
+
+
+class _Block(LossContext):
+    """A `scale_loss` block: `backward` of it, which Apex scripts call by mistake, says how to write one."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> Tensor:
+        return self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._inner.__exit__(*raised)
+
+
+@contextlib.contextmanager
+def _scale_loss(
+    loss: Tensor, optimizers: Any, loss_id: int, delay_unscale: bool, delay_overflow_check: bool
+) -> Iterator[Tensor]:
     properties = getattr(_amp_state, "opt_properties", None)
     session = SessionView.find()
     if session is not None and properties is not None and not properties.enabled:
