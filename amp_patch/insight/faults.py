@@ -16,7 +16,7 @@ from torch import Tensor
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
 from ..session import current
-from ..torch_dispatch import clone, find_range, is_random
+from ..torch_dispatch import COPIES, clone, find_range, is_random
 from .folding import Call
 from .ops import Op, Overload
 from .records import FaultRecord
@@ -30,11 +30,12 @@ _DELIBERATE, _KNOWN = "deliberate", "known"
 
 
 class _Written:
-    """What is known of the op that wrote a storage last: the largest magnitude that it gave, and whether what does not
-    fit in it is deliberate, or known already: of which faults, by their numbers, it then comes.
+    """What is known of the op that wrote a storage last: the largest magnitude that it gave, whether it wrote the whole
+    of it, and whether what does not fit in it is deliberate, or known already: of which faults, by their numbers, it
+    then comes.
     """
 
-    __slots__ = ("faults", "largest", "name", "node", "op", "parents", "status")
+    __slots__ = ("faults", "is_whole", "largest", "name", "node", "op", "parents", "status")
 
     def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
         self.op = op
@@ -42,6 +43,7 @@ class _Written:
         self.largest = largest
         self.parents = parents
         self.faults: frozenset[int] = frozenset()
+        self.is_whole = False
         self.status = ""
         self.name = ""  # of a parameter that came in so, where amp's own op copied it
 
@@ -105,14 +107,29 @@ class FaultFinder:
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
         for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
-            written = _Written(overload.name, node, read_largest(tensor), parents)
+            largest = self._find_widened(op, tensor)
+            written = _Written(overload.name, node, read_largest(tensor) if largest is None else largest, parents)
+            written.is_whole = _is_whole(tensor)
             if not math.isfinite(written.largest):
                 with current.without_casts():
                     self._judge(op, before, self._read_inputs(op, before), tensor, written, call)
             elif self._underflow is not None and call is not None:
                 with current.without_casts():
                     self._judge_zeros(op, before, number, written, call)
-            self._written[storage_of(tensor)] = written
+            self._keep(storage_of(tensor), written)
+
+    def _find_widened(self, op: Op, output: Tensor) -> float | None:
+        """Return the largest magnitude of a copy of 16-bit values in a wider dtype; None where that is to be read."""
+        if op.overload.packet not in COPIES or output.dtype in LOW_DTYPES:
+            return None
+        source = op.inputs()[-1 if op.overload.is_overwriting else 0]
+        known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and _is_whole(source) else None
+        return known.largest if known is not None and known.is_whole and math.isfinite(known.largest) else None
+
+    def _keep(self, storage: int, written: _Written) -> None:
+        earlier = None if written.is_whole else self._written.get(storage)
+        if earlier is None or math.isfinite(earlier.largest) or not math.isfinite(written.largest):
+            self._written[storage] = written  # else what does not fit may lie beside what was written
 
     def _pass_on(self, written: _Written, op: Op, outputs: Sequence[Tensor]) -> None:
         """Take in an op that is not looked at."""
@@ -162,7 +179,7 @@ class FaultFinder:
         strangers = [
             one
             for one, origin in zip(bad, known, strict=True)
-            if (origin is None or origin.name) and not self._is_mask(one)
+            if (origin is None or origin.name or math.isfinite(origin.largest)) and not self._is_mask(one)
         ]
         if strangers:
             self._let_in(op, strangers[0], output, written, call)
@@ -271,6 +288,10 @@ def read_largest(tensor: Tensor) -> float:
 def _read_largest_number(tensor: Tensor) -> float:
     numbers = tensor[tensor.isfinite()]
     return read_largest(numbers) if numbers.numel() else 0.0
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _by_fit(value: float) -> float:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.insight.faults import FaultFinder
+from amp_patch.insight.records import FaultRecord
 
 
 class Sandwich(nn.Module):
@@ -559,3 +560,37 @@ def test_a_step_that_fails_over_a_fault_leaves_the_recording_of_it(has_fault):
     else:
         with pytest.raises(ZeroDivisionError):
             insight.trace(step, on_fault="record")
+
+
+def test_a_part_that_is_written_anew_leaves_the_fault_beside_it():
+    def rewrite(h):
+        h = (h.half() * 65504.0).clone()
+        h[:, :1] = 0.0
+        return h.float()
+
+    step = make_step(Sandwich(Call(rewrite), seed=3))
+    (fault,) = insight.trace(step, on_fault="record").of(FaultRecord)
+    assert (fault.aten, fault.cause, fault.reach) == ("mul", "precision", "gradients")
+
+
+def test_what_no_op_wrote_over_finite_values_came_in():
+    def refill(h):
+        low = h.detach().half()
+        array = low.view(torch.int16).untyped_storage()
+        low + 1.0  # it is known to be finite
+        array[1] = 0x7C  # float16's inf is 0x7C00, in its bytes; torch sees no op
+        array[0] = 0x00
+        return h * low.float()
+
+    (fault,) = insight.trace(make_step(Sandwich(Call(refill))), on_fault="record").of(FaultRecord)
+    assert fault.cause == "came in" and fault.value == "inf"
+
+
+def test_a_wider_copy_has_the_magnitude_of_what_it_was_copied_from():
+    def overflow(h):
+        return torch.exp(h.half().float() * 0.0 + 100.0)
+
+    (fault,) = insight.trace(make_step(Sandwich(Call(overflow))), on_fault="record").of(FaultRecord)
+    copies = [largest for op, largest in fault.trail if op == "_to_copy"]
+    assert dict(fault.trail)["add"] == 100.0
+    assert copies[0] == copies[1] > 0  # to float32, of the one to float16
