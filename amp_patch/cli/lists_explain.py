@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from .. import config
 from ..tables import align
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{LIST}; of several, later ones win (default: the list of the dtype)",
     )
     parser.add_argument(
-        "--dtype", choices=LOW_NAMES, help="the low dtype (default: the one that a list is named after, else float16)"
+        "--dtype",
+        choices=LOW_NAMES,
+        help="the low dtype (default: the one that a list, or one it extends, is named after)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -29,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the rules of an op."""
     names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
-    low = arguments.dtype or next((name for name in names if name in LOW_NAMES), LOW_NAMES[0])
     lists = config.load_oplists(names)
+    low = arguments.dtype or _find_low(names, lists)
     explanation = config.explain.explain(arguments.op, lists)
     if arguments.json:
         effects = {ruling.kind: config.explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
@@ -46,6 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
             for rule in lists.modules
         )
     return 0
+
+
+def _find_low(names: list[str], lists: "config.OpLists") -> str:
+    """Return the dtype that a list is named after; bfloat16, whose list lies over that of float16, if it was read."""
+    if named := [name for name in names if name in LOW_NAMES]:
+        return named[0]
+    entries = (entry for spelling in lists.spellings for entry in (spelling.entry, *spelling.overridden))
+    return "bfloat16" if any(Path(entry.path).stem == "bfloat16" for entry in entries) else "float16"
 
 
 def _explain(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:

@@ -469,6 +469,7 @@ def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, 
         (["linear", "--dtype", "bfloat16"], "linear, by bfloat16 with bfloat16 as the low dtype"),
         (["linear", "--lists", "bfloat16"], "with bfloat16 as the low dtype"),
         (["linear", "--lists", "apex"], "with float16 as the low dtype"),
+        (["linear", "--lists", "over_bfloat16.yaml"], "with bfloat16 as the low dtype"),
         (["exp_", "--lists", "apex"], "float16, bfloat16  an error as the first argument, else cast to float32"),
         (["binary_cross_entropy", "--lists", "apex"], "rule               banned: refuses 16-bit arguments"),
         (["lib_not_imported.g"], "lib_not_imported is not imported, so the name cannot be looked up"),
@@ -490,6 +491,7 @@ def test_explain_tells_the_latest_of_the_overridden_entries_first(write: Write, 
 def test_explain_tells(arguments: list[str], said: str, write: Write, lists: Amp) -> None:
     write(BASE, "base.yml")
     write(MINE)
+    write("extends: bfloat16\nblacklist: [gelu]", "over_bfloat16.yaml")
     code, printed, _ = lists("explain", *arguments)
     assert code == 0
     assert said in printed
