@@ -115,6 +115,19 @@ class MissingExtraError(AmpError, ModuleNotFoundError):
     """A package that only an extra of this package installs is not there."""
 
 
+class NoLoss:
+    """The base of the context managers that `scale_loss` returns, which are taken for the loss."""
+
+    __slots__ = ()
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Refuse. Raises SessionError."""
+        raise SessionError(
+            "scale_loss(...) is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
+            " scaled_loss.backward()`, and step after the block"
+        )
+
+
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` for the allowed word that is meant, or an empty string where none is close.
 

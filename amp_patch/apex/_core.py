@@ -24,7 +24,6 @@ from ..patching import Patch
 from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
-from ..training import LossContext as LossContext
 from ..training import loss_scaler
 
 LossScaler = loss_scaler.LossScaler

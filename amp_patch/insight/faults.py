@@ -16,7 +16,7 @@ from torch import Tensor
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
 from ..session import current
-from ..torch_dispatch import COPIES, clone, find_range, is_random
+from ..torch_dispatch import clone, find_range, is_random
 from .folding import Call
 from .ops import Op, Overload
 from .records import FaultRecord
@@ -120,7 +120,7 @@ class FaultFinder:
 
     def _find_widened(self, op: Op, output: Tensor) -> float | None:
         """Return the largest magnitude of a copy of 16-bit values in a wider dtype; None where that is to be read."""
-        if op.overload.packet not in COPIES or output.dtype in LOW_DTYPES:
+        if not op.overload.is_copy or output.dtype in LOW_DTYPES:
             return None
         source = op.inputs()[-1 if op.overload.is_overwriting else 0]
         known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and _is_whole(source) else None

@@ -46,6 +46,8 @@ class Call:
 class Folding:
     """The records so far, in the order in which the first of each kind came. Calls come from any thread."""
 
+    keeps_ops = True
+
     def __init__(self) -> None:
         self.step = 0
         self._ops: dict[tuple[Any, ...], list[int]] = {}  # what makes records differ: calls, casts, avoided

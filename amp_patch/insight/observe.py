@@ -22,7 +22,6 @@ from ..interrupts import UndoStack
 from ..patching import references
 from ..session import Session
 from ..torch_dispatch import (
-    COPIES,
     TO_COPY,
     TorchDispatchMode,
     count_nodes,
@@ -174,7 +173,7 @@ class Observer:
         if overload.is_silent:
             return  # a view has the storage of what it is of
         inputs, outputs = op.inputs(), op.outputs()
-        cast = _find_cast(overload.packet, inputs, outputs)
+        cast = _find_cast(overload.packet, inputs, outputs) if overload.is_copy else None
         if calls:
             self._note_inside(calls[-1], cast, inputs)
         call = calls[-1] if calls else self._note_alone(overload.name, cast, node, inputs, outputs)
@@ -222,7 +221,8 @@ class Observer:
             call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
         call.casts = int(cast is not None)
-        self._note_call(call, inputs, outputs)
+        if self._folding.keeps_ops:
+            self._note_call(call, inputs, outputs)
         return call
 
     def _note_call(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -268,7 +268,7 @@ class _Below(TorchDispatchMode):
 
 def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Return what an op copied and the copy, if it is a cast from one floating dtype to another."""
-    if packet not in COPIES or not inputs:
+    if not inputs:
         return None
     source, copy = (inputs[0], outputs[0]) if packet is TO_COPY else (inputs[-1], inputs[0])
     is_cast = source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point()

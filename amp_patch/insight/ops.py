@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..torch_dispatch import OVERWRITES, WITHOUT_KERNEL, find_written, is_mutable
+from ..torch_dispatch import COPIES, OVERWRITES, WITHOUT_KERNEL, find_written, is_mutable
 from .tensors import tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
@@ -22,6 +22,7 @@ class Overload(NamedTuple):
 
     Attributes:
         packet: the op that it is an overload of; `name`: of that.
+        is_copy: it copies, perhaps to another dtype.
         is_silent: it computes no number: a view, or memory that is not filled.
         is_in_bulk: it works on many tensors at once, or with other processes.
         written: positions of the arguments that it writes.
@@ -31,6 +32,7 @@ class Overload(NamedTuple):
 
     packet: Any
     name: str
+    is_copy: bool
     is_silent: bool
     is_in_bulk: bool
     written: frozenset[int]
@@ -46,6 +48,7 @@ def find_overload(function: Any) -> Overload:
     return Overload(
         packet,
         name,
+        is_copy=packet in COPIES,
         is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
         written=find_written(function) if is_mutable(function) else frozenset(),

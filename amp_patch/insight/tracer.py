@@ -185,6 +185,8 @@ def _is_aside(fault: FaultRecord) -> bool:
 class _Nothing(Folding):
     """Keeps no records of ops: there may be many steps."""
 
+    keeps_ops = False
+
     def add(self, call: Call) -> None:
         """Take in nothing."""
 

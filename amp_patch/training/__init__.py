@@ -10,4 +10,3 @@ from .model import ids_beside_opaque as ids_beside_opaque
 from .optimizer import OptimizerBinding as OptimizerBinding
 from .reduction import LocalGradients as LocalGradients
 from .scale_loss import BackwardPasses as BackwardPasses
-from .scale_loss import LossContext as LossContext

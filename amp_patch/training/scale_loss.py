@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ..casting import Mode, Switch
-from ..errors import SessionError
+from ..errors import NoLoss, SessionError
 from ..events import tell
 from .backward_pass import BackwardPass
 from .decisions import Decisions
@@ -221,24 +221,11 @@ class BackwardPasses:
         return [*found.values(), self._outside]
 
 
-class LossContext(contextlib.AbstractContextManager[Tensor]):
-    """The base of what `scale_loss` returns: no loss, but a context manager that gives one."""
-
-    __slots__ = ()
-
-    def backward(self, *_: object, **__: object) -> None:
-        """Refuse. Raises SessionError."""
-        raise SessionError(
-            "scale_loss(...) is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
-            " scaled_loss.backward()`, and step after the block"
-        )
-
-
-class UnscaledBlock(contextlib.nullcontext[Tensor], LossContext):
+class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):
     """The block around a loss while amp is disabled: it gives the loss as it is."""
 
 
-class LossBlock(LossContext):
+class LossBlock(NoLoss, contextlib.AbstractContextManager[Tensor]):
     """One `with` block around one loss. A class, and not a generator: it is on the way of every backward pass."""
 
     __slots__ = ("_loss", "_open", "_passes")

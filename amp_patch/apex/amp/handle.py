@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import SessionError
-from .._core import LossContext, SessionView, api, as_optimizers
+from ...errors import NoLoss, SessionError
+from .._core import SessionView, api, as_optimizers
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper
@@ -35,8 +35,8 @@ def scale_loss(
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
 
-class _Block(LossContext):
-    """A `scale_loss` block: `backward` of it, which Apex scripts call by mistake, says how to write one."""
+class _Block(NoLoss, contextlib.AbstractContextManager[Tensor]):
+    """A `scale_loss` block."""
 
     def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
         self._inner = inner
