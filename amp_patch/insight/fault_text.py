@@ -46,7 +46,7 @@ def _lines(fault: FaultRecord, run: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _describe_op(fault: FaultRecord) -> str:
     dtypes = f"{', '.join(map(_long, fault.given)) or 'nothing'} -> {_long(fault.out)}"
-    node = f", in {fault.node}, the backward of" if fault.node else ""
+    node = f", in {fault.node}, the backward of" if fault.node and fault.phase == "backward" else ""
     return f"aten::{fault.aten} {dtypes}{node}"
 
 
@@ -92,8 +92,17 @@ def _describe_reach(fault: FaultRecord) -> str:
 
 
 def _advise(fault: FaultRecord, run: RunRecord) -> Iterator[str]:
+    is_low = bool({"f16", "bf16"} & {*fault.given})
+    if fault.cause == "came in" and is_low and fault.parameter:
+        yield "look at the weights, and what made them; where float32 holds them, the module may run in it,"
+        yield from _advise_list(fault, run, by_op=False)
+        return
     if fault.cause == "came in":
         yield "look at the data, the weights, or what made them: no list and no loss scale changes this"
+        return
+    if fault.cause == "mathematics" and is_low:
+        yield f"look at what {fault.op} is given there; where 16 bits made it so, as of 1e-8 a zero, the module may run"
+        yield from _advise_list(fault, run, by_op=False)
         return
     if fault.cause == "mathematics":
         yield f"look at what {fault.op} is given there: no list and no loss scale changes this"
@@ -105,13 +114,17 @@ def _advise(fault: FaultRecord, run: RunRecord) -> Iterator[str]:
     if scale is not None and scale >= 1:
         yield f"a smaller loss scale, {_power(scale)} at most: no op list changes this"
         return
+    if fault.phase == "backward" and fault.rule.startswith("border"):
+        yield "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does"
+        return
     yield from _advise_list(fault, run)
 
 
-def _advise_list(fault: FaultRecord, run: RunRecord) -> Iterator[str]:
+def _advise_list(fault: FaultRecord, run: RunRecord, *, by_op: bool = True) -> Iterator[str]:
+    """Yield the lines of a list that keep the op, where that is of use, or the module in float32."""
     extends = run.lists[-1] if run.lists else _NAMES.get(run.low, "float16")
     lines = []
-    if fault.listed and fault.rule in ("whitelist", "promote"):
+    if by_op and fault.listed and fault.rule in ("whitelist", "promote"):
         lines.append(f"blacklist: [{fault.listed}]")
     if fault.module and not fault.module.startswith("("):
         lines.append(f'modules: [{{match: "{fault.module}", run: float32}}]')

@@ -35,7 +35,7 @@ class _Written:
     then comes.
     """
 
-    __slots__ = ("faults", "is_whole", "largest", "name", "node", "op", "parents", "status")
+    __slots__ = ("faults", "is_old", "is_whole", "largest", "name", "node", "op", "parents", "status")
 
     def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
         self.op = op
@@ -44,6 +44,7 @@ class _Written:
         self.parents = parents
         self.faults: frozenset[int] = frozenset()
         self.is_whole = False
+        self.is_old = False  # of the step before
         self.status = ""
         self.name = ""  # of a parameter that came in so, where amp's own op copied it
 
@@ -82,37 +83,50 @@ class FaultFinder:
         self.looked_at = 0
 
     def end_step(self) -> None:
-        """Forget storages: those of the next step are others."""
-        self._written.clear()
+        """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
+        and losses may be looked at when the step has ended.
+        """
+        kept = {
+            storage: known for storage, known in self._written.items() if known.status == _KNOWN and not known.is_old
+        }
+        for known in kept.values():
+            known.is_old, known.parents, known.faults = True, (), frozenset()
+        self._written = kept
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments with copies of those that the op is about to write over, and reads before."""
+        """Return the arguments with copies of those whose memory the op is about to write, and reads before."""
         written = overload.written
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
-        return [
-            clone(argument) if index in written and isinstance(argument, Tensor) else argument
-            for index, argument in enumerate(args)
-        ]
+        targets = [args[index] for index in written if index < len(args)]
+        storages = {storage_of(tensor) for tensor in tensors_in(targets)}
+        copied: Sequence[Any] = cast_tree(
+            args, lambda tensor: clone(tensor) if storage_of(tensor) in storages else tensor
+        )
+        return copied
 
     def look(self, op: Op, before: Sequence[Any], call: Call | None) -> None:
         """Look at what an op gave. `before`: what `prepare` returned; `call`: what it is part of, None: of amp."""
         overload = op.overload
         node = "" if op.node is None else op.node.name()
         outputs = list(floating_in(op.outputs()))
+        if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
+            for tensor in op.outputs():
+                self._written.pop(storage_of(tensor), None)
         if overload.is_in_bulk:
             self._pass_on(_Written(overload.name, node, math.inf, ()), op, outputs)
             return
         self.looked_at += 1
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
-        for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
+        outputs = outputs[:1] if overload.has_one_output else [*outputs, *floating_in(op.statistics())]
+        for number, tensor in enumerate(outputs):
             largest = self._find_widened(op, tensor)
             written = _Written(overload.name, node, read_largest(tensor) if largest is None else largest, parents)
             written.is_whole = _is_whole(tensor)
             if not math.isfinite(written.largest):
                 with current.without_casts():
-                    self._judge(op, before, self._read_inputs(op, before), tensor, written, call)
+                    self._judge(op, before, number, tensor, written, call)
             elif self._underflow is not None and call is not None:
                 with current.without_casts():
                     self._judge_zeros(op, before, number, written, call)
@@ -128,8 +142,12 @@ class FaultFinder:
 
     def _keep(self, storage: int, written: _Written) -> None:
         earlier = None if written.is_whole else self._written.get(storage)
-        if earlier is None or math.isfinite(earlier.largest) or not math.isfinite(written.largest):
-            self._written[storage] = written  # else what does not fit may lie beside what was written
+        if earlier is not None and not math.isfinite(earlier.largest):  # and may lie beside what was written
+            if math.isfinite(written.largest):
+                return
+            written.faults |= earlier.faults
+            written.status = _KNOWN if earlier.status == _KNOWN else written.status
+        self._written[storage] = written
 
     def _pass_on(self, written: _Written, op: Op, outputs: Sequence[Tensor]) -> None:
         """Take in an op that is not looked at."""
@@ -161,12 +179,13 @@ class FaultFinder:
         self,
         op: Op,
         before: Sequence[Any],
-        inputs: Sequence[_Input],
+        number: int,
         output: Tensor,
         written: _Written,
         call: Call | None,
     ) -> None:
         """Find out what made an output that does not fit, and enter a fault if that is told first here."""
+        inputs = self._read_inputs(op, before)
         bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
         known = [self._written.get(one.storage) for one in bad]
         if sources := [one for one in known if one is not None and one.status == _KNOWN]:
@@ -186,7 +205,13 @@ class FaultFinder:
         elif bad and not (math.isnan(written.largest) and not any(_has_nan(one.tensor) for one in bad)):
             written.status = _DELIBERATE
         elif call is not None:
-            self._add(op, before, inputs, output, written, call)
+            written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
+            kind = "nan" if math.isnan(written.largest) else "inf"
+            exact = _compute_in_float32(op, before)
+            alike = exact[number : number + 1] if len(exact) > number and exact[number].shape == output.shape else exact
+            beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
+            cause = "precision" if math.isfinite(beyond) else "mathematics"
+            self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
 
     def _is_ignored(self, op: Op, call: Call | None) -> bool:
         names = {op.overload.name, call.op.rpartition(".")[2] if call is not None else ""}
@@ -201,7 +226,7 @@ class FaultFinder:
 
     def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: _Written, call: Call | None) -> None:
         origin = self._written.get(stranger.storage)
-        name = origin.name if origin is not None else self._find_name(stranger.storage)
+        name = (origin.name if origin is not None else "") or self._find_name(stranger.storage)
         if call is None:  # copied by amp itself: to be told of where it is used
             written.name = name or "(data)"
             return
@@ -212,24 +237,9 @@ class FaultFinder:
         kind = "nan" if _has_nan(stranger.tensor) else "inf"
         self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
 
-    def _add(
-        self,
-        op: Op,
-        before: Sequence[Any],
-        inputs: Sequence[_Input],
-        output: Tensor,
-        written: _Written,
-        call: Call,
-    ) -> None:
-        written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
-        kind = "nan" if math.isnan(written.largest) else "inf"
-        beyond = max(map(read_largest, _compute_in_float32(op, before)), default=math.inf, key=_by_fit)
-        cause = "precision" if math.isfinite(beyond) else "mathematics"
-        self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
-
     def _judge_zeros(self, op: Op, before: Sequence[Any], number: int, written: _Written, call: Call) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
-        output = list(floating_in(op.outputs()))[number]
+        output = [*floating_in(op.outputs()), *floating_in(op.statistics())][number]
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
         exact = _compute_in_float32(op, before)
@@ -272,17 +282,18 @@ class FaultFinder:
 
 
 def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the real floating tensors that have values, of those among `values` and in containers of them."""
+    """Yield the floating and complex tensors that have values, of those among `values` and in containers of them."""
     for tensor in tensors_in(values):
-        if tensor.is_floating_point() and tensor.numel() and storage_of(tensor):
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and storage_of(tensor):
             yield tensor
 
 
 def read_largest(tensor: Tensor) -> float:
     """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
-    low, high = find_range(tensor.detach())
+    values = tensor.detach()
+    low, high = find_range(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
     smallest, largest = low.item(), high.item()
-    return math.nan if smallest != smallest else max(-smallest, largest)  # NaN is not itself
+    return math.nan if smallest != smallest else max(-smallest, largest) + 0.0  # NaN is not itself; no -0.0
 
 
 def _read_largest_number(tensor: Tensor) -> float:
@@ -309,19 +320,25 @@ def _has_such_number(op: Op, largest: float) -> bool:
 
 
 def _compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
-    """Return what an op gives for its inputs in float32; nothing where it cannot."""
-
-    def widen(value: Any) -> Any:
-        return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
+    """Return what an op gives for its inputs in float32, and the statistics that it moves; nothing where it cannot."""
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+        if tensor.dtype in LOW_DTYPES:
+            return tensor.float()
+        return clone(tensor) if op.overload.written else tensor  # the op is not to write what is the run's
 
-    kwargs = {name: cast_tree(widen(value), cast) for name, value in op.kwargs.items() if name != "out"}
-    args = [cast_tree(widen(value), cast) for value in before]
+    def widen(value: Any) -> Any:
+        is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES
+        return torch.float32 if is_low else cast_tree(value, cast)
+
+    kwargs = {name: widen(value) for name, value in op.kwargs.items()}
+    if isinstance(out := kwargs.get("out"), Tensor):
+        kwargs["out"] = out.new_empty(0)
+    args = [widen(value) for value in before]
     devices = {tensor.get_device() for tensor in tensors_in(args) if tensor.is_cuda}
     with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        return list(floating_in([op.function(*args, **kwargs)]))
+        again = Op(op.overload, op.function, args, kwargs, op.function(*args, **kwargs), op.node)
+        return [*floating_in(again.outputs()), *floating_in(again.statistics())]
     return []
 
 

@@ -31,6 +31,7 @@ _BY: dict[str, str | None] = {  # None: the user's
     _OURS: "amp",
     _TORCH: "",
 }
+_CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
 
 
@@ -57,6 +58,14 @@ def find_site() -> Site:
             found = by
         frame = frame.f_back
     return Site("", found)
+
+
+def is_under_checkpoint() -> bool:
+    """Tell whether torch.utils.checkpoint runs a forward again, if what runs is called by autograd."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache

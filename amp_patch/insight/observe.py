@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from ..casting import Mode, compiling
@@ -31,7 +32,7 @@ from ..torch_dispatch import (
 )
 from .faults import FaultFinder
 from .folding import Call, Folding
-from .naming import ModuleStack, Site, find_site
+from .naming import ModuleStack, Site, find_site, is_under_checkpoint
 from .ops import Op, find_overload
 from .rules import RuleFinder, short, spelled
 from .tensors import address_of, storage_of, tensors_in
@@ -210,7 +211,7 @@ class Observer:
         outputs: Sequence[Tensor],
     ) -> Call | None:
         """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
-        of = self._by_node.get(get_node_number(node)) if node is not None else None
+        of = None if node is None or self._is_recomputing() else self._by_node.get(get_node_number(node))
         if of is not None:
             call = Call(of.op, of.module, of.site, "backward")
             call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
@@ -236,8 +237,12 @@ class Observer:
         if site.by == "optimizer":
             return "step"
         if node is not None or get_current_node() is not None:
-            return "recompute" if self._calls() or self._running.here() else "backward"
+            return "recompute" if self._calls() or self._is_recomputing() else "backward"
         return "forward"
+
+    def _is_recomputing(self) -> bool:
+        """Tell whether what autograd has called is a forward: backward passes make graphs for second ones alone."""
+        return torch.is_grad_enabled() and (bool(self._running.here()) or is_under_checkpoint())
 
 
 class _Below(TorchDispatchMode):

@@ -11,6 +11,11 @@ from .tensors import tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
 _IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
+_BATCH_NORMS = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+    | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
+)
+_STATISTICS = frozenset({3, 4})  # the positions that these write, which their schemas do not say
 _FIRST_OUTPUT_ONLY = (  # the others are their own
     *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
     *("_ctc_loss", "_cudnn_ctc_loss"),
@@ -26,6 +31,7 @@ class Overload(NamedTuple):
         is_silent: it computes no number: a view, or memory that is not filled.
         is_in_bulk: it works on many tensors at once, or with other processes.
         written: positions of the arguments that it writes.
+        moves_statistics: it writes running statistics, which it does not return.
         is_overwriting: it reads nothing of the first, which it writes.
         has_one_output: of several outputs, the first alone is for who calls it.
     """
@@ -37,6 +43,7 @@ class Overload(NamedTuple):
     is_in_bulk: bool
     written: frozenset[int]
     is_overwriting: bool
+    moves_statistics: bool
     has_one_output: bool
 
 
@@ -45,14 +52,16 @@ def find_overload(function: Any) -> Overload:
     """Return what is known of an overload."""
     packet = function.overloadpacket
     name: str = packet.__name__
+    moves_statistics = name in _BATCH_NORMS
     return Overload(
         packet,
         name,
         is_copy=packet in COPIES,
         is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
-        written=find_written(function) if is_mutable(function) else frozenset(),
+        written=find_written(function) if is_mutable(function) else _STATISTICS if moves_statistics else frozenset(),
         is_overwriting=packet in OVERWRITES,
+        moves_statistics=moves_statistics,
         has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
     )
 
@@ -75,3 +84,9 @@ class Op(NamedTuple):
     def outputs(self) -> list[Tensor]:
         """Return the tensors that it gave."""
         return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
+
+    def statistics(self) -> list[Tensor]:
+        """Return the running statistics that it moved."""
+        if not self.overload.moves_statistics:
+            return []
+        return list(tensors_in(self.args[index] for index in sorted(self.overload.written)))

@@ -594,3 +594,159 @@ def test_a_wider_copy_has_the_magnitude_of_what_it_was_copied_from():
     copies = [largest for op, largest in fault.trail if op == "_to_copy"]
     assert dict(fault.trail)["add"] == 100.0
     assert copies[0] == copies[1] > 0  # to float32, of the one to float16
+
+
+def low_of(h, factor=0.0, more=0.0):
+    """Return float16 values that are finite, made of some by ops that are seen."""
+    return h.detach().half() * factor + more
+
+
+@pytest.mark.parametrize(
+    ("function", "aten", "in_float32"),
+    [
+        (lambda h: torch.add(low_of(h, more=40000.0), 40000.0, out=torch.empty_like(h, dtype=torch.half)), "add", 8e4),
+        (lambda h: (x := low_of(h, more=300.0)).mul_(x), "mul_", 9e4),
+        (lambda h: (x := low_of(h, more=40000.0))[:, 1:].add_(x[:, :-1]), "add_", 8e4),
+    ],
+    ids=["out", "by itself", "by its neighbours"],
+)
+def test_precision_is_told_of_ops_that_write_what_they_read(function, aten, in_float32):
+    (fault,) = find(make_step(Sandwich(Call(lambda h: h + function(h).float().sum()))))
+    assert (fault.aten, fault.cause, fault.in_float32) == (aten, "precision", in_float32)
+
+
+def test_the_largest_input_is_that_before_it_is_written_over():
+    (fault,) = find(make_step(Sandwich(Call(lambda h: (h.float() * 0.0 + 1e30).mul_(1e30)))))
+    assert (fault.cause, fault.largest) == ("mathematics", float(torch.tensor(1e30)))
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_gradients_may_be_looked_at_after_a_step_that_was_skipped(is_logged):
+    model = Sandwich(nn.ReLU())
+    enlarge(model.first.weight, 30.0)
+    step = make_step(model, loss_scale="dynamic")
+
+    def logged_step():
+        step()
+        return [parameter.grad.norm() for parameter in model.parameters()] if is_logged else None
+
+    faults = insight.trace(logged_step, steps=3).of(FaultRecord)
+    assert len(faults) == 3 and all(fault.is_search for fault in faults)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_looked_at_and_left_as_they_are(momentum):
+    def train(is_traced):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(16, momentum=momentum)
+        model = Sandwich(nn.Sequential(Call(lambda h: h * 3e3), norm))
+        step = make_step(model, level="O3", loss_scale=1.0)
+        faults = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
+        return faults, {name: value.clone() for name, value in norm.state_dict().items()}
+
+    (fault,), traced = train(is_traced=True)
+    amp.reset()
+    _, plain = train(is_traced=False)
+    assert (fault.aten, fault.cause, fault.out) == ("native_batch_norm", "precision", "f16")
+    assert 65504 < fault.in_float32 < math.inf and not plain["running_var"].isfinite().all()
+    assert all(torch.equal(traced[name], plain[name]) for name in plain)
+
+
+def test_a_statistic_of_float32_is_moved_once_though_its_op_overflows():
+    def train(is_traced):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(16)
+        enlarge(norm.weight, 3e38)
+        step = make_step(Sandwich(norm))
+        found = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
+        return found, norm.running_mean.clone()
+
+    found, traced = train(is_traced=True)
+    amp.reset()
+    assert found and torch.equal(traced, train(is_traced=False)[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda h: torch.fft.rfft(h.float() * 0.0 + 3e38).real, "_fft_r2c"),
+        (lambda h: torch.exp(torch.complex(h.float() * 0.0 + 100.0, h.float() * 0.0)).abs(), "exp"),
+    ],
+    ids=["made", "given"],
+)
+def test_complex_values_are_looked_at(function, op):
+    (fault,) = find(make_step(Sandwich(Call(lambda h: h + function(h).sum()))))
+    assert (fault.aten, fault.cause, fault.out) == (op, "mathematics", "complex64")
+
+
+def test_what_integers_wrote_is_known_no_more():
+    def refill(h):
+        low = low_of(h, 1.0)
+        low.view(torch.int16).fill_(0x7C00)  # inf
+        return h * low.float()
+
+    (fault,) = find(make_step(Sandwich(Call(refill))))
+    assert (fault.cause, fault.value) == ("came in", "inf")
+
+
+def test_a_weight_that_was_written_in_the_step_is_named():
+    model = Sandwich(nn.ReLU())
+    step = make_step(model)
+
+    def clamp_and_step():
+        model.last.weight.data.clamp_(-1, 1)
+        model.last.weight.data.view(torch.uint8).untyped_storage()[3] = 0x7F  # of a float32: no op is seen
+        model.last.weight.data.view(torch.uint8).untyped_storage()[2] = 0x80
+        step()
+
+    (fault,) = insight.trace(clamp_and_step, on_fault="record").of(FaultRecord)
+    assert (fault.cause, fault.parameter) == ("came in", "last.weight")
+
+
+def test_two_faults_in_one_buffer_both_reach_what_is_made_of_it():
+    def fill(h):
+        buffer = torch.zeros(2, *h.shape, dtype=torch.half)
+        buffer[0] = h.half() * 65504.0
+        buffer[1] = h.half() * 65000.0
+        return buffer.float().sum(0)
+
+    faults = find(make_step(Sandwich(Call(fill), seed=3)))
+    assert [fault.reach for fault in faults] == ["gradients", "gradients"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_op_of_a_recomputation_is_told_so(use_reentrant):
+    attempts = []
+
+    def overflow_again(h):
+        attempts.append(1)
+        return torch.tanh(h.half() * (1e6 if len(attempts) > 1 else 1.0)).float()
+
+    def between(h):
+        return checkpoint(overflow_again, h, use_reentrant=use_reentrant)
+
+    faults = find(make_step(Sandwich(Call(between))))
+    assert [(fault.phase, fault.aten) for fault in faults] == [("recompute", "mul")]
+    (text,) = [insight.format_fault(fault, amp_run()) for fault in faults]
+    assert "backward" not in text and "loss scale" not in text
+
+
+def amp_run():
+    """Return what a recording says of the session in force."""
+    with insight.recording() as recording:
+        pass
+    return recording.run
+
+
+def test_what_16_bits_made_zero_may_be_mended_by_a_list(tmp_path):
+    def normalise(h):
+        none = h * 0.0
+        return none / (none.abs().amax(-1, keepdim=True) + 1e-8)
+
+    fault, *_ = find(make_step(Sandwich(Call(normalise))))
+    text = insight.format_fault(fault, amp_run())
+    assert fault.cause == "mathematics" and 'modules: [{match: "between", run: float32}]' in text
+    amp.reset()
+    mended = tmp_path / "mended.yaml"
+    mended.write_text('extends: float16\nmodules: [{match: "between", run: float32}]\n')
+    assert find(make_step(Sandwich(Call(normalise)), lists=mended)) == []
