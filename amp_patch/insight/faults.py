@@ -5,23 +5,21 @@ inputs are finite is where the fault is, and whether the same op on the same inp
 Values that do not fit are followed through the storages that ops write, so that each fault is told once.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
 from ..session import current
-from ..torch_dispatch import clone, find_range, is_random
+from ..torch_dispatch import clone, is_random
 from .folding import Call
-from .ops import Op, Overload
+from .ops import Op, Overload, compute_in_float32
 from .records import FaultRecord
 from .rules import short
-from .tensors import storage_of, tensors_in
+from .tensors import floating_in, has_nan, is_whole, read_largest, read_largest_number, storage_of, tensors_in
 
 TRAIL = 6
 """How many ops before a fault are told."""
@@ -123,7 +121,7 @@ class FaultFinder:
         for number, tensor in enumerate(outputs):
             largest = self._find_widened(op, tensor)
             written = _Written(overload.name, node, read_largest(tensor) if largest is None else largest, parents)
-            written.is_whole = _is_whole(tensor)
+            written.is_whole = is_whole(tensor)
             if not math.isfinite(written.largest):
                 with current.without_casts():
                     self._judge(op, before, number, tensor, written, call)
@@ -137,7 +135,7 @@ class FaultFinder:
         if not op.overload.is_copy or output.dtype in LOW_DTYPES:
             return None
         source = op.inputs()[-1 if op.overload.is_overwriting else 0]
-        known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and _is_whole(source) else None
+        known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and is_whole(source) else None
         return known.largest if known is not None and known.is_whole and math.isfinite(known.largest) else None
 
     def _keep(self, storage: int, written: _Written) -> None:
@@ -202,12 +200,12 @@ class FaultFinder:
         ]
         if strangers:
             self._let_in(op, strangers[0], output, written, call)
-        elif bad and not (math.isnan(written.largest) and not any(_has_nan(one.tensor) for one in bad)):
+        elif bad and not (math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)):
             written.status = _DELIBERATE
         elif call is not None:
             written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
             kind = "nan" if math.isnan(written.largest) else "inf"
-            exact = _compute_in_float32(op, before)
+            exact = compute_in_float32(op, before)
             alike = exact[number : number + 1] if len(exact) > number and exact[number].shape == output.shape else exact
             beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
             cause = "precision" if math.isfinite(beyond) else "mathematics"
@@ -222,7 +220,7 @@ class FaultFinder:
         if self._find_name(one.storage) and one.tensor.requires_grad:
             return False
         infinite = one.tensor[~one.tensor.isfinite()]
-        return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not _has_nan(infinite))
+        return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not has_nan(infinite))
 
     def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: _Written, call: Call | None) -> None:
         origin = self._written.get(stranger.storage)
@@ -234,7 +232,7 @@ class FaultFinder:
         written.status = known.status = _KNOWN
         written.faults = known.faults = frozenset({len(self.faults)})
         self._written[stranger.storage] = known
-        kind = "nan" if _has_nan(stranger.tensor) else "inf"
+        kind = "nan" if has_nan(stranger.tensor) else "inf"
         self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
 
     def _judge_zeros(self, op: Op, before: Sequence[Any], number: int, written: _Written, call: Call) -> None:
@@ -242,7 +240,7 @@ class FaultFinder:
         output = [*floating_in(op.outputs()), *floating_in(op.statistics())][number]
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
-        exact = _compute_in_float32(op, before)
+        exact = compute_in_float32(op, before)
         if len(exact) <= number or exact[number].shape != output.shape:
             return
         held = exact[number] != 0
@@ -273,7 +271,7 @@ class FaultFinder:
             given=tuple(short(one.tensor.dtype) for one in inputs),
             out=short(output.dtype),
             share=share,
-            largest=max((_read_largest_number(one.tensor) for one in inputs), default=0.0),
+            largest=max((read_largest_number(one.tensor) for one in inputs), default=0.0),
             loss_scale=self._get_scale(),
             trail=tuple(_trail(written)),
             **facts,
@@ -281,65 +279,14 @@ class FaultFinder:
         self.faults.append(fault)
 
 
-def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the floating and complex tensors that have values, of those among `values` and in containers of them."""
-    for tensor in tensors_in(values):
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and storage_of(tensor):
-            yield tensor
-
-
-def read_largest(tensor: Tensor) -> float:
-    """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
-    values = tensor.detach()
-    low, high = find_range(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
-    smallest, largest = low.item(), high.item()
-    return math.nan if smallest != smallest else max(-smallest, largest) + 0.0  # NaN is not itself; no -0.0
-
-
-def _read_largest_number(tensor: Tensor) -> float:
-    numbers = tensor[tensor.isfinite()]
-    return read_largest(numbers) if numbers.numel() else 0.0
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
 def _by_fit(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().any())
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
     """Tell whether an op was given a number like what it gives: inf, or NaN, which comes of inf by mistake alone."""
     numbers = [one for one in (*op.args, *op.kwargs.values()) if isinstance(one, float)]
     return any(map(math.isnan if math.isnan(largest) else math.isinf, numbers))
-
-
-def _compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
-    """Return what an op gives for its inputs in float32, and the statistics that it moves; nothing where it cannot."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype in LOW_DTYPES:
-            return tensor.float()
-        return clone(tensor) if op.overload.written else tensor  # the op is not to write what is the run's
-
-    def widen(value: Any) -> Any:
-        is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES
-        return torch.float32 if is_low else cast_tree(value, cast)
-
-    kwargs = {name: widen(value) for name, value in op.kwargs.items()}
-    if isinstance(out := kwargs.get("out"), Tensor):
-        kwargs["out"] = out.new_empty(0)
-    args = [widen(value) for value in before]
-    devices = {tensor.get_device() for tensor in tensors_in(args) if tensor.is_cuda}
-    with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        again = Op(op.overload, op.function, args, kwargs, op.function(*args, **kwargs), op.node)
-        return [*floating_in(again.outputs()), *floating_in(again.statistics())]
-    return []
 
 
 def _trail(written: _Written) -> Iterator[tuple[str, float]]:

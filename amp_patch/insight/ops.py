@@ -1,13 +1,17 @@
-"""Ops as torch dispatches them, and what is known of each overload."""
+"""Ops as torch dispatches them, what is known of each overload, and the same op in float32."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..torch_dispatch import COPIES, OVERWRITES, WITHOUT_KERNEL, find_written, is_mutable
-from .tensors import tensors_in
+from ..casting import cast_tree
+from ..dtypes import LOW_DTYPES
+from ..torch_dispatch import COPIES, OVERWRITES, WITHOUT_KERNEL, clone, find_written, is_mutable
+from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
 _IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -90,3 +94,26 @@ class Op(NamedTuple):
         if not self.overload.moves_statistics:
             return []
         return list(tensors_in(self.args[index] for index in sorted(self.overload.written)))
+
+
+def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
+    """Return what an op gives for its inputs in float32, and the statistics that it moves; nothing where it cannot."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype in LOW_DTYPES:
+            return tensor.float()
+        return clone(tensor) if op.overload.written else tensor  # the op is not to write what is the run's
+
+    def widen(value: Any) -> Any:
+        is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES
+        return torch.float32 if is_low else cast_tree(value, cast)
+
+    kwargs = {name: widen(value) for name, value in op.kwargs.items()}
+    if isinstance(out := kwargs.get("out"), Tensor):
+        kwargs["out"] = out.new_empty(0)
+    args = [widen(value) for value in before]
+    devices = {tensor.get_device() for tensor in tensors_in(args) if tensor.is_cuda}
+    with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+        again = Op(op.overload, op.function, args, kwargs, op.function(*args, **kwargs), op.node)
+        return [*floating_in(again.outputs()), *floating_in(again.statistics())]
+    return []

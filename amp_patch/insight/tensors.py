@@ -1,5 +1,6 @@
-"""The tensors among what ops are given, and where in memory they are."""
+"""The tensors among what ops are given, where in memory they are, and what they hold."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES
+from ..torch_dispatch import find_range
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -35,3 +37,34 @@ def _read_address(tensor: Tensor) -> int:
         return tensor.data_ptr() if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided else 0
     except RuntimeError:  # NotImplementedError is one
         return 0
+
+
+def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the floating and complex tensors that have values, of those among `values` and in containers of them."""
+    for tensor in tensors_in(values):
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and storage_of(tensor):
+            yield tensor
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Tell whether a tensor has all of its storage."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def read_largest(tensor: Tensor) -> float:
+    """Return the largest magnitude of a tensor that is not empty: inf or NaN if it has one. Waits for the device."""
+    values = tensor.detach()
+    low, high = find_range(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
+    smallest, largest = low.item(), high.item()
+    return math.nan if smallest != smallest else max(-smallest, largest) + 0.0  # NaN is not itself; no -0.0
+
+
+def read_largest_number(tensor: Tensor) -> float:
+    """Return the largest finite magnitude of a tensor, 0 for none. Waits for the device."""
+    numbers = tensor[tensor.isfinite()]
+    return read_largest(numbers) if numbers.numel() else 0.0
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds NaN. Waits for the device."""
+    return bool(tensor.isnan().any())
