@@ -14,7 +14,7 @@ from gpt import make_gpt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from torch_state import find_changes
+from torch_state import VERSION, find_changes
 
 import amp_patch as amp
 from amp_patch import events, insight
@@ -234,7 +234,8 @@ def test_fake_tensors_and_export_run_in_a_block():
     with insight.recording():
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert F.linear(torch.empty(2, 4), torch.empty(3, 4)).dtype is torch.bfloat16
-        torch.export.export(model, (torch.ones(2, 4),))
+        if VERSION > (2, 6):  # whose export does not take hooks that know modules
+            torch.export.export(model, (torch.ones(2, 4),))
 
 
 def test_only_casts_that_would_have_been_are_avoided():
