@@ -62,6 +62,27 @@ class OpEntry:
         )
 
 
+def is_op_list(root: Node) -> bool:
+    """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
+    assert isinstance(root.value, dict)
+    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
+    return any(not is_level for key, is_level in are_levels.items() if key in KEYS) and not any(
+        is_level for key, is_level in are_levels.items() if key not in KEYS
+    )
+
+
+def check_that_it_has_no_levels(root: Node, path: Path) -> None:
+    """Raise OpListError for a presets file: a mapping under each key, none of which a list has."""
+    assert isinstance(root.value, dict)
+    levels = root.value.items()
+    if levels and all(key not in KEYS and isinstance(node.value, dict) for key, node in levels):
+        problem = (
+            f"this is a presets file, with levels at its top ({', '.join(root.value)}): pass it as presets=...; an op"
+            f" list has the keys {', '.join(KEYS)}"
+        )
+        raise OpListError(problem, path, root.line, root.column)
+
+
 def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
     """Return a mapping's values, after a look at its keys."""
     assert isinstance(node.value, dict)
