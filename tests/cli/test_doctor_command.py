@@ -237,6 +237,26 @@ def test_a_table_that_cannot_be_used_is_2(table, said, diagnose):
     assert code == 2 and said in errors.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tool = 'amp-patch'", "tool is 'amp-patch', and must be a table"),
+        ("[tool]\namp-patch = 'yes'", "tool.amp-patch is 'yes', and must be a table"),
+        ("[tool.amp-patch]\ndoctor = ['AMP3']", "tool.amp-patch.doctor is ['AMP3'], and must be a table"),
+        ("# café\n[tool.amp-patch.doctor]", "is not UTF-8"),
+    ],
+)
+def test_a_file_of_another_form_is_2_and_is_named(text, said, diagnose):
+    Path("pyproject.toml").write_bytes(text.encode("latin-1"))
+    code, _, errors = diagnose(".", train=WARNING)
+    assert code == 2 and said in errors.replace("\n", " ") and "pyproject.toml" in errors
+
+
+def test_what_a_file_without_a_word_of_ours_holds_is_not_our_affair(diagnose):
+    Path("pyproject.toml").write_bytes(b"# caf\xe9\n[tool.other]\n")
+    assert diagnose(".", train="x = 1\n")[0] == 0
+
+
 def test_scripts_are_read_without_torch(tmp_path):
     (tmp_path / "train.py").write_text(ERROR)
     code = (
