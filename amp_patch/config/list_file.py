@@ -12,8 +12,10 @@ import torch
 
 from ..errors import OpListError, did_you_mean
 from .diagnostics import Diagnostics
+from .op_namespaces import get_op_names
 from .rules import RULES, Rule
 from .yaml_nodes import Node
+from .yaml_syntax import quote
 
 KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
@@ -143,6 +145,8 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 
 def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
     """Yield one entry, or none where a fault leaves open which op it names, or for which torch it is."""
+    if isinstance(node.value, dict):
+        _check_that_its_op_is_no_key(node, path)
     fields = check_keys(node, ENTRY_KEYS, path, diagnostics) if isinstance(node.value, dict) else {"op": node}
     why, is_optional, bounds = "", False, None
     with diagnostics:
@@ -158,6 +162,16 @@ def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) ->
     name = _read_name(fields["op"], rule, path)
     if bounds is not None:
         yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, *bounds, is_optional)
+
+
+def _check_that_its_op_is_no_key(node: Node, path: Path) -> None:
+    """Raise OpListError for an entry that is `softmax: range`, and nothing more."""
+    assert isinstance(node.value, dict)
+    key, why = next(iter(node.value.items()), ("", node))
+    if len(node.value) == 1 and isinstance(why.value, str) and ("." in key or key in get_op_names()):
+        reason = why.value if re.fullmatch(r"[\w ./-]*", why.value) else quote(why.value)
+        written = f"{{op: {key}, why: {reason}}}" if reason else key
+        raise OpListError(f"{key!r} is an op, and not a key of an entry; write {written}", path, node.line, node.column)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:
