@@ -129,7 +129,8 @@ class NoLoss:
 
 
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'x'?` for the allowed word that is meant, or an empty string where none is close.
+    """Return ` Did you mean 'x'?` for the allowed word that is meant, or an empty string where none is close, or it is
+    the word itself that is allowed.
 
     Case, hyphens and underscores do not matter; then come other names of the same thing (`synonyms`), which may be
     several words, and then words that are spelt alike.
@@ -139,7 +140,7 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
         cutoff: how alike words must be spelt, as `difflib` counts it; 1.0 for the same but for what does not matter.
     """
     meant = find_meant(word, allowed, cutoff) if isinstance(word, str) else ()
-    if not isinstance(word, str) or not meant:
+    if not isinstance(word, str) or not meant or f"{prefix}{meant[0]}" == word:
         return ""
     *others, last = (repr(f"{prefix}{name}") for name in meant)
     remark = " The first character is the letter O." if _LEVEL.fullmatch(_fold(meant[0])) and word[0] != "O" else ""

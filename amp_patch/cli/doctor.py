@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
+    if arguments.diff and arguments.output_format != "text":
+        arguments.parser.error(f"--diff prints a diff, and takes no --output-format {arguments.output_format}")
     try:
         if arguments.list:
             print("\n".join(f"{rule.code}  {rule.summary}" for rule in doctor.sorted_rules()))
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     except SettingsError as error:
         arguments.parser.error(str(error))
         return 2
+    except BrokenPipeError:
+        raise
     except OSError as error:  # of a file that cannot be written
         print(f"{arguments.parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -89,7 +93,12 @@ def _diff(path: Path, mended: bytes) -> str:
 
 def _codes(text: str) -> list[str]:
     """Codes, or their beginnings, with commas between them."""
-    return [code.strip() for code in text.split(",") if code.strip()]
+    codes = [code.strip() for code in text.split(",") if code.strip()]
+    if not codes:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no rule: write codes or their beginnings, such as AMP3,AMP401"
+        )
+    return codes
 
 
 def _path(text: str) -> Path:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
 
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         option = next((one.partition("=")[0] for one in unknown if one.startswith("-")), "")
         known = self.own_options
         # by their names alone, as all options begin alike
-        is_close = did_you_mean(option.lstrip("-"), [one.lstrip("-") for one in known])
+        is_close = find_meant(option.lstrip("-"), [one.lstrip("-") for one in known])
         meant = f".{did_you_mean(option, known)}" if is_close else ""
         self._leave(f"unrecognized arguments: {shlex.join(unknown)}{meant or self.rest_hint}")
 

@@ -12,8 +12,10 @@ import torch
 
 from ..errors import OpListError, did_you_mean
 from .diagnostics import Diagnostics
+from .op_namespaces import get_op_names
 from .rules import RULES, Rule
 from .yaml_nodes import Node
+from .yaml_syntax import quote
 
 KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
@@ -60,6 +62,27 @@ class OpEntry:
         return (not self.since or _parse_version(self.since) <= running) and (
             not self.until or running < _parse_version(self.until)
         )
+
+
+def is_op_list(root: Node) -> bool:
+    """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
+    assert isinstance(root.value, dict)
+    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
+    return any(not is_level for key, is_level in are_levels.items() if key in KEYS) and not any(
+        is_level for key, is_level in are_levels.items() if key not in KEYS
+    )
+
+
+def check_that_it_has_no_levels(root: Node, path: Path) -> None:
+    """Raise OpListError for a presets file: a mapping under each key, none of which a list has."""
+    assert isinstance(root.value, dict)
+    levels = root.value.items()
+    if levels and all(key not in KEYS and isinstance(node.value, dict) for key, node in levels):
+        problem = (
+            f"this is a presets file, with levels at its top ({', '.join(root.value)}): pass it as presets=...; an op"
+            f" list has the keys {', '.join(KEYS)}"
+        )
+        raise OpListError(problem, path, root.line, root.column)
 
 
 def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
@@ -122,6 +145,8 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 
 def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
     """Yield one entry, or none where a fault leaves open which op it names, or for which torch it is."""
+    if isinstance(node.value, dict):
+        _check_that_its_op_is_no_key(node, path)
     fields = check_keys(node, ENTRY_KEYS, path, diagnostics) if isinstance(node.value, dict) else {"op": node}
     why, is_optional, bounds = "", False, None
     with diagnostics:
@@ -137,6 +162,16 @@ def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) ->
     name = _read_name(fields["op"], rule, path)
     if bounds is not None:
         yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, *bounds, is_optional)
+
+
+def _check_that_its_op_is_no_key(node: Node, path: Path) -> None:
+    """Raise OpListError for an entry that is `softmax: range`, and nothing more."""
+    assert isinstance(node.value, dict)
+    key, why = next(iter(node.value.items()), ("", node))
+    if len(node.value) == 1 and isinstance(why.value, str) and ("." in key or key in get_op_names()):
+        reason = why.value if re.fullmatch(r"[\w ./-]*", why.value) else quote(why.value)
+        written = f"{{op: {key}, why: {reason}}}" if reason else key
+        raise OpListError(f"{key!r} is an op, and not a key of an entry; write {written}", path, node.line, node.column)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:

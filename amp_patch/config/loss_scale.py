@@ -27,6 +27,11 @@ def is_scale(number: float) -> bool:
     return 0.0 < torch.tensor(number, dtype=torch.float32).item() < math.inf
 
 
+def _is_fraction(value: object) -> bool:
+    """Tell whether a number is written as a fraction, be it a whole one, as 2.0 is."""
+    return isinstance(value, float) or (isinstance(value, str) and "." in value)
+
+
 def _is_count(number: float) -> bool:
     return 1 <= number <= MOST and number.is_integer()
 
@@ -73,10 +78,10 @@ class DynamicScale:
         for name, value in given.items():
             if name not in known:
                 raise PolicyError(f"unknown key {name!r} ({', '.join(known)}).{did_you_mean(name, known)}")
-            number, told = _number(value), known[name].metadata
-            if not told["is_allowed"](number):
+            number, told, is_count = _number(value), known[name].metadata, isinstance(known[name].default, int)
+            if not told["is_allowed"](number) or (is_count and _is_fraction(value)):
                 raise PolicyError(f"{name}={value!r} must be {told['allowed']}")
-            values[name] = int(number) if isinstance(known[name].default, int) else number
+            values[name] = int(number) if is_count else number
         return cls(**values)
 
 
@@ -88,10 +93,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
         return DynamicScale.read(value)
     if value == "dynamic":
         return DynamicScale()
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = _number(value)
     if not is_scale(number):
         keys = ", ".join(one.name for one in fields(DynamicScale))
         raise PolicyError(

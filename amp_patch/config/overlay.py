@@ -13,6 +13,7 @@ from .list_file import (
     KEYS,
     OpEntry,
     check_keys,
+    check_that_it_has_no_levels,
     get_items,
     is_null,
     read_choice,
@@ -108,7 +109,9 @@ class Overlay:
         identity = _identify(path)
         if identity in self._done:
             return
-        keys = check_keys(load_mapping(path, OpListError), KEYS, path, self._diagnostics)
+        root = load_mapping(path, OpListError)
+        check_that_it_has_no_levels(root, path)
+        keys = check_keys(root, KEYS, path, self._diagnostics)
         if is_null(extends := keys.get("extends")):
             self._clear(is_whole=True)
             extends = None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import OpListError, did_you_mean
+from .op_namespaces import OWNERS, get_op_names
 
 _KNOWN = (
     *("torch", "torchvision", "torchaudio", "torchtext", "torch_geometric", "torch_scatter", "torch_sparse"),
@@ -18,11 +19,22 @@ def find_doubt(spellings: Mapping[tuple[str, str], object | None]) -> str | None
 
     Looks for the package by name, and runs nothing of it.
     """
-    for (owner_name, _), owner in spellings.items():
+    for (owner_name, name), owner in spellings.items():
         root = owner_name.partition(".")[0]
         if owner is None and sys.modules.get(root) is None and not _is_installed(root):
-            return f"there is no package {root!r} installed.{did_you_mean(root, _KNOWN)}"
+            return f"there is no package {root!r} installed.{_find_op(owner_name, name) or did_you_mean(root, _KNOWN)}"
     return None
+
+
+def _find_op(owner_name: str, name: str) -> str:
+    """Return a hint for a name that leaves out how an op of torch begins, such as `linalg.norm`."""
+    for owner in OWNERS:
+        if owner.casefold().endswith(f".{owner_name.casefold()}"):
+            prefix = f"{owner}."
+            return did_you_mean(
+                name, (op.removeprefix(prefix) for op in get_op_names() if op.startswith(prefix)), prefix=prefix
+            )
+    return ""
 
 
 def _is_installed(root: str) -> bool:

@@ -1,5 +1,6 @@
 """The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -26,10 +27,10 @@ def _parse_boolean(value: object) -> bool:
 
 
 def _parse_number(value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise PolicyError(f"{value!r} is no number") from None
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool):
+            return float(value)  # type: ignore[arg-type]
+    raise PolicyError(f"{value!r} is no number")
 
 
 COMPUTE = ("auto", "native", "float32")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dtypes import dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
+from .list_file import is_op_list
 from .loss_scale import DynamicScale as DynamicScale
 from .loss_scale import parse_loss_scale as parse_loss_scale
 from .policy import Policy, find_contradictions
@@ -89,7 +90,11 @@ class Presets:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._levels = dict(_mapping(path, load_mapping(path, PolicyError)))
+        root = load_mapping(path, PolicyError)
+        self._levels = dict(_mapping(path, root))
+        if is_op_list(root):
+            problem = f"this is an op list, with the keys {', '.join(self._levels)}: pass it as lists=..."
+            raise PolicyError(problem, path, root.line, root.column)
 
     def names(self) -> tuple[str, ...]:
         """Return the levels of this file and the shipped ones."""

@@ -51,5 +51,5 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     if text in known:
         return lists_dir() / f"{text}.yaml"
     beside = [name for name in (f"{text}.yaml", f"{text}.yml") if text and os.path.isfile(base / name)]
-    hint = did_you_mean(beside[0], beside) if beside else did_you_mean(text, known)
+    hint = did_you_mean(text, beside, cutoff=0.0) if beside else did_you_mean(text, known)
     raise OpListError(f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{hint}")

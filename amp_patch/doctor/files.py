@@ -67,11 +67,12 @@ class Project:
                 document = read_document(file)
                 self.scripts[str(file)] = Script(str(file), document.text)
                 self.documents[str(file)] = document
+                for number, fault in document.faults:
+                    finding = _unparsed(file, "cell", fault, number, fault.lineno or 1)
+                    self.unreadable.append(replace(finding, advice="The other cells are checked."))
             except SyntaxError as error:
-                version = ".".join(platform.python_version_tuple()[:2])
                 cell, line = document.place(document.text, error.lineno or 1) if document else (None, error.lineno or 1)
-                finding = unreadable(str(file), f"cannot be parsed as Python {version}: {error.msg}")
-                self.unreadable.append(replace(finding, line=max(line, 1), column=max(error.offset or 1, 1), cell=cell))
+                self.unreadable.append(_unparsed(file, "file", error, cell, line))
             except (ValueError, LookupError, AttributeError) as error:
                 self.unreadable.append(unreadable(str(file), f"is not Python source: {error}"))
             except (RecursionError, MemoryError):
@@ -140,6 +141,14 @@ def unreadable(shown: str, reason: str) -> Finding:
     """Return the finding for a file that gives nothing to check."""
     advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."
     return Finding("AMP001", "error", f"this file {reason}", advice, shown, 1, 1)
+
+
+def _unparsed(file: Path, what: str, error: SyntaxError, cell: int | None, line: int) -> Finding:
+    """Return the finding for a file, or a cell of one, that is no Python."""
+    version = ".".join(platform.python_version_tuple()[:2])
+    message = f"this {what} cannot be parsed as Python {version}: {error.msg}"
+    found = replace(unreadable(str(file), ""), message=message, cell=cell)
+    return replace(found, line=max(line, 1), column=max(error.offset or 1, 1))
 
 
 def reached_scripts(scripts: Sequence[Script]) -> list[Script]:

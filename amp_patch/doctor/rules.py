@@ -99,7 +99,8 @@ class Selection:
     def __post_init__(self) -> None:
         for prefix in (*self.select, *self.ignore):
             if not prefix or not any(code.startswith(prefix) for code in (*RULES, *RETIRED)):
-                raise SettingsError(f"{prefix!r} is no code of a rule, and begins none.{did_you_mean(prefix, RULES)}")
+                hint = did_you_mean(prefix, {code[: len(prefix)] for code in RULES})
+                raise SettingsError(f"{prefix!r} is no code of a rule, and begins none.{hint}")
 
     def has(self, code: str) -> bool:
         """Tell whether a rule is to be followed."""

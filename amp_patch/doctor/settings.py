@@ -63,24 +63,35 @@ def _settings_in(folder: Path) -> Settings:
     return Settings(folder) if folder.parent == folder else _settings_in(folder.parent)
 
 
-def _read(file: Path) -> Any:
-    text = file.read_text(encoding="utf-8")
-    if "amp-patch" not in text:
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the doctor's table, or None for a file without one."""
+    data = file.read_bytes()
+    if b"amp-patch" not in data:
         return None
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError:
         raise MissingExtraError(f"{file}: Python 3.10 reads TOML by the package tomli: pip install tomli") from None
     try:
-        return toml.loads(text).get("tool", {}).get("amp-patch", {}).get("doctor")
+        table: dict[str, Any] = toml.loads(data.decode())
     except toml.TOMLDecodeError as error:
         raise SettingsError(f"{file}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file} is not UTF-8, as TOML is: {error}; save it as UTF-8") from None
+    for name in ("tool", "tool.amp-patch", "tool.amp-patch.doctor"):
+        value = table.get(name.rpartition(".")[2])
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise SettingsError(f"{file}: {name} is {value!r}, and must be a table")
+        table = value
+    return table
 
 
-def _parse(file: Path, table: Any) -> Settings:
+def _parse(file: Path, table: dict[str, Any]) -> Settings:
     where, known = f"{file}: [tool.amp-patch.doctor]", ("select", "ignore", "exclude", "per-file-ignores")
     values: dict[str, Any] = {}
-    for key, value in table.items() if isinstance(table, dict) else [("", table)]:
+    for key, value in table.items():
         if key not in known:
             raise SettingsError(f"{where} has no key {key!r} ({', '.join(known)}).{did_you_mean(key, known)}")
         is_table = key == "per-file-ignores"

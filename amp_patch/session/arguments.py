@@ -120,7 +120,8 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
             )
             problems.append(
                 f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
-                f" weights. Leave out .half() and .bfloat16(); {fix}"
+                f" weights. Leave out .half() and .bfloat16(); {fix}. Make a copy of an initialized model before"
+                " initialize or after amp.reset(), when its weights are float32"
             )
     return problems
 

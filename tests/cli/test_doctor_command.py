@@ -1,5 +1,6 @@
 """`amp-patch doctor`: exit codes, formats of output, settings, mending in place."""
 
+import io
 import json
 import subprocess
 import sys
@@ -53,6 +54,10 @@ def test_what_is_found_makes_the_exit_code_1_but_for_notes(source, code, diagnos
     [
         (["absent.py"], "neither a file nor a directory"),
         (["--select", "AMP3O5"], "'AMP3O5' is no code of a rule, and begins none. Did you mean 'AMP30"),
+        (["--select", "amp3"], "'amp3' is no code of a rule, and begins none. Did you mean 'AMP3'?"),
+        (["--select", ""], "--select: '' names no rule: write codes or their beginnings, such as AMP3,AMP401"),
+        (["--ignore", " ,"], "--ignore: ' ,' names no rule: write codes or their beginnings, such as AMP3,AMP401"),
+        (["--diff", "--output-format", "json"], "--diff prints a diff, and takes no --output-format json"),
         (["--explain", "AMP999"], "'AMP999' is no code of a rule"),
         (["--fix", "--diff"], "not allowed with argument"),
         (["--output-format", "xml"], "'xml' is no choice (text, json, github, sarif)"),
@@ -61,6 +66,19 @@ def test_what_is_found_makes_the_exit_code_1_but_for_notes(source, code, diagnos
 def test_what_cannot_be_used_is_2(options, said, diagnose):
     code, _, errors = diagnose(*options, ".", train=WARNING)
     assert code == 2 and said in errors
+
+
+@pytest.mark.parametrize("options", [["--list"], ["--explain", "AMP201"], ["--diff", "."]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(options, diagnose, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    Path("train.py").write_text(ERROR)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert main(["doctor", *options]) == 1
+    monkeypatch.undo()
+    assert diagnose("--list")[2] == ""
 
 
 def test_a_file_that_cannot_be_written_is_2(diagnose, monkeypatch):
@@ -235,6 +253,26 @@ def test_a_table_that_cannot_be_used_is_2(table, said, diagnose):
     configure(f"[tool.amp-patch.doctor]\n{table}\n")
     code, _, errors = diagnose(".", train=WARNING)
     assert code == 2 and said in errors.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tool = 'amp-patch'", "tool is 'amp-patch', and must be a table"),
+        ("[tool]\namp-patch = 'yes'", "tool.amp-patch is 'yes', and must be a table"),
+        ("[tool.amp-patch]\ndoctor = ['AMP3']", "tool.amp-patch.doctor is ['AMP3'], and must be a table"),
+        ("# café\n[tool.amp-patch.doctor]", "is not UTF-8"),
+    ],
+)
+def test_a_file_of_another_form_is_2_and_is_named(text, said, diagnose):
+    Path("pyproject.toml").write_bytes(text.encode("latin-1"))
+    code, _, errors = diagnose(".", train=WARNING)
+    assert code == 2 and said in errors.replace("\n", " ") and "pyproject.toml" in errors
+
+
+def test_what_a_file_without_a_word_of_ours_holds_is_not_our_affair(diagnose):
+    Path("pyproject.toml").write_bytes(b"# caf\xe9\n[tool.other]\n")
+    assert diagnose(".", train="x = 1\n")[0] == 0
 
 
 def test_scripts_are_read_without_torch(tmp_path):

@@ -57,6 +57,8 @@ WRONG = [
     ("backoff_factor", 2.5, "between 0 and 1"),
     ("growth_interval", 0, "whole number from 1"),
     ("growth_interval", "12.5", "whole number from 1"),
+    ("growth_interval", 2.0, "whole number from 1"),
+    ("hysteresis", "2.0", "whole number from 1"),
     ("growth_interval", True, "whole number from 1"),
     ("growth_interval", 2**40, "whole number from 1 to 2147483647"),
     ("hysteresis", -3, "whole number from 1"),
@@ -97,7 +99,7 @@ def test_an_unknown_key_of_a_presets_file_is_refused_where_it_stands(tmp_path):
         make_policy("Mine", {}, presets=path)
 
 
-@pytest.mark.parametrize("value", ["1e39", 1e-60, "huge", -2.0, None, [8.0], 10**400], ids=str)
+@pytest.mark.parametrize("value", ["1e39", 1e-60, "huge", -2.0, None, True, [8.0], 10**400], ids=str)
 def test_a_number_that_no_scale_can_be_is_refused(value):
     with pytest.raises(amp.PolicyError, match="neither a finite positive number nor 'dynamic' nor a mapping"):
         parse_loss_scale(value)

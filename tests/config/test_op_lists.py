@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_state import VERSION
 
-from amp_patch.config import op_lists, overlay, shipped
+from amp_patch.config import op_lists, overlay, packages, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.config.yaml_nodes import load_mapping
@@ -944,6 +944,32 @@ def test_a_package_that_is_not_installed_is_said(write: Write, caplog: pytest.Lo
     assert len(caplog.records) == 1
     load_oplists(write("blacklist: [hypothesis_free.f, hypothesis.nowhere.f]"))
     assert "no package 'hypothesis_free' installed." in caplog.messages[1] and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "meant"),
+    [
+        ("tensor.exp", "torch.Tensor.exp"),
+        ("functional.gelu", "torch.nn.functional.gelu"),
+        ("functional.sofmax", "torch.nn.functional.softmax"),
+        ("linalg.norm", "torch.linalg.norm"),
+        ("fft.rfft", "torch.fft.rfft"),
+        ("linalg.xyzzy", None),
+    ],
+)
+def test_a_name_without_its_beginning_points_to_the_op(write: Write, op: str, meant: str | None) -> None:
+    (warning,) = check_oplists(write(f"blacklist: [{op}]")).warnings
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    assert warning.message == f"{op!r} has no effect: there is no package {op.partition('.')[0]!r} installed.{hint}"
+
+
+def test_a_known_package_that_is_not_installed_is_not_meant_by_its_own_name(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "_is_installed", lambda root: False)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    (warning,) = check_oplists(write("blacklist: [torchvision.ops.roi_align]")).warnings
+    assert warning.message.endswith("there is no package 'torchvision' installed.")
 
 
 def test_a_file_that_extends_null_stands_alone_wherever_it_is(write: Write) -> None:

@@ -141,6 +141,27 @@ MENDED = (
 )
 
 
+MAGICS = {
+    "percent-in-brackets": '%matplotlib inline\nprint("%d"\n      % (1,))',
+    "percent-in-a-string": '!ls\ntext = """is it?\n% no magic\n! nor this"""',
+    "percent-after-a-backslash": "%time f()\nrest = 7 \\\n  % 4",
+    "continued": "if on:\n    !pip install \\\n      torch \\\n  wrapt\nx = 1",
+    "brackets-in-strings": "!ls\nx = ('(', \"'[\",  # {\n  r'\\\\')\nfiles = !ls (",
+    "help": "?print\nmodel.forward??\nx = [1,\n  2]",
+}
+
+
+@pytest.mark.parametrize("cell", MAGICS.values(), ids=MAGICS)
+def test_magics_are_told_from_python_and_lines_stay_where_they_are(cell, tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    call = '{}\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="{}")'
+    path.write_text(make_notebook(CELLS[0], call.format(cell, "o1"), "!ls \\"))
+    assert mend(path) == 1
+    assert f"{path}:cell 2:{len(cell.splitlines()) + 1}:63: error: opt_level" in capsys.readouterr().out
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == make_notebook(CELLS[0], call.format(cell, "O1"), "!ls \\")
+
+
 @pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"ensure_ascii": True}, {"indent": None}], ids=str)
 @pytest.mark.parametrize("as_lists", [True, False], ids=["lists", "strings"])
 def test_a_notebook_is_mended_and_keeps_its_layout(layout, as_lists, tmp_path):
@@ -175,12 +196,24 @@ def test_a_notebook_laid_out_otherwise_is_read_but_not_written(tmp_path, capsys)
     [
         ("{", "is not Python source"),
         ("[]", "it has no cells"),
-        (make_notebook("x = 1", "x = (\n  1\n  2"), "train.ipynb:cell 2:"),
+        (make_notebook("x = 1", "x = (\n  1\n  2"), "train.ipynb:cell 2:1:5: error: this cell cannot be parsed"),
+        (make_notebook("%matplotlib inline\nx = 1", "!ls\n\n  y = 2"), "train.ipynb:cell 2:3:"),
     ],
-    ids=["no-json", "no-cells", "no-python"],
+    ids=["no-json", "no-cells", "no-python", "no-python-after-a-magic"],
 )
 def test_a_notebook_that_cannot_be_read_is_a_finding(text, said, tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text(text)
     assert mend(tmp_path / "train.ipynb") == 1
     shown = capsys.readouterr().out
     assert said in shown and "[AMP001]" in shown
+
+
+def test_a_cell_that_cannot_be_parsed_is_told_and_the_others_are_checked_and_mended(tmp_path, capsys):
+    path, unfinished = tmp_path / "train.ipynb", "for x in (1,\n%time"
+    path.write_text(make_notebook(CELLS[0], unfinished, *CELLS[1:]))
+    assert mend(path) == 1
+    said = capsys.readouterr().out
+    assert f"{path}:cell 2:" in said and said.count("AMP001") == 1
+    assert f"{path}:cell 4:2:63: error: opt_level 'o1' is not a level" in said
+    assert mend(path, "--fix") == 1
+    assert path.read_text() == make_notebook(MENDED[0], unfinished, *MENDED[1:])

@@ -133,6 +133,26 @@ CALLS = {
         "opt_level 'O1' cannot be combined with these arguments:\n  - cast_model_outputs='float61' is not a dtype "
         "to train in (float16, bfloat16, float32). Did you mean 'float16'?",
     ),
+    "scale-true": (
+        False,
+        lambda g: g.init(loss_scale=True),
+        P,
+        "opt_level 'O1' cannot be combined with these arguments:\n  - loss_scale=True is neither a finite positive "
+        "number nor 'dynamic' nor a mapping of init, growth_factor, backoff_factor, growth_interval, hysteresis.",
+    ),
+    "highest-scale-true": (
+        False,
+        lambda g: g.init(max_loss_scale=True),
+        P,
+        "opt_level 'O1' cannot be combined with these arguments:\n  - max_loss_scale=True: True is no number",
+    ),
+    "interval-as-fraction": (
+        False,
+        lambda g: g.init(loss_scale={"growth_interval": 2.0}),
+        P,
+        "opt_level 'O1' cannot be combined with these arguments:\n  - loss_scale={'growth_interval': 2.0}: "
+        "growth_interval=2.0 must be a whole number from 1 to 2147483647",
+    ),
     "lowest-scale": (
         False,
         lambda g: g.init(min_loss_scale="small"),

@@ -18,7 +18,7 @@ from amp_patch.config.policy import COMPUTE, Policy
 from amp_patch.config.presets import Presets
 from amp_patch.config.shipped import shipped_names, shipped_presets
 from amp_patch.dtypes import DTYPE_WORDS
-from amp_patch.errors import did_you_mean
+from amp_patch.errors import did_you_mean, find_meant
 from amp_patch.synonyms import SYNONYMS
 
 PACKAGE = Path(amp_patch.__file__).parent
@@ -128,7 +128,9 @@ def test_what_is_far_from_all_is_not_guessed_at(place: str) -> None:
 @pytest.mark.parametrize("place", ALLOWED)
 def test_a_word_that_is_allowed_means_itself_whatever_it_means_elsewhere(place: str) -> None:
     for word in set(ALLOWED[place]) & set(SYNONYMS):
-        assert did_you_mean(word, ALLOWED[place]) == f" Did you mean {word!r}?"
+        assert find_meant(word, ALLOWED[place]) == (word,)
+        assert did_you_mean(word, ALLOWED[place]) == "", "nobody is told to write what stands there"
+        assert did_you_mean(word, ALLOWED[place], prefix="torch.") == f" Did you mean 'torch.{word}'?"
 
 
 def test_every_word_of_the_table_leads_to_a_name_of_some_place() -> None:

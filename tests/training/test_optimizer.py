@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import re
 import warnings
 
 import pytest
@@ -589,6 +590,23 @@ def test_the_first_copy_of_a_model_with_masters_is_warned_of(level):
         first, second = copy.deepcopy(model), copy.deepcopy(model)
         copy.deepcopy(first)
     assert len(caught) == 1 and second is not model
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_the_warning_says_of_training_a_copy_is_so(level):
+    early, way = make_model(), "before initialize or after amp.reset()"
+    model, _optimizer = initialize(level)
+    with pytest.warns(UserWarning, match=re.escape(way)):
+        copied = copy.deepcopy(model)
+    with pytest.raises(amp.ModelError, match=f"in 16 bits already.*{re.escape(way)}"):
+        amp.initialize(copied, sgd(copied), opt_level=level, verbosity=0)
+    amp.initialize(early, sgd(early), opt_level=level, verbosity=0)
+    amp.reset()
+    late = copy.deepcopy(model)
+    optimizer = sgd(late)
+    amp.initialize(late, optimizer, opt_level=level, verbosity=0)
+    for master, parameter in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+        assert master.dtype is torch.float32 and torch.equal(master, parameter)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
