@@ -8,7 +8,7 @@ from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
 from .script import Script
-from .structure import position, text_of
+from .structure import text_of
 
 
 @rule(
@@ -121,17 +121,7 @@ def _load_later(script: Script, call: ast.Call, initialize: ast.Call) -> Edits:
     statement = script.statement(call)
     outer = script.structure.parent(statement)
     moved = outer if isinstance(outer, ast.If) and not outer.orelse else statement
-    anchor = script.ancestor_beside(moved, initialize)
-    bound = {
-        target for target, _, where in script.assignments if where is moved or script.structure.is_inside(where, moved)
-    }
-    stop = anchor.end_lineno or 0 if anchor is not None else 0
-    used = {
-        node.id
-        for node in script.nodes
-        if isinstance(node, ast.Name) and (moved.end_lineno or 0, 0) < position(node) <= (stop + 1, 0)
-    }
-    return () if anchor is None or bound & used else edits.move(script, moved, anchor)
+    return edits.move(script, moved, initialize)
 
 
 def _touches(script: Script, function: str) -> bool:

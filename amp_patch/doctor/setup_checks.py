@@ -11,7 +11,7 @@ from .levels import APEX_LEVELS, arguments_of, destinations, get_presets, is_ape
 from .names import LOW
 from .rules import rule
 from .script import Script
-from .structure import names_in, position, text_of
+from .structure import position, text_of
 
 
 @rule(
@@ -90,18 +90,19 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
 
 
 def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
-    """Move the statement that wraps a model, or the `if` that holds no other, behind `initialize`."""
+    """Move `x = Wrapper(x)`, or the `if` that holds no other, behind `initialize`; nothing between may unwrap it."""
     wrapping = script.statement(wrapper)
-    if not (isinstance(wrapping, ast.Assign) and wrapping.value is wrapper):
+    model = text_of(wrapper.args[0]) if wrapper.args else ""
+    if text_of(wrapping) != f"{model} = {text_of(wrapper)}":
         return ()
     outer = script.structure.parent(wrapping)
     moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
-    anchor = script.ancestor_beside(moved, call)
-    uses = {f"{text_of(target)}.module" for target in wrapping.targets}
-    between = [one for one in script.nodes if position(wrapping) < position(one) < position(call)]
-    if anchor is None or any(isinstance(one, ast.Attribute) and text_of(one) in uses for one in between):
-        return ()
-    return edits.move(script, moved, anchor)
+    for one in script.nodes:
+        name = one.attr if isinstance(one, ast.Attribute) else one.value if isinstance(one, ast.Constant) else None
+        is_between = position(wrapping) < position(one) < position(call)
+        if is_between and (name == "module" or "module." in str(name)):
+            return ()
+    return edits.move(script, moved, call, model=model)
 
 
 @rule(
@@ -258,17 +259,14 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
             for move in late[:1]:
                 message = f"{model} moves to its device after amp.initialize, which prepared it for the one it was on"
                 advice = "Move the model first, then call amp.initialize."
-                yield Fault(move, "error", message, advice, _move_earlier(script, move, call))
+                yield Fault(move, "error", message, advice, _move_earlier(script, move, model, call))
 
 
-def _move_earlier(script: Script, move: ast.Call, call: ast.Call) -> Edits:
+def _move_earlier(script: Script, move: ast.Call, model: str, call: ast.Call) -> Edits:
     statement = script.statement(move)
-    anchor = script.ancestor_beside(statement, call)
-    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move or anchor is None:
+    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move:
         return ()
-    needed = set().union(*map(names_in, move.args))
-    late = {target for target, _, where in script.assignments if position(anchor) <= position(where)}
-    return () if needed & late else edits.move(script, statement, anchor, is_before=True)
+    return edits.move(script, statement, call, is_before=True, model=model)
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:

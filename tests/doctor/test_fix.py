@@ -96,6 +96,35 @@ HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize
             "import amp_patch as amp\nif on:\n    amp.load_state_dict(c)\n    n = 1\nprint(n)\n" + HEAD,
             id="needed-before",
         ),
+        *(
+            pytest.param(f"import torch\nmodel = Net()\n{HEAD}{between}\nmodel.cuda(rank())\n", id=f"moved-over-{name}")
+            for name, between in {
+                "import": "from os import getpid as rank",
+                "star": "from ranks import *",
+                "function": "def rank(): ...",
+                "loop": "for rank in ranks: ...",
+                "with": "with open(p) as (rank, x): ...",
+                "handler": "try: ...\nexcept E as rank: ...",
+                "case": "match x:\n    case {**rank}: ...",
+                "delete": "del rank",
+                "augmented": "rank += 1",
+                "attribute": "rank.at = 0",
+                "another-model": "model = model.layers",
+            }.items()
+        ),
+        pytest.param(
+            f"import torch\nmodel = Net()\n{HEAD.replace('model, optimizer =', 'model, rank =')}model.cuda(rank)\n",
+            id="moved-over-what-is-returned",
+        ),
+        *(
+            pytest.param(f"import torch\n{wrapping}\n{HEAD}", id=f"wrapper-{name}")
+            for name, wrapping in {
+                "of-another": "model = torch.nn.DataParallel(net)",
+                "attribute": "model = torch.nn.DataParallel(model)\nbare = model.module if on else model",
+                "string": "model = torch.nn.DataParallel(model)\nnames = [n for n in all if n.startswith('module.')]",
+                "with-later-ids": "model = torch.nn.DataParallel(model, ids)\nids = None",
+            }.items()
+        ),
     ],
 )
 def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
