@@ -41,9 +41,18 @@ class Context:
 
     def is_amp_on(self, node: ast.AST) -> bool:
         """Tell whether `initialize` has run, wherever a node runs after it: it is under no other condition."""
+        return all(self._runs_wherever(call, node) for call in self.script.initializations)
+
+    def is_beside_amp(self, node: ast.AST) -> bool:
+        """Tell whether amp is on where a node runs, which a call of amp in the same function or module shows."""
+        frame, calls = self.script.structure.frame, self.script.calls_of("amp.initialize", "amp.scale_loss")
+        beside = (call for call in calls if frame(call) is frame(node) and self._runs_wherever(call, node))
+        return self.is_amp_on(node) and next(beside, None) is not None
+
+    def _runs_wherever(self, call: ast.Call, node: ast.AST) -> bool:
+        """Whether a call is under no condition that a node is not under."""
         atoms = self.script.structure.atoms(node)
-        calls = [self.script.structure.atoms(call) for call in self.script.initializations]
-        return all(values <= atoms.get(text, set()) for one in calls for text, values in one.items())
+        return all(values <= atoms.get(text, set()) for text, values in self.script.structure.atoms(call).items())
 
     def model_texts(self) -> frozenset[str]:
         """Return the expressions that stand for a model in some call of `initialize`."""

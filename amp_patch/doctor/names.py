@@ -26,8 +26,14 @@ _SPELLINGS = (
 
 
 LOW = frozenset({"torch.float16", "torch.half", "torch.bfloat16"})
-AUTOCASTS = frozenset({"torch.autocast", *(f"torch.{name}.autocast" for name in ("amp", "cuda.amp", "cpu.amp"))})
-SCALERS = frozenset({"torch.GradScaler", *(f"torch.{name}.GradScaler" for name in ("amp", "cuda.amp", "cpu.amp"))})
+AUTOCASTS = {"torch.autocast": 2, "torch.amp.autocast": 2, "torch.cuda.amp.autocast": 0, "torch.cpu.amp.autocast": 0}
+SCALERS = {
+    "torch.GradScaler": 5,
+    "torch.amp.GradScaler": 5,
+    "torch.cuda.amp.GradScaler": 4,
+    "torch.cpu.amp.GradScaler": 4,
+}
+"""With the position of `enabled` among the arguments of each."""
 
 
 def canonical(dotted: str) -> str:

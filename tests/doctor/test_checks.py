@@ -226,6 +226,7 @@ POSITIVE = {
         HEAD + "if args.fp16:\n    " + setup("O4") + "if args.fp16:\n    scaler = torch.amp.GradScaler()  # FAULT",
     ),
     "AMP308": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda", enabled=False):  # FAULT\n    model(x)'),
+    "AMP308-by-position": ("warning", HEAD + setup() + "with torch.cuda.amp.autocast(False):  # FAULT\n    model(x)"),
     "AMP309": ("note", HEAD + setup() + LOOP + "    scheduler.step()  # FAULT"),
     "AMP310": (
         "error",
@@ -431,6 +432,27 @@ NEGATIVE = {
         "        with amp.scale_loss(self.a, self.optimizer) as s:\n"
         "            s.backward()\n\n" + "class B:\n    scaler = torch.cuda.amp.GradScaler()"
     ),
+    **{
+        f"AMP307-{name}": HEAD + setup() + source
+        for name, source in {
+            "autocast-by-position": 'with torch.autocast("cuda", torch.float16, args.on):\n    model(x)',
+            "cuda-autocast-by-position": "with torch.cuda.amp.autocast(args.on):\n    model(x)",
+            "cpu-autocast-by-position": "with torch.cpu.amp.autocast(args.on):\n    model(x)",
+            "scaler-by-position": 'torch.amp.GradScaler("cuda", 65536.0, 2.0, 0.5, 2000, False)',
+            "cuda-scaler-by-position": "torch.cuda.amp.GradScaler(65536.0, 2.0, 0.5, 2000, False)",
+            "keywords": "scaler = torch.amp.GradScaler(**options)",
+            "arguments": "scaler = torch.amp.GradScaler(*options)",
+            "either-position": (
+                "try:\n    from torch import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
+                'with autocast("cuda"):\n    model(x)'
+            ),
+        }.items()
+    },
+    "AMP307-amp-off": (
+        HEAD + "ON = False\n" + setup("O1", ", enabled=ON") + "scaler = torch.amp.GradScaler()\n"
+        'with torch.autocast("cuda"):\n    model(x)'
+    ),
+    "AMP307-no-patches": HEAD + setup("O2") + 'with torch.autocast("cuda"):\n    model(x)',
     "AMP308-no-patches": HEAD + setup("O5") + 'with torch.autocast("cuda", enabled=False):\n    model(x)',
     "AMP309-epoch": (
         HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()"

@@ -66,7 +66,8 @@ def test_mending_keeps_how_a_script_is_written(name, way, tmp_path):
     assert path.read_bytes() == WAYS[way](plain.read_text())
 
 
-HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+AMP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,32 @@ HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize
                 "augmented": "rank += 1",
                 "attribute": "rank.at = 0",
                 "another-model": "model = model.layers",
+            }.items()
+        ),
+        *(
+            pytest.param(f"from amp_patch import initialise\n{again}\ninitialise(model)\n", id=f"name-of-{name}")
+            for name, again in {
+                "parameter": "def f(initialise): ...",
+                "loop": "for initialise in all: ...",
+                "the-right-function": "def initialize(): ...",
+            }.items()
+        ),
+        *(
+            pytest.param(
+                f"{HEAD}with amp.scale_loss(loss, optimizer, {more}) as s:\n    s.backward()\n"
+                "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+                id=f"delayed-{name}",
+            )
+            for name, more in {"keyword": "delay_unscale=i % 2", "position": "0, None, i % 2"}.items()
+        ),
+        *(
+            pytest.param(f"import torch\nimport amp_patch as amp\n{source}", id=f"amp-elsewhere-{name}")
+            for name, source in {
+                "function": f"{AMP}def f():\n    with torch.autocast('cuda'):\n        model(x)\n",
+                "switch": f"{AMP}def f():\n    with torch.autocast('cuda', None, False):\n        model(x)\n",
+                "flag": f"if on:\n    {AMP}scaler = torch.amp.GradScaler()\n",
+                "block": f"def f():\n    {AMP}def g():\n    scaler = torch.amp.GradScaler()\n    if on:\n"
+                "        with amp.scale_loss(x, optimizer) as s:\n            s.backward()\n",
             }.items()
         ),
         pytest.param(
