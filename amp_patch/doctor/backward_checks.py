@@ -10,7 +10,7 @@ from .findings import Edits, Fault, Severity
 from .levels import UNKNOWN, arguments_of, is_written_out, literal
 from .rules import rule
 from .script import Script
-from .structure import argument_of, names_in, position, text_of
+from .structure import argument_of, bound_in, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 
@@ -31,10 +31,10 @@ _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backw
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
     script, blocks = context.script, get_blocks(context.script)
-    names = {block.name for block in blocks if block.name} | _entered_names(script)
+    scaled = _scaled_names(script)
     for call, loss in get_backward_calls(script):
         block = get_block_around(script, blocks, call)
-        if block is not None and not _is_scaled(script, loss, names, call):
+        if block is not None and not names_in(loss) & scaled:
             severity: Severity = "error" if context.expected.may_scale else "note"
             message = (
                 f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale all the same"
@@ -113,40 +113,78 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
     script, blocks = context.script, get_blocks(context.script)
     if not script.initializations or not context.expected.may_scale:
         return
-    scaled = {block.name for block in blocks if block.name} | _entered_names(script)
+    scaled = _scaled_names(script)
     for call, loss in get_backward_calls(script):
         is_inside = any(script.structure.is_inside(call, block.statement) for block in blocks)
-        if not is_inside and not _is_scaled(script, loss, scaled, call) and not script.is_without_amp(call):
+        is_scaled = names_in(loss) & scaled or _may_be_passed_scaled(script, blocks, loss, scaled, call)
+        if not is_inside and not is_scaled and not script.is_without_amp(call):
             message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
             yield Fault(call, "warning", message, f"Write `{_BLOCK}`.", _open_block(context, call, loss))
 
 
 def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
-    """Put a backward pass into a block of its own, where it is known which optimizer steps, and that amp is on."""
-    script, optimizer, amp = context.script, context.find_optimizer(call), context.script.names.find_amp()
-    statement = script.statement(call)
+    """Put a backward pass of a loss made in its scope into a block, if the step behind it shows the optimizer."""
+    script, amp, statement = context.script, context.script.names.find_amp(), context.script.statement(call)
+    is_made_here = isinstance(loss, ast.Name) and script.assigned_before(loss.id, call) is not None
     is_alone = isinstance(statement, ast.Expr) and statement.value is call and script.lines_of(statement) is not None
-    if optimizer is None or amp is None or not is_alone or not context.is_amp_on(call):
+    optimizer = _find_optimizer(context, call)
+    if optimizer is None or amp is None or not is_made_here or not is_alone or not context.is_amp_on(call):
         return ()
     indentation, (start, dot) = script.indentation(statement), script.receiver_span(call)
-    header = f"with {amp}.scale_loss({script.source_of(loss)}, {optimizer}) as scaled_loss:"
+    header = f"with {amp}.scale_loss({text_of(loss)}, {optimizer}) as scaled_loss:"
     return (edits.Edit(start, dot, f"{header}{script.newline}{indentation}{script.indent}scaled_loss"),)
 
 
-def _entered_names(script: Script) -> set[str]:
-    """Return the variables that hold what `scale_loss` gave through an ExitStack."""
-    scaled = set()
-    for target, value, _ in script.assignments:
-        if any(script.is_call_of(node, ["amp.scale_loss", "amp.scale"]) for node in ast.walk(value)):
-            scaled.add(target)
+def _find_optimizer(context: Context, call: ast.Call) -> str | None:
+    """Return the optimizer of the next step behind a backward pass, if it is amp's and takes the gradients."""
+    script, structure = context.script, context.script.structure
+    step, receiver = next(
+        (one for one in script.method_calls("step") if structure.is_before(call, one[0])), (None, call)
+    )
+    if step is None:
+        return None
+    name = text_of(step.args[0] if step.args else receiver)  # scaler.step(optimizer)
+    made = script.assigned_before(name, step)
+    is_amps = made is None or any(one is made or structure.is_before(made, one) for one in script.initializations)
+    statement, siblings = script.statement(step), script.siblings(script.statement(call))
+    outer = structure.parent(statement)
+    is_beside = statement in siblings or (
+        isinstance(outer, ast.If) and outer in siblings and name not in names_in(outer.test)
+    )
+    between = (one for one in script.nodes if position(call) < position(one) < position(step))
+    is_taken = not any(isinstance(one, ast.Attribute) and one.attr in ("grad", "zero_grad") for one in between)
+    return name if name in context.optimizer_texts() and is_amps and is_beside and is_taken else None
+
+
+def _scaled_names(script: Script) -> set[str]:
+    """Return what gives a scaled loss, or holds one or what is made of it, by whatever binds names or appends."""
+    made = [(names_in(receiver), names_in(call)) for call, receiver in script.method_calls("append")]
+    for node in ast.walk(script.tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+            made.append((bound_in(ast.iter_child_nodes(node)), names_in(node)))
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            made.append((bound_in([node.target]), names_in(node.iter)))
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            made.append((bound_in([node.optional_vars]), names_in(node.context_expr)))
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    while found := set().union(*(targets for targets, sources in made if sources & scaled)) - scaled - {"self"}:
+        scaled |= found
     return scaled
 
 
-def _is_scaled(script: Script, loss: ast.expr, names: set[str], call: ast.Call) -> bool:
-    """Whether a loss is made of one of `names`, or of a variable that was."""
-    used = names_in(loss)
-    made_of = {name for target in used for name in names_in(script.assigned_before(target, call) or ast.Pass())}
-    return bool((used | made_of) & names)
+def _may_be_passed_scaled(
+    script: Script, blocks: list[Block], loss: ast.expr, scaled: set[str], call: ast.Call
+) -> bool:
+    """Whether a loss comes from a parameter of a function that is called in a block, or with something scaled."""
+    function = script.structure.frame(call)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    callers = [one for one in script.calls if text_of(one.func).rpartition(".")[2] == function.name]
+    return bool(names_in(loss) & parameters) and any(
+        names_in(one) & scaled or any(script.structure.is_inside(one, block.statement) for block in blocks)
+        for one in callers
+    )
 
 
 @rule(

@@ -104,7 +104,7 @@ def reindent(script: Script, statements: Sequence[ast.stmt], new: str, first: in
     Lines inside strings stay as they are.
     """
     old = script.indentation(statements[0])
-    if any(script.lines_of(one) is None for one in statements):
+    if new.strip() or any(script.lines_of(one) is None for one in statements):
         return ()
     decorators = getattr(statements[0], "decorator_list", [])
     first = first or min(one.lineno for one in (statements[0], *decorators))

@@ -395,9 +395,35 @@ NEGATIVE = {
         + setup()
         + "engine.backward(loss)\nself.backward()\nscaler.scale(loss).backward()\namp.scale(loss).backward()"
     ),
-    "AMP303-exit-stack": (
-        HEAD + setup() + "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()"
-    ),
+    **{
+        f"AMP303-{name}": HEAD + setup() + source
+        for name, source in {
+            "exit-stack": "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()",
+            "exit-stacks": (
+                "parts = [stack.enter_context(amp.scale_loss(one, optimizer)) for one in losses]\n"
+                "for index, part in enumerate(parts):\n    part.backward()"
+            ),
+            "appended": "for one in losses:\n    self.parts.append(amp.scale(one))\nself.parts[0].backward()",
+            "loop": "for one in [amp.scale(loss)]:\n    one.backward()",
+            "comprehension": "[one.backward() for one in map(amp.scale, losses)]",
+            "made-of-it": "a = amp.scale(loss)\nb = a / 2\nc = b + 1\nc.backward()",
+            "attribute": (
+                "class Trainer:\n"
+                "    def step(self):\n"
+                "        with amp.scale_loss(self.loss, self.optimizer) as self.scaled:\n"
+                "            self.back()\n"
+                "    def back(self):\n"
+                "        self.scaled.backward()"
+            ),
+            "passed-in-a-block": (
+                "def back(loss):\n    (loss / 2).backward()\n"
+                "with amp.scale_loss(loss, optimizer) as scaled:\n    back(scaled)"
+            ),
+            "passed-to-a-method": (
+                "class Trainer:\n    def back(self, loss):\n        loss.backward()\nTrainer().back(amp.scale(loss))"
+            ),
+        }.items()
+    },
     "AMP304-after": HEAD + setup() + LOOP,
     "AMP304-others": (
         HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled:\n"

@@ -67,6 +67,8 @@ def test_mending_keeps_how_a_script_is_written(name, way, tmp_path):
 
 
 AMP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+LOSS = "loss = model(x).sum()\nloss.backward()\n"
+INNER = LOSS.replace("\n", "\n    ")
 HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
 
 
@@ -92,6 +94,7 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
         pytest.param(
             HEAD + "with amp.scale_loss(a, optimizer) as s:\n    pass\nnext()\ns.backward()\n", id="something-between"
         ),
+        pytest.param(HEAD + "with amp.scale_loss(a, optimizer) as s: pass\ns.backward()\n", id="block-on-one-line"),
         pytest.param("import torch\nmodel = torch.nn.DataParallel(model)\nf(model.module)\n" + HEAD, id="unwrapped"),
         pytest.param(
             "import amp_patch as amp\nif on:\n    amp.load_state_dict(c)\n    n = 1\nprint(n)\n" + HEAD,
@@ -137,6 +140,23 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "flag": f"if on:\n    {AMP}scaler = torch.amp.GradScaler()\n",
                 "block": f"def f():\n    {AMP}def g():\n    scaler = torch.amp.GradScaler()\n    if on:\n"
                 "        with amp.scale_loss(x, optimizer) as s:\n            s.backward()\n",
+            }.items()
+        ),
+        *(
+            pytest.param(f"{HEAD}{source}\n", id=f"backward-{name}")
+            for name, source in {
+                "of-another-optimizer": f"{LOSS}d_optimizer.step()\noptimizer.step()",
+                "of-its-own-optimizer": f"def f():\n    optimizer = SGD(p)\n    {INNER}optimizer.step()",
+                "without-step": LOSS + "print(x.grad)",
+                "for-an-input": LOSS + "print(x.grad)\noptimizer.step()",
+                "for-nothing": LOSS + "optimizer.zero_grad()\noptimizer.step()",
+                "for-some-optimizer": f"def f(optimizer=None):\n    {INNER}if optimizer:\n        optimizer.step()",
+                "step-elsewhere": LOSS + "for x in y:\n    optimizer.step()",
+                "parameter": "def f(loss):\n    loss.backward()\n    optimizer.step()",
+                "global": "loss = f()\ndef g():\n    loss.backward()\n    optimizer.step()",
+                "attribute": "self.loss = f()\nself.loss.backward()\noptimizer.step()",
+                "loop": "for loss in losses:\n    loss.backward()\n    optimizer.step()",
+                "expression": "loss = f()\n(loss / 2).backward()\noptimizer.step()",
             }.items()
         ),
         pytest.param(
