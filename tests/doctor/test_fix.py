@@ -67,6 +67,7 @@ def test_mending_keeps_how_a_script_is_written(name, way, tmp_path):
 
 
 AMP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+STATE = "{'o': optimizer.state_dict()}"
 LOSS = "loss = model(x).sum()\nloss.backward()\n"
 INNER = LOSS.replace("\n", "\n    ")
 HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
@@ -159,6 +160,22 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "expression": "loss = f()\n(loss / 2).backward()\noptimizer.step()",
             }.items()
         ),
+        *(
+            pytest.param(f"{HEAD}{source}\n", id=f"checkpoint-{name}")
+            for name, source in {
+                "nested": f"torch.save({{'all': {STATE}}}, path)",
+                "amp-key": "torch.save({'amp': True, 'o': optimizer.state_dict()}, path)",
+                "amp-entry": f"state = {STATE}\nstate['amp'] = True\ntorch.save(state, path)",
+                "more-keys": "torch.save({**base, 'o': optimizer.state_dict()}, path)",
+                "keywords": f"state = {STATE}\nsave(path, **state)",
+                "in-a-list": f"torch.save([{STATE}], path)",
+                "not-saved": f"state = {STATE}\ntorch.save(model, path)",
+                "item": "states = {}\nstates[0] = optimizer.state_dict()\ntorch.save(states, path)",
+                "no-dict": "state = make()\nstate['o'] = optimizer.state_dict()\ntorch.save(state, path)",
+                "attribute": f"self.state = {STATE}\ntorch.save(self.state, path)",
+                "made-anew": f"state = {STATE}\nstate = pick(state)\ntorch.save(state, path)",
+            }.items()
+        ),
         pytest.param(
             f"import torch\nmodel = Net()\n{HEAD.replace('model, optimizer =', 'model, rank =')}model.cuda(rank)\n",
             id="moved-over-what-is-returned",
@@ -179,6 +196,28 @@ def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
     path.write_text(source)
     assert mend(path, "--fix") == 1
     assert path.read_text() == source
+
+
+@pytest.mark.parametrize(
+    ("source", "mended"),
+    [
+        (
+            "state = {'e': 1}\nstate['o'] = optimizer.state_dict()\ntorch.save(state, path)\n",
+            "state = {'e': 1}\nstate['o'] = optimizer.state_dict()\n"
+            'state["amp"] = amp.state_dict()\ntorch.save(state, path)\n',
+        ),
+        (
+            f"state = {STATE}\nself.save(path, state=state)\n",
+            "state = {'o': optimizer.state_dict(), \"amp\": amp.state_dict()}\nself.save(path, state=state)\n",
+        ),
+    ],
+    ids=["entry", "name"],
+)
+def test_a_checkpoint_that_is_saved_by_its_name_gets_the_state_of_amp(source, mended, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + source)
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == HEAD + mended
 
 
 def test_lines_in_strings_stay_and_comments_go_along(tmp_path):
