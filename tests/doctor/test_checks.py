@@ -96,6 +96,8 @@ def setup(level: str = "O1", arguments: str = "") -> str:
     return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"{arguments})\n'
 
 
+TAKEN = "amp.initialize(model, optimizer, opt_level=args.opt_level)"
+
 POSITIVE = {
     # ---- imports
     "AMP102-import": ("error", "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss  # FAULT"),
@@ -299,6 +301,17 @@ NEGATIVE = {
         HEAD
         + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)'
     ),
+    **{
+        f"AMP201-{name}": f'{HEAD}parser.add_argument("--opt-level", {option})\n{use}'
+        for name, option, use in [
+            ("number", "type=int, default=1", TAKEN),
+            ("built", "default=1", TAKEN.replace("args.opt_level", "f'O{args.opt_level}'")),
+            ("converted", 'default="o1"', f"{TAKEN[:-1]}.upper())"),
+            ("converted-before", 'default="o1"', f"args.opt_level = fix(args)\n{TAKEN}"),
+            ("none", 'default="none"', f"if args.opt_level != 'none':\n    {TAKEN}"),
+            ("not-taken", 'default="o1"', setup()),
+        ]
+    },
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
     "AMP203-after": HEAD + setup("O4") + "model = nn.parallel.DistributedDataParallel(model)",
     "AMP203-other-arm": HEAD + "if args.plain:\n    model = nn.DataParallel(model)\nelse:\n    " + setup("O4"),
@@ -642,12 +655,6 @@ def test_a_file_without_initialize_takes_the_levels_of_those_with_it(diagnose: D
     assert places(diagnose(train=HEAD + setup("O4"), engine=engine)) == []
     assert places(diagnose(train=HEAD + setup("O2"), engine=engine)) == [("AMP305", 10)]
     assert places(diagnose(engine)) == [("AMP305", 10)]
-
-
-def test_options_declared_in_another_file_are_judged(diagnose: Diagnose) -> None:
-    options = 'parser.add_argument("--opt-level", default="o2")\n'
-    assert places(diagnose(train=HEAD + "import options\n" + setup("O4"), options=options)) == [("AMP201", 1)]
-    assert places(diagnose(train=HEAD + setup("O4"), options=options)) == []
 
 
 def test_directories_are_walked_without_what_is_not_the_users(tmp_path: Path) -> None:

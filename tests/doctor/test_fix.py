@@ -176,6 +176,21 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "made-anew": f"state = {STATE}\nstate = pick(state)\ntorch.save(state, path)",
             }.items()
         ),
+        *(
+            pytest.param(
+                "import amp_patch as amp\nparser.add_argument('--level', default='o1')\n"
+                f"amp.initialize(model, opt_level=args.level)\n{use}\n",
+                id=f"level-{name}",
+            )
+            for name, use in {
+                "compared": "if args.level == 'o1': ...",
+                "looked-up": "rate = rates[args.level]",
+                "matched": "match args.level:\n    case 'o1': ...",
+            }.items()
+        ),
+        pytest.param(
+            "import amp_patch as amp\nLEVEL = 'o1'\namp.initialize(model, opt_level=LEVEL)\nf(LEVEL)\n", id="level-used"
+        ),
         pytest.param(
             f"import torch\nmodel = Net()\n{HEAD.replace('model, optimizer =', 'model, rank =')}model.cuda(rank)\n",
             id="moved-over-what-is-returned",
@@ -218,6 +233,15 @@ def test_a_checkpoint_that_is_saved_by_its_name_gets_the_state_of_amp(source, me
     path.write_text(HEAD + source)
     assert mend(path, "--fix") == 0
     assert path.read_text() == HEAD + mended
+
+
+def test_all_values_of_an_option_are_spelt_alike(tmp_path):
+    path = tmp_path / "train.py"
+    source = "import amp_patch as amp\nparser.add_argument('--level', default={}, choices=[{}])\n"
+    source += "amp.initialize(model, opt_level=args.level)\nprint(f'{{args.level}}')\n"
+    path.write_text(source.format("1", "'o0', '0', 0, '00', 'o1', '01', \"O2\""))
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == source.format('"O1"', ", ".join(f'"O{number}"' for number in (0, 0, 0, 0, 1, 1, 2)))
 
 
 def test_lines_in_strings_stay_and_comments_go_along(tmp_path):
