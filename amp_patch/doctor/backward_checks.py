@@ -30,8 +30,7 @@ _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backw
 )
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
-    script, blocks = context.script, get_blocks(context.script)
-    scaled = _scaled_names(script)
+    script, blocks, scaled = context.script, get_blocks(context.script), _scaled_names(context.script)
     for call, loss in get_backward_calls(script):
         block = get_block_around(script, blocks, call)
         if block is not None and not names_in(loss) & scaled:
@@ -116,7 +115,7 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
     scaled = _scaled_names(script)
     for call, loss in get_backward_calls(script):
         is_inside = any(script.structure.is_inside(call, block.statement) for block in blocks)
-        is_scaled = names_in(loss) & scaled or _may_be_passed_scaled(script, blocks, loss, scaled, call)
+        is_scaled = names_in(loss) & scaled or _may_be_scaled_outside(script, loss, scaled, call)
         if not is_inside and not is_scaled and not script.is_without_amp(call):
             message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
             yield Fault(call, "warning", message, f"Write `{_BLOCK}`.", _open_block(context, call, loss))
@@ -138,52 +137,45 @@ def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
 def _find_optimizer(context: Context, call: ast.Call) -> str | None:
     """Return the optimizer of the next step behind a backward pass, if it is amp's and takes the gradients."""
     script, structure = context.script, context.script.structure
-    step, receiver = next(
-        (one for one in script.method_calls("step") if structure.is_before(call, one[0])), (None, call)
-    )
-    if step is None:
+    steps = [one for one in script.method_calls("step") if structure.is_before(call, one[0])]
+    if not steps:
         return None
+    step, receiver = steps[0]
     name = text_of(step.args[0] if step.args else receiver)  # scaler.step(optimizer)
     made = script.assigned_before(name, step)
     is_amps = made is None or any(one is made or structure.is_before(made, one) for one in script.initializations)
     statement, siblings = script.statement(step), script.siblings(script.statement(call))
     outer = structure.parent(statement)
-    is_beside = statement in siblings or (
-        isinstance(outer, ast.If) and outer in siblings and name not in names_in(outer.test)
-    )
+    is_under_if = isinstance(outer, ast.If) and outer in siblings and name not in names_in(outer.test)
     between = (one for one in script.nodes if position(call) < position(one) < position(step))
     is_taken = not any(isinstance(one, ast.Attribute) and one.attr in ("grad", "zero_grad") for one in between)
-    return name if name in context.optimizer_texts() and is_amps and is_beside and is_taken else None
+    is_sure = is_amps and is_taken and (statement in siblings or is_under_if)
+    return name if is_sure and name in context.optimizer_texts() else None
 
 
 def _scaled_names(script: Script) -> set[str]:
     """Return what gives a scaled loss, or holds one or what is made of it, by whatever binds names or appends."""
     made = [(names_in(receiver), names_in(call)) for call, receiver in script.method_calls("append")]
     for node in ast.walk(script.tree):
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
-            made.append((bound_in(ast.iter_child_nodes(node)), names_in(node)))
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            made.append((bound_in([node.target]), names_in(node.iter)))
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            made.append((bound_in([node.optional_vars]), names_in(node.context_expr)))
+        stored = [one for one in ast.iter_child_nodes(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
+        values = [getattr(node, field, None) for field in ("value", "iter", "context_expr")]
+        made.extend((bound_in(stored), names_in(value)) for value in values if stored and value)
     scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
     while found := set().union(*(targets for targets, sources in made if sources & scaled)) - scaled - {"self"}:
         scaled |= found
     return scaled
 
 
-def _may_be_passed_scaled(
-    script: Script, blocks: list[Block], loss: ast.expr, scaled: set[str], call: ast.Call
-) -> bool:
+def _may_be_scaled_outside(script: Script, loss: ast.expr, scaled: set[str], call: ast.Call) -> bool:
     """Whether a loss comes from a parameter of a function that is called in a block, or with something scaled."""
     function = script.structure.frame(call)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
     parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
     callers = [one for one in script.calls if text_of(one.func).rpartition(".")[2] == function.name]
+    blocks = {block.statement for block in get_blocks(script)}
     return bool(names_in(loss) & parameters) and any(
-        names_in(one) & scaled or any(script.structure.is_inside(one, block.statement) for block in blocks)
-        for one in callers
+        names_in(one) & scaled or not blocks.isdisjoint(script.structure.around(one)) for one in callers
     )
 
 

@@ -27,13 +27,8 @@ _SPELLINGS = (
 
 LOW = frozenset({"torch.float16", "torch.half", "torch.bfloat16"})
 AUTOCASTS = {"torch.autocast": 2, "torch.amp.autocast": 2, "torch.cuda.amp.autocast": 0, "torch.cpu.amp.autocast": 0}
-SCALERS = {
-    "torch.GradScaler": 5,
-    "torch.amp.GradScaler": 5,
-    "torch.cuda.amp.GradScaler": 4,
-    "torch.cpu.amp.GradScaler": 4,
-}
-"""With the position of `enabled` among the arguments of each."""
+SCALERS = {f"torch.{name}GradScaler": at for name, at in {"": 5, "amp.": 5, "cuda.amp.": 4, "cpu.amp.": 4}.items()}
+"""Both with the position of `enabled` among the arguments."""
 
 
 def canonical(dotted: str) -> str:
