@@ -1,6 +1,7 @@
 """Rules of backward passes: which loss they start from, and in which `scale_loss` block."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 from . import edits
@@ -135,13 +136,15 @@ def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
 
 
 def _find_optimizer(context: Context, call: ast.Call) -> str | None:
-    """Return the optimizer of the next step behind a backward pass, if it is amp's and takes the gradients."""
+    """Return the optimizer that alone steps next behind a backward pass, if it is amp's and takes the gradients."""
     script, structure = context.script, context.script.structure
-    steps = [one for one in script.method_calls("step") if structure.is_before(call, one[0])]
-    if not steps:
+    calls = [one for one in script.method_calls("step", "backward") if structure.is_before(call, one[0])]
+    phases = itertools.groupby(calls, key=lambda one: text_of(one[0].func).endswith(".step"))
+    steps = next((list(phase) for is_step, phase in phases if is_step), [])
+    named = [(one, text_of(one.args[0] if one.args else to)) for one, to in steps if "sched" not in text_of(to).lower()]
+    if len({name for _, name in named}) != 1 or named[0][0] is not steps[0][0]:
         return None
-    step, receiver = steps[0]
-    name = text_of(step.args[0] if step.args else receiver)  # scaler.step(optimizer)
+    step, name = named[0]  # optimizer.step(), or scaler.step(optimizer)
     made = script.assigned_before(name, step)
     is_amps = made is None or any(one is made or structure.is_before(made, one) for one in script.initializations)
     statement, siblings = script.statement(step), script.siblings(script.statement(call))
@@ -155,12 +158,12 @@ def _find_optimizer(context: Context, call: ast.Call) -> str | None:
 
 def _scaled_names(script: Script) -> set[str]:
     """Return what gives a scaled loss, or holds one or what is made of it, by whatever binds names or appends."""
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
     made = [(names_in(receiver), names_in(call)) for call, receiver in script.method_calls("append")]
     for node in ast.walk(script.tree):
         stored = [one for one in ast.iter_child_nodes(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
         values = [getattr(node, field, None) for field in ("value", "iter", "context_expr")]
-        made.extend((bound_in(stored), names_in(value)) for value in values if stored and value)
-    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+        made.extend((bound_in(stored), names_in(value)) for value in values if scaled and stored and value)
     while found := set().union(*(targets for targets, sources in made if sources & scaled)) - scaled - {"self"}:
         scaled |= found
     return scaled

@@ -92,7 +92,9 @@ BROKEN = {
         "        (loss).backward(\n"
         "            retain_graph=False)  # all\n"
         "        if step >= 0:\n"
-        "            stepper.step()\n\n\n"
+        "            stepper.step()\n"
+        "        if step < 0:\n"
+        "            scheduler.step(step)\n\n\n"
         "train(stepper)\n"
     ),
     "all-in-the-block": _ours(

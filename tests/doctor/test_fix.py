@@ -147,6 +147,8 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
             pytest.param(f"{HEAD}{source}\n", id=f"backward-{name}")
             for name, source in {
                 "of-another-optimizer": f"{LOSS}d_optimizer.step()\noptimizer.step()",
+                "of-two-optimizers": f"{LOSS}optimizer.step()\nd_optimizer.step()",
+                "before-a-scheduler": f"{LOSS}scheduler.step()\noptimizer.step()",
                 "of-its-own-optimizer": f"def f():\n    optimizer = SGD(p)\n    {INNER}optimizer.step()",
                 "without-step": LOSS + "print(x.grad)",
                 "for-an-input": LOSS + "print(x.grad)\noptimizer.step()",
