@@ -1,6 +1,7 @@
 """Rules of backward passes: which loss they start from, and in which `scale_loss` block."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 from . import edits
@@ -10,7 +11,7 @@ from .findings import Edits, Fault, Severity
 from .levels import UNKNOWN, arguments_of, is_written_out, literal
 from .rules import rule
 from .script import Script
-from .structure import argument_of, names_in, position, text_of
+from .structure import argument_of, bound_in, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 
@@ -30,11 +31,10 @@ _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backw
 )
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
-    script, blocks = context.script, get_blocks(context.script)
-    names = {block.name for block in blocks if block.name} | _entered_names(script)
+    script, blocks, scaled = context.script, get_blocks(context.script), _scaled_names(context.script)
     for call, loss in get_backward_calls(script):
         block = get_block_around(script, blocks, call)
-        if block is not None and not _is_scaled(script, loss, names, call):
+        if block is not None and not names_in(loss) & scaled:
             severity: Severity = "error" if context.expected.may_scale else "note"
             message = (
                 f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale all the same"
@@ -113,40 +113,73 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
     script, blocks = context.script, get_blocks(context.script)
     if not script.initializations or not context.expected.may_scale:
         return
-    scaled = {block.name for block in blocks if block.name} | _entered_names(script)
+    scaled = _scaled_names(script)
     for call, loss in get_backward_calls(script):
         is_inside = any(script.structure.is_inside(call, block.statement) for block in blocks)
-        if not is_inside and not _is_scaled(script, loss, scaled, call) and not script.is_without_amp(call):
+        is_scaled = names_in(loss) & scaled or _may_be_scaled_outside(script, loss, scaled, call)
+        if not is_inside and not is_scaled and not script.is_without_amp(call):
             message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
             yield Fault(call, "warning", message, f"Write `{_BLOCK}`.", _open_block(context, call, loss))
 
 
 def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
-    """Put a backward pass into a block of its own, where it is known which optimizer steps, and that amp is on."""
-    script, optimizer, amp = context.script, context.find_optimizer(call), context.script.names.find_amp()
-    statement = script.statement(call)
+    """Put a backward pass of a loss made in its scope into a block, if the step behind it shows the optimizer."""
+    script, amp, statement = context.script, context.script.names.find_amp(), context.script.statement(call)
+    is_made_here = isinstance(loss, ast.Name) and script.assigned_before(loss.id, call) is not None
     is_alone = isinstance(statement, ast.Expr) and statement.value is call and script.lines_of(statement) is not None
-    if optimizer is None or amp is None or not is_alone or not context.is_amp_on(call):
+    optimizer = _find_optimizer(context, call)
+    if optimizer is None or amp is None or not is_made_here or not is_alone or not context.is_amp_on(call):
         return ()
     indentation, (start, dot) = script.indentation(statement), script.receiver_span(call)
-    header = f"with {amp}.scale_loss({script.source_of(loss)}, {optimizer}) as scaled_loss:"
+    header = f"with {amp}.scale_loss({text_of(loss)}, {optimizer}) as scaled_loss:"
     return (edits.Edit(start, dot, f"{header}{script.newline}{indentation}{script.indent}scaled_loss"),)
 
 
-def _entered_names(script: Script) -> set[str]:
-    """Return the variables that hold what `scale_loss` gave through an ExitStack."""
-    scaled = set()
-    for target, value, _ in script.assignments:
-        if any(script.is_call_of(node, ["amp.scale_loss", "amp.scale"]) for node in ast.walk(value)):
-            scaled.add(target)
+def _find_optimizer(context: Context, call: ast.Call) -> str | None:
+    """Return the optimizer that alone steps next behind a backward pass, if it is amp's and takes the gradients."""
+    script, structure = context.script, context.script.structure
+    calls = [one for one in script.method_calls("step", "backward") if structure.is_before(call, one[0])]
+    phases = itertools.groupby(calls, key=lambda one: text_of(one[0].func).endswith(".step"))
+    steps = next((list(phase) for is_step, phase in phases if is_step), [])
+    named = [(one, text_of(one.args[0] if one.args else to)) for one, to in steps if "sched" not in text_of(to).lower()]
+    if len({name for _, name in named}) != 1 or named[0][0] is not steps[0][0]:
+        return None
+    step, name = named[0]  # optimizer.step(), or scaler.step(optimizer)
+    made = script.assigned_before(name, step)
+    is_amps = made is None or any(one is made or structure.is_before(made, one) for one in script.initializations)
+    statement, siblings = script.statement(step), script.siblings(script.statement(call))
+    outer = structure.parent(statement)
+    is_under_if = isinstance(outer, ast.If) and outer in siblings and name not in names_in(outer.test)
+    between = (one for one in script.nodes if position(call) < position(one) < position(step))
+    is_taken = not any(isinstance(one, ast.Attribute) and one.attr in ("grad", "zero_grad") for one in between)
+    is_sure = is_amps and is_taken and (statement in siblings or is_under_if)
+    return name if is_sure and name in context.optimizer_texts() else None
+
+
+def _scaled_names(script: Script) -> set[str]:
+    """Return what gives a scaled loss, or holds one or what is made of it, by whatever binds names or appends."""
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    made = [(names_in(receiver), names_in(call)) for call, receiver in script.method_calls("append")]
+    for node in ast.walk(script.tree):
+        stored = [one for one in ast.iter_child_nodes(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
+        values = [getattr(node, field, None) for field in ("value", "iter", "context_expr")]
+        made.extend((bound_in(stored), names_in(value)) for value in values if scaled and stored and value)
+    while found := set().union(*(targets for targets, sources in made if sources & scaled)) - scaled - {"self"}:
+        scaled |= found
     return scaled
 
 
-def _is_scaled(script: Script, loss: ast.expr, names: set[str], call: ast.Call) -> bool:
-    """Whether a loss is made of one of `names`, or of a variable that was."""
-    used = names_in(loss)
-    made_of = {name for target in used for name in names_in(script.assigned_before(target, call) or ast.Pass())}
-    return bool((used | made_of) & names)
+def _may_be_scaled_outside(script: Script, loss: ast.expr, scaled: set[str], call: ast.Call) -> bool:
+    """Whether a loss comes from a parameter of a function that is called in a block, or with something scaled."""
+    function = script.structure.frame(call)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    callers = [one for one in script.calls if text_of(one.func).rpartition(".")[2] == function.name]
+    blocks = {block.statement for block in get_blocks(script)}
+    return bool(names_in(loss) & parameters) and any(
+        names_in(one) & scaled or not blocks.isdisjoint(script.structure.around(one)) for one in callers
+    )
 
 
 @rule(

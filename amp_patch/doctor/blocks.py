@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .names import SCALERS
+from .levels import UNKNOWN, is_written_out, literal
+from .names import AUTOCASTS, SCALERS
 from .script import Script
 from .structure import argument_of, text_of
 
@@ -64,8 +65,15 @@ def _is_scaling_by_nothing(script: Script, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "scale":
         return False
     made = [value for target, value, _ in script.assignments if target == text_of(call.func.value)]
-    switches = [
-        argument_of(one, "enabled") for one in made if isinstance(one, ast.Call) and script.is_call_of(one, SCALERS)
-    ]
-    off = [one for one in switches if isinstance(one, ast.Constant) and one.value is False]
-    return bool(made) and len(off) == len(made)
+    scalers = [one for one in made if isinstance(one, ast.Call) and script.is_call_of(one, SCALERS)]
+    return bool(made) and len(scalers) == len(made) and all(get_switch(script, one)[1] is False for one in scalers)
+
+
+def get_switch(script: Script, call: ast.Call) -> tuple[ast.expr | None, object]:
+    """Return the argument `enabled` of a call of autocast or a GradScaler, and its value, which is True by default."""
+    names = script.names.resolve(call.func)
+    nodes = {argument_of(call, "enabled", at) for name, at in {**AUTOCASTS, **SCALERS}.items() if name in names}
+    if len(nodes) > 1 or not is_written_out(call):
+        return None, UNKNOWN
+    node = nodes.pop()
+    return node, True if node is None else literal(script, node)

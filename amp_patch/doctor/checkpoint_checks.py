@@ -8,7 +8,7 @@ from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
 from .script import Script
-from .structure import position, text_of
+from .structure import text_of
 
 
 @rule(
@@ -27,7 +27,7 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
     script = context.script
     if not script.uses_amp or not context.expected.may_skip or _touches(script, "amp.state_dict"):
         return
-    if not any("save" in text_of(call.func).rpartition(".")[2].lower() for call in script.calls):
+    if not _saves(script):
         return
     for call, receiver in script.method_calls("state_dict"):
         if context.is_optimizer(receiver) and not script.is_without_amp(call):
@@ -36,21 +36,38 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
             return
 
 
+def _saves(script: Script) -> list[ast.Call]:
+    return [call for call in script.calls if "save" in text_of(call.func).rpartition(".")[2].lower()]
+
+
 def _save(context: Context, call: ast.Call) -> Edits:
-    script, amp = context.script, context.script.names.find_amp()
-    holder, statement = script.structure.parent(call), script.statement(call)
-    if amp is None or not context.is_amp_on(call):
+    """Add amp's state behind the optimizer's, in a dict that is saved as it is."""
+    script, amp, holder = context.script, context.script.names.find_amp(), context.script.structure.parent(call)
+    if amp is None or not context.is_amp_on(call) or any(to.endswith("['amp']") for to, *_ in script.assignments):
         return ()
-    if isinstance(holder, ast.Dict) and call in holder.values:
-        key = holder.keys[holder.values.index(call)]
-        is_own_line = key is not None and not script.text[script.offset(key.lineno) : script.span(key)[0]].strip()
-        indentation = script.text[script.offset(key.lineno) : script.span(key)[0]] if key and is_own_line else ""
-        return edits.insert(
-            script, call, f',{script.newline + indentation if is_own_line else " "}"amp": {amp}.state_dict()'
-        )
-    if isinstance(holder, ast.Assign) and isinstance(holder.targets[0], ast.Subscript):
-        return edits.insert_after(script, statement, f'{text_of(holder.targets[0].value)}["amp"] = {amp}.state_dict()')
-    return ()
+    saved = _saved_dicts(script)
+    target = holder.targets[0] if isinstance(holder, ast.Assign) else None
+    if isinstance(target, ast.Subscript) and isinstance(getattr(target.slice, "value", None), str):
+        name = text_of(target.value)
+        line = f'{name}["amp"] = {amp}.state_dict()'
+        is_saved = script.assigned_before(name, call) in saved
+        return edits.insert_after(script, script.statement(call), line) if is_saved else ()
+    key = holder.keys[holder.values.index(call)] if holder in saved else None
+    if key is None:
+        return ()
+    before = script.text[script.offset(key.lineno) : script.span(key)[0]]
+    gap = " " if before.strip() else script.newline + before
+    return edits.insert(script, call, f',{gap}"amp": {amp}.state_dict()')
+
+
+def _saved_dicts(script: Script) -> list[ast.Dict]:
+    """Return the dicts that calls of `save` take, in place or by a name, if "amp" is surely none of their keys."""
+    given = [
+        one for call in _saves(script) for one in (*call.args, *(word.value for word in call.keywords if word.arg))
+    ]
+    values = [script.assigned_before(one.id, one) if isinstance(one, ast.Name) else one for one in given]
+    dicts = [value for value in values if isinstance(value, ast.Dict)]
+    return [one for one in dicts if all(isinstance(key, ast.Constant) and key.value != "amp" for key in one.keys)]
 
 
 @rule(
@@ -121,17 +138,7 @@ def _load_later(script: Script, call: ast.Call, initialize: ast.Call) -> Edits:
     statement = script.statement(call)
     outer = script.structure.parent(statement)
     moved = outer if isinstance(outer, ast.If) and not outer.orelse else statement
-    anchor = script.ancestor_beside(moved, initialize)
-    bound = {
-        target for target, _, where in script.assignments if where is moved or script.structure.is_inside(where, moved)
-    }
-    stop = anchor.end_lineno or 0 if anchor is not None else 0
-    used = {
-        node.id
-        for node in script.nodes
-        if isinstance(node, ast.Name) and (moved.end_lineno or 0, 0) < position(node) <= (stop + 1, 0)
-    }
-    return () if anchor is None or bound & used else edits.move(script, moved, anchor)
+    return edits.move(script, moved, initialize)
 
 
 def _touches(script: Script, function: str) -> bool:

@@ -41,17 +41,31 @@ class Context:
 
     def is_amp_on(self, node: ast.AST) -> bool:
         """Tell whether `initialize` has run, wherever a node runs after it: it is under no other condition."""
+        return all(self._runs_wherever(call, node) for call in self.script.initializations)
+
+    def is_beside_amp(self, node: ast.AST) -> bool:
+        """Tell whether amp is on where a node runs, which a call of amp in the same function or module shows."""
+        frame, calls = self.script.structure.frame, self.script.calls_of("amp.initialize", "amp.scale_loss")
+        beside = (call for call in calls if frame(call) is frame(node) and self._runs_wherever(call, node))
+        return self.is_amp_on(node) and next(beside, None) is not None
+
+    def _runs_wherever(self, call: ast.Call, node: ast.AST) -> bool:
+        """Whether a call is under no condition that a node is not under."""
         atoms = self.script.structure.atoms(node)
-        calls = [self.script.structure.atoms(call) for call in self.script.initializations]
-        return all(values <= atoms.get(text, set()) for one in calls for text, values in one.items())
+        return all(values <= atoms.get(text, set()) for text, values in self.script.structure.atoms(call).items())
 
     def model_texts(self) -> frozenset[str]:
         """Return the expressions that stand for a model in some call of `initialize`."""
         return frozenset(text_of(model) for call in self.script.initializations for model in self.models(call))
 
     def optimizer_texts(self) -> frozenset[str]:
-        """Return the expressions that stand for an optimizer in some call of `initialize` or `scale_loss`."""
+        """Return the expressions that stand for an optimizer in a call of `initialize` or `scale_loss`, or get one."""
         found = {text_of(optimizer) for call in self.script.initializations for optimizer in self.optimizers(call)}
+        for call in self.script.initializations:
+            statement = self.script.statement(call)
+            targets = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is call else None
+            if isinstance(targets, ast.Tuple) and len(targets.elts) == 2:
+                found.update(map(text_of, parts(targets.elts[1])))
         for call in self.script.calls_of("amp.scale_loss"):
             found.update(text_of(optimizer) for optimizer in scaled_optimizers(call))
         return frozenset(found)
@@ -60,28 +74,6 @@ class Context:
         """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
-
-    def find_optimizer(self, node: ast.AST) -> str | None:
-        """Return the one optimizer of the calls of `initialize`, or else of the steps in a node's frame, by its name.
-
-        None where there are several, or that name is not bound in the frame of the node nor in the module.
-        """
-        structure, frame = self.script.structure, self.script.structure.frame(node)
-        found = {text_of(one) for call in self.script.initializations for one in self.optimizers(call)} or {
-            text_of(receiver)
-            for call, receiver in self.script.method_calls("step")
-            if self.is_optimizer(receiver) and structure.frame(call) is frame
-        }
-        if len(found) != 1:
-            return None
-        (name,) = found
-        bound = {
-            getattr(one, "id", getattr(one, "arg", None))
-            for one in self.script.nodes
-            if isinstance(one, (ast.Name, ast.arg)) and structure.frame(one) in (frame, structure.tree)
-            if isinstance(one, ast.arg) or isinstance(one.ctx, ast.Store)
-        }
-        return name if name in bound else None
 
 
 def parts(node: ast.expr | None) -> list[ast.expr]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from .findings import Edit as Edit
 from .findings import Edits
 from .script import Script
-from .structure import names_in, text_of
+from .structure import bound_in, names_in, text_of
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
@@ -73,14 +73,26 @@ def insert_after(script: Script, statement: ast.stmt, *lines: str) -> Edits:
     return (Edit(span[1], span[1], text),)
 
 
-def move(script: Script, statement: ast.stmt, anchor: ast.stmt, *, is_before: bool = False) -> Edits:
-    """Put a statement right behind one among its siblings, or before it."""
-    lines, target = script.lines_of(statement), script.lines_of(anchor)
-    if (
-        lines is None
-        or target is None
-        or not all(any(one is part for part in script.siblings(statement)) for one in (statement, anchor))
-    ):
+def move(
+    script: Script, statement: ast.stmt, call: ast.Call, *, is_before: bool = False, model: str | None = None
+) -> Edits:
+    """Put a statement right behind that one among its siblings which holds a call of `initialize`, or before it.
+
+    Not if anything but this call binds a name between the two that the statement uses, nor if the statement binds one
+    that is used there, other than the model's.
+    """
+    anchor, initialize = script.ancestor_beside(statement, call), script.statement(call)
+    lines, target = script.lines_of(statement), script.lines_of(anchor) if anchor else None
+    is_plain = isinstance(initialize, (ast.Assign, ast.Expr)) and initialize.value is call
+    if anchor is None or lines is None or target is None or not is_plain:
+        return ()
+    siblings, returned = script.siblings(statement), set(ast.walk(initialize))
+    first, last = sorted((siblings.index(statement), siblings.index(anchor)))
+    between = [one for one in siblings[first : last + 1] if one is not statement]
+    bound = bound_in(node for one in between for node in ast.walk(one) if node not in returned)
+    bound |= bound_in(returned) - names_in(call)
+    used = set().union(*map(names_in, between)) - {model}
+    if bound & {*names_in(statement), "*"} or bound_in(ast.walk(statement)) & used:
         return ()
     place = target[0] if is_before else target[1]
     return Edit(*lines, ""), Edit(place, place, script.text[slice(*lines)])
@@ -92,7 +104,7 @@ def reindent(script: Script, statements: Sequence[ast.stmt], new: str, first: in
     Lines inside strings stay as they are.
     """
     old = script.indentation(statements[0])
-    if any(script.lines_of(one) is None for one in statements):
+    if new.strip() or any(script.lines_of(one) is None for one in statements):
         return ()
     decorators = getattr(statements[0], "decorator_list", [])
     first = first or min(one.lineno for one in (statements[0], *decorators))

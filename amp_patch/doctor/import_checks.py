@@ -10,6 +10,7 @@ from .coverage import EXTENSIONS, closest, has_public_name, public_names
 from .findings import Edits, Fault
 from .rules import rule
 from .script import Script
+from .structure import bound_in
 
 
 @rule(
@@ -104,10 +105,12 @@ def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
 
 
 def _respell(script: Script, node: ast.AST, wrong: str, right: str | None) -> Edits:
-    """Write a name as it should be: where it is imported, also wherever it is used."""
+    """Write a name as it should be: where it is imported, also wherever it is used, if nothing else has either name."""
     change = edits.rename(script, node, wrong, right) if right else ()
     if not right or not change or isinstance(node, ast.Attribute):
         return change
+    if bound_in(set(ast.walk(script.tree)).difference(ast.walk(node))) & {wrong, right}:
+        return ()
     uses = [one for one in script.nodes if isinstance(one, ast.Name) and one.id == wrong]
     return (*change, *(edit for one in uses for edit in edits.replace(script, one, right)))
 

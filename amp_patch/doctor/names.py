@@ -26,8 +26,9 @@ _SPELLINGS = (
 
 
 LOW = frozenset({"torch.float16", "torch.half", "torch.bfloat16"})
-AUTOCASTS = frozenset({"torch.autocast", *(f"torch.{name}.autocast" for name in ("amp", "cuda.amp", "cpu.amp"))})
-SCALERS = frozenset({"torch.GradScaler", *(f"torch.{name}.GradScaler" for name in ("amp", "cuda.amp", "cpu.amp"))})
+AUTOCASTS = {"torch.autocast": 2, "torch.amp.autocast": 2, "torch.cuda.amp.autocast": 0, "torch.cpu.amp.autocast": 0}
+SCALERS = {f"torch.{name}GradScaler": at for name, at in {"": 5, "amp.": 5, "cuda.amp.": 4, "cpu.amp.": 4}.items()}
+"""Both with the position of `enabled` among the arguments."""
 
 
 def canonical(dotted: str) -> str:

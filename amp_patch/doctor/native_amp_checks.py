@@ -4,13 +4,14 @@ import ast
 from collections.abc import Iterator
 
 from . import edits
+from .blocks import get_switch
 from .context import Context
 from .findings import Edits, Fault
-from .levels import is_apex, literal
+from .levels import is_apex
 from .names import AUTOCASTS, SCALERS
 from .rules import rule
 from .script import Script
-from .structure import argument_of, text_of
+from .structure import text_of
 
 _BCE = ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss")
 
@@ -32,25 +33,27 @@ _BCE = ("torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss")
 def native_amp(context: Context) -> Iterator[Fault]:
     """Two sets of rules would cast the same ops, autocast's last, and two scalers decide upon the same steps."""
     script = context.script
-    if not script.calls_of("amp.initialize", "amp.scale_loss"):
+    if not script.calls_of("amp.initialize", "amp.scale_loss") or not context.expected.levels:
         return
-    for call in script.calls_of(*AUTOCASTS, *SCALERS):
-        if _enabled(script, call) is not True or script.is_without_amp(call):
+    for call in script.calls_of(*(AUTOCASTS if context.expected.may_patch else ()), *SCALERS):
+        switch, is_enabled = get_switch(script, call)
+        if is_enabled is not True or script.is_without_amp(call):
             continue
         if script.has_flag_of_its_own(call) or _is_in_class_of_its_own(script, call):
             continue  # one of several ways to train, as a rule
         if script.is_call_of(call, SCALERS):
             message = "a GradScaler beside amp: the loss would be scaled twice, and step() decided upon twice"
             advice = "Use amp.scale_loss and take the GradScaler out, or switch it off by enabled=False."
-            switch = argument_of(call, "enabled")
             off = (
                 edits.replace(script, switch, "False") if switch else edits.add_argument(script, call, "enabled=False")
             )
-            yield Fault(call, "error", message, advice, off)
+            yield Fault(call, "error", message, advice, off if context.is_beside_amp(call) else ())
         else:
             message = "torch.autocast beside amp: two sets of rules cast the same ops, those of autocast last"
             advice = "Leave autocast out; the op lists decide (lists= takes your own)."
-            yield Fault(call, "warning", message, advice, _take_out(script, call))
+            yield Fault(
+                call, "warning", message, advice, _take_out(script, call) if context.is_beside_amp(call) else ()
+            )
 
 
 def _take_out(script: Script, call: ast.Call) -> Edits:
@@ -67,12 +70,6 @@ def _is_in_class_of_its_own(script: Script, call: ast.Call) -> bool:
     classes = [outer for outer in script.structure.around(call) if isinstance(outer, ast.ClassDef)]
     amp = script.calls_of("amp.initialize", "amp.scale_loss")
     return bool(classes) and not any(script.structure.is_inside(one, classes[-1]) for one in amp)
-
-
-def _enabled(script: Script, call: ast.Call) -> object:
-    """Return the value of `enabled=`; True where it is left out."""
-    node = argument_of(call, "enabled")
-    return True if node is None else literal(script, node)
 
 
 @rule(
@@ -92,10 +89,11 @@ def autocast_switched_off(context: Context) -> Iterator[Fault]:
     """It switches torch's own casts off; those of amp go on."""
     script = context.script
     for call in script.calls_of(*AUTOCASTS) if context.expected.may_patch else ():
-        if _enabled(script, call) is False and not script.is_without_amp(call):
+        if get_switch(script, call)[1] is False and not script.is_without_amp(call):
             amp = script.names.find_amp()
             is_block = isinstance(script.structure.parent(call), ast.withitem)
-            change = edits.replace(script, call, f"{amp}.disable_casts()") if amp and is_block else ()
+            is_sure = amp and is_block and context.is_beside_amp(call)
+            change = edits.replace(script, call, f"{amp}.disable_casts()") if is_sure else ()
             message = "autocast(enabled=False) does not turn the casts of amp off"
             yield Fault(call, "warning", message, "Use `with amp.disable_casts():`.", change)
 

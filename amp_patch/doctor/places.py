@@ -49,10 +49,6 @@ class Places:
             return self.span(node.context_expr)[0], self.span(node.optional_vars or node.context_expr)[1]
         return self.offset(*position(node)), self.offset(*end(node))
 
-    def source_of(self, node: ast.AST) -> str:
-        """Return a node as it is written."""
-        return self.text[slice(*self.span(node))]
-
     def receiver_span(self, call: ast.Call) -> tuple[int, int]:
         """Return the span of what a method is called on, with its parentheses."""
         start, stop = self.span(call.func)

@@ -1,17 +1,19 @@
 """Rules of levels, and of models before and after `initialize`: wrappers, TorchScript, casts and moves."""
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..errors import did_you_mean
 from . import edits
-from .context import WRAPPERS, Context
+from .context import WRAPPERS, Context, parts
 from .findings import Edits, Fault
-from .levels import APEX_LEVELS, arguments_of, destinations, get_presets, is_apex, levels_for, literal
+from .levels import arguments_of, destinations, levels_for, literal
 from .names import LOW
 from .rules import rule
 from .script import Script
-from .structure import names_in, position, text_of
+from .structure import argument_of, position, text_of
 
 
 @rule(
@@ -25,34 +27,44 @@ def unknown_levels(context: Context) -> Iterator[Fault]:
     """A level is the letter O and a digit. The default of an option may be wrong for long before a run takes it."""
     script = context.script
     for call in script.initializations:
-        arguments = arguments_of(call)
-        if "presets" not in arguments and "opt_level" in arguments:
-            yield from _judge_level(script, arguments["opt_level"], levels_for(script, call))
-    is_apexs = bool(script.initializations) and all(is_apex(script, call) for call in script.initializations)
-    for option, _ in script.method_calls("add_argument"):
-        if any(name.endswith("opt_level") for name in destinations(option)):
-            for keyword in option.keywords:
-                if keyword.arg in ("default", "choices"):
-                    choices = (
-                        keyword.value.elts if isinstance(keyword.value, (ast.List, ast.Tuple)) else [keyword.value]
-                    )
-                    for choice in choices:
-                        yield from _judge_level(script, choice, APEX_LEVELS if is_apexs else tuple(get_presets()))
+        arguments, levels = arguments_of(call), levels_for(script, call)
+        given = arguments.get("opt_level")
+        if given is not None and "presets" not in arguments:
+            yield from _judge_level(script, given, levels)
+            if isinstance(given, ast.Attribute):
+                yield from _judge_option(script, given, levels)
 
 
 def _judge_level(script: Script, node: ast.AST, levels: tuple[str, ...]) -> Iterator[Fault]:
     level = literal(script, node)
     if not isinstance(level, (str, int)) or level in levels:
         return
-    spelled = "O" + str(level).lstrip("oO0" if len(str(level)) > 1 else "oO")
-    written = (
-        node if isinstance(node, ast.Constant) else script.constant(node.id) if isinstance(node, ast.Name) else None
-    )
-    hint = did_you_mean(str(level), levels)
-    change: Edits = ()
-    if spelled in levels and isinstance(written, ast.Constant):
-        change = edits.replace(script, written, f'"{spelled}"')
-    yield Fault(node, "error", f"opt_level {level!r} is not a level.{hint}", f"Use one of {', '.join(levels)}.", change)
+    spelled = re.sub(r"^[oO0]?(?=\d$)", "O", str(level))
+    change = edits.replace(script, node, f'"{spelled}"') if spelled in levels and isinstance(node, ast.Constant) else ()
+    advice = f"Use one of {', '.join(levels)}."
+    yield Fault(node, "error", f"opt_level {level!r} is not a level.{did_you_mean(str(level), levels)}", advice, change)
+
+
+def _judge_option(script: Script, given: ast.Attribute, levels: tuple[str, ...]) -> Iterator[Fault]:
+    """Judge the default and the choices of the option that `initialize` takes, if it takes them as they are.
+
+    One that is looked at elsewhere is not changed, and may have values that are for there, such as "none".
+    """
+    uses = [one for one in script.nodes if isinstance(one, ast.Attribute) and one.attr == given.attr]
+    readers = [script.structure.parent(one) for one in uses]
+    is_only_passed = all(isinstance(one, (ast.Call, ast.keyword, ast.FormattedValue)) for one in readers)
+    compared = [text_of(one) for reader in readers if isinstance(reader, ast.Compare) for one in ast.walk(reader)]
+    for option, _ in script.method_calls("add_argument"):
+        kind = argument_of(option, "type")
+        is_taken = given.attr in destinations(option) and (kind is None or text_of(kind) == "str")
+        if not is_taken or any(isinstance(one.ctx, ast.Store) for one in uses):
+            continue
+        for value in (*parts(argument_of(option, "default")), *parts(argument_of(option, "choices"))):
+            for fault in _judge_level(script, value, levels):
+                if is_only_passed:
+                    yield fault
+                elif fault.edits or text_of(value) not in compared:
+                    yield replace(fault, edits=())
 
 
 def _made_by(context: Context, call: ast.Call, names: frozenset[str]) -> Iterator[ast.Call]:
@@ -90,18 +102,19 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
 
 
 def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
-    """Move the statement that wraps a model, or the `if` that holds no other, behind `initialize`."""
+    """Move `x = Wrapper(x)`, or the `if` that holds no other, behind `initialize`; nothing between may unwrap it."""
     wrapping = script.statement(wrapper)
-    if not (isinstance(wrapping, ast.Assign) and wrapping.value is wrapper):
+    model = text_of(wrapper.args[0]) if wrapper.args else ""
+    if text_of(wrapping) != f"{model} = {text_of(wrapper)}":
         return ()
     outer = script.structure.parent(wrapping)
     moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
-    anchor = script.ancestor_beside(moved, call)
-    uses = {f"{text_of(target)}.module" for target in wrapping.targets}
-    between = [one for one in script.nodes if position(wrapping) < position(one) < position(call)]
-    if anchor is None or any(isinstance(one, ast.Attribute) and text_of(one) in uses for one in between):
-        return ()
-    return edits.move(script, moved, anchor)
+    for one in script.nodes:
+        name = one.attr if isinstance(one, ast.Attribute) else one.value if isinstance(one, ast.Constant) else None
+        is_between = position(wrapping) < position(one) < position(call)
+        if is_between and (name == "module" or "module." in str(name)):
+            return ()
+    return edits.move(script, moved, call, model=model)
 
 
 @rule(
@@ -258,17 +271,14 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
             for move in late[:1]:
                 message = f"{model} moves to its device after amp.initialize, which prepared it for the one it was on"
                 advice = "Move the model first, then call amp.initialize."
-                yield Fault(move, "error", message, advice, _move_earlier(script, move, call))
+                yield Fault(move, "error", message, advice, _move_earlier(script, move, model, call))
 
 
-def _move_earlier(script: Script, move: ast.Call, call: ast.Call) -> Edits:
+def _move_earlier(script: Script, move: ast.Call, model: str, call: ast.Call) -> Edits:
     statement = script.statement(move)
-    anchor = script.ancestor_beside(statement, call)
-    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move or anchor is None:
+    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move:
         return ()
-    needed = set().union(*map(names_in, move.args))
-    late = {target for target, _, where in script.assignments if position(anchor) <= position(where)}
-    return () if needed & late else edits.move(script, statement, anchor, is_before=True)
+    return edits.move(script, statement, call, is_before=True, model=model)
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:

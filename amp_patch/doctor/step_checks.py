@@ -8,7 +8,7 @@ from .blocks import get_block_around, get_blocks
 from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
-from .structure import text_of
+from .structure import argument_of, text_of
 
 _CLIPPERS = tuple(
     f"{module}.{name}"
@@ -17,13 +17,16 @@ _CLIPPERS = tuple(
 )
 
 
-def _calls_in_blocks(context: Context, calls: list[ast.Call]) -> Iterator[tuple[ast.Call, Edits]]:
-    """Yield those of the calls that stand in a block, with edits that let it end before them."""
+def _calls_in_blocks(context: Context, calls: list[ast.Call]) -> Iterator[tuple[ast.Call, str, Edits]]:
+    """Yield those of the calls that stand in a block, with advice, and edits that let the block end before them."""
     blocks = get_blocks(context.script)
     for call in calls:
         block = get_block_around(context.script, blocks, call)
-        if block is not None:
-            yield call, edits.close_block_before(context.script, block.statement, call, block.name)
+        if block is not None and argument_of(block.call, "delay_unscale", 4):
+            yield call, "Move it behind the block of the pass that unscales, the last one before the step.", ()
+        elif block is not None:
+            change = edits.close_block_before(context.script, block.statement, call, block.name)
+            yield call, "Move it behind the block.", change
 
 
 @rule(
@@ -44,9 +47,9 @@ def _calls_in_blocks(context: Context, calls: list[ast.Call]) -> Iterator[tuple[
 def steps_in_block(context: Context) -> Iterator[Fault]:
     """Apex divides gradients when the block ends, so a step inside takes scaled ones. amp_patch divides them first."""
     steps = [call for call, receiver in context.script.method_calls("step") if context.is_optimizer(receiver)]
-    for call, change in _calls_in_blocks(context, steps):
+    for call, advice, change in _calls_in_blocks(context, steps):
         message = f"{text_of(call.func)}() inside the scale_loss block: Apex would step with scaled gradients"
-        yield Fault(call, "warning", message, "Move it behind the block.", change)
+        yield Fault(call, "warning", message, advice, change)
 
 
 @rule(
@@ -67,9 +70,9 @@ def steps_in_block(context: Context) -> Iterator[Fault]:
 def clips_in_block(context: Context) -> Iterator[Fault]:
     """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
     clips = context.script.calls_of(*_CLIPPERS) if context.expected.may_scale else []
-    for call, change in _calls_in_blocks(context, clips):
+    for call, advice, change in _calls_in_blocks(context, clips):
         message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
-        yield Fault(call, "error", message, "Move it behind the block.", change)
+        yield Fault(call, "error", message, advice, change)
 
 
 @rule(

@@ -1,7 +1,7 @@
 """Where a node stands in its script: scope, loop, order, and which nodes never run in one pass."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -31,6 +31,19 @@ def text_of(node: ast.AST) -> str:
 def names_in(node: ast.AST) -> set[str]:
     """Return the names and chains of attributes in an expression."""
     return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+
+
+def bound_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names and chains of attributes that nodes bind, in any way, or delete; "*" for a star import."""
+    bound = set()
+    for node in nodes:
+        if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+            bound |= names_in(node)
+        given = getattr(node, "asname", None) or getattr(node, "name", None) or getattr(node, "arg", None)
+        if isinstance(given, str) and not isinstance(node, ast.keyword):
+            bound.add(given.partition(".")[0])
+        bound.add(getattr(node, "rest", None) or "")
+    return bound - {"", "self"}
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:

@@ -83,14 +83,19 @@ BROKEN = {
         _SETUP + _LOOP.replace("scaled_loss.backward", "loss.backward").replace(" as scaled_loss", "")
     ),
     "no-scale-loss": _ours(
-        _SETUP.replace("128.0", '{"init": 128}') + "def train(optimizer):\n"
+        _SETUP.replace("128.0", '{"init": 128}').replace("model, optimizer =", "model, stepper =")
+        + "def train(stepper):\n"
         "    for step, (images, target) in enumerate(batches):\n"
         "        if step:\n"
-        "            optimizer.zero_grad()\n"
-        "        (F.mse_loss(model(images),\n"
-        "                    target) * 1).backward(retain_graph=False)  # all\n"
-        "        optimizer.step()\n\n\n"
-        "train(optimizer)\n"
+        "            stepper.zero_grad()\n"
+        "        loss = F.mse_loss(model(images), target)\n"
+        "        (loss).backward(\n"
+        "            retain_graph=False)  # all\n"
+        "        if step >= 0:\n"
+        "            stepper.step()\n"
+        "        if step < 0:\n"
+        "            scheduler.step(step)\n\n\n"
+        "train(stepper)\n"
     ),
     "all-in-the-block": _ours(
         _SETUP

@@ -96,6 +96,8 @@ def setup(level: str = "O1", arguments: str = "") -> str:
     return f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"{arguments})\n'
 
 
+TAKEN = "amp.initialize(model, optimizer, opt_level=args.opt_level)"
+
 POSITIVE = {
     # ---- imports
     "AMP102-import": ("error", "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss  # FAULT"),
@@ -226,6 +228,7 @@ POSITIVE = {
         HEAD + "if args.fp16:\n    " + setup("O4") + "if args.fp16:\n    scaler = torch.amp.GradScaler()  # FAULT",
     ),
     "AMP308": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda", enabled=False):  # FAULT\n    model(x)'),
+    "AMP308-by-position": ("warning", HEAD + setup() + "with torch.cuda.amp.autocast(False):  # FAULT\n    model(x)"),
     "AMP309": ("note", HEAD + setup() + LOOP + "    scheduler.step()  # FAULT"),
     "AMP310": (
         "error",
@@ -298,6 +301,17 @@ NEGATIVE = {
         HEAD
         + 'parser.add_argument("--opt-level", default="O5")\namp.initialize(model, optimizer, opt_level=args.opt_level)'
     ),
+    **{
+        f"AMP201-{name}": f'{HEAD}parser.add_argument("--opt-level", {option})\n{use}'
+        for name, option, use in [
+            ("number", "type=int, default=1", TAKEN),
+            ("built", "default=1", TAKEN.replace("args.opt_level", "f'O{args.opt_level}'")),
+            ("converted", 'default="o1"', f"{TAKEN[:-1]}.upper())"),
+            ("converted-before", 'default="o1"', f"args.opt_level = fix(args)\n{TAKEN}"),
+            ("none", 'default="none"', f"if args.opt_level != 'none':\n    {TAKEN}"),
+            ("not-taken", 'default="o1"', setup()),
+        ]
+    },
     "AMP201-other-option": 'parser.add_argument("--opt-level", default="o2")',
     "AMP203-after": HEAD + setup("O4") + "model = nn.parallel.DistributedDataParallel(model)",
     "AMP203-other-arm": HEAD + "if args.plain:\n    model = nn.DataParallel(model)\nelse:\n    " + setup("O4"),
@@ -394,9 +408,35 @@ NEGATIVE = {
         + setup()
         + "engine.backward(loss)\nself.backward()\nscaler.scale(loss).backward()\namp.scale(loss).backward()"
     ),
-    "AMP303-exit-stack": (
-        HEAD + setup() + "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()"
-    ),
+    **{
+        f"AMP303-{name}": HEAD + setup() + source
+        for name, source in {
+            "exit-stack": "scaled = stack.enter_context(amp.scale_loss(loss, optimizer))\nscaled.backward()",
+            "exit-stacks": (
+                "parts = [stack.enter_context(amp.scale_loss(one, optimizer)) for one in losses]\n"
+                "for index, part in enumerate(parts):\n    part.backward()"
+            ),
+            "appended": "for one in losses:\n    self.parts.append(amp.scale(one))\nself.parts[0].backward()",
+            "loop": "for one in [amp.scale(loss)]:\n    one.backward()",
+            "comprehension": "[one.backward() for one in map(amp.scale, losses)]",
+            "made-of-it": "a = amp.scale(loss)\nb = a / 2\nc = b + 1\nc.backward()",
+            "attribute": (
+                "class Trainer:\n"
+                "    def step(self):\n"
+                "        with amp.scale_loss(self.loss, self.optimizer) as self.scaled:\n"
+                "            self.back()\n"
+                "    def back(self):\n"
+                "        self.scaled.backward()"
+            ),
+            "passed-in-a-block": (
+                "def back(loss):\n    (loss / 2).backward()\n"
+                "with amp.scale_loss(loss, optimizer) as scaled:\n    back(scaled)"
+            ),
+            "passed-to-a-method": (
+                "class Trainer:\n    def back(self, loss):\n        loss.backward()\nTrainer().back(amp.scale(loss))"
+            ),
+        }.items()
+    },
     "AMP304-after": HEAD + setup() + LOOP,
     "AMP304-others": (
         HEAD + setup() + "with amp.scale_loss(loss, optimizer) as scaled:\n"
@@ -431,6 +471,27 @@ NEGATIVE = {
         "        with amp.scale_loss(self.a, self.optimizer) as s:\n"
         "            s.backward()\n\n" + "class B:\n    scaler = torch.cuda.amp.GradScaler()"
     ),
+    **{
+        f"AMP307-{name}": HEAD + setup() + source
+        for name, source in {
+            "autocast-by-position": 'with torch.autocast("cuda", torch.float16, args.on):\n    model(x)',
+            "cuda-autocast-by-position": "with torch.cuda.amp.autocast(args.on):\n    model(x)",
+            "cpu-autocast-by-position": "with torch.cpu.amp.autocast(args.on):\n    model(x)",
+            "scaler-by-position": 'torch.amp.GradScaler("cuda", 65536.0, 2.0, 0.5, 2000, False)',
+            "cuda-scaler-by-position": "torch.cuda.amp.GradScaler(65536.0, 2.0, 0.5, 2000, False)",
+            "keywords": "scaler = torch.amp.GradScaler(**options)",
+            "arguments": "scaler = torch.amp.GradScaler(*options)",
+            "either-position": (
+                "try:\n    from torch import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
+                'with autocast("cuda"):\n    model(x)'
+            ),
+        }.items()
+    },
+    "AMP307-amp-off": (
+        HEAD + "ON = False\n" + setup("O1", ", enabled=ON") + "scaler = torch.amp.GradScaler()\n"
+        'with torch.autocast("cuda"):\n    model(x)'
+    ),
+    "AMP307-no-patches": HEAD + setup("O2") + 'with torch.autocast("cuda"):\n    model(x)',
     "AMP308-no-patches": HEAD + setup("O5") + 'with torch.autocast("cuda", enabled=False):\n    model(x)',
     "AMP309-epoch": (
         HEAD + setup() + "for epoch in range(9):\n    for x in loader:\n        optimizer.step()\n    scheduler.step()"
@@ -594,12 +655,6 @@ def test_a_file_without_initialize_takes_the_levels_of_those_with_it(diagnose: D
     assert places(diagnose(train=HEAD + setup("O4"), engine=engine)) == []
     assert places(diagnose(train=HEAD + setup("O2"), engine=engine)) == [("AMP305", 10)]
     assert places(diagnose(engine)) == [("AMP305", 10)]
-
-
-def test_options_declared_in_another_file_are_judged(diagnose: Diagnose) -> None:
-    options = 'parser.add_argument("--opt-level", default="o2")\n'
-    assert places(diagnose(train=HEAD + "import options\n" + setup("O4"), options=options)) == [("AMP201", 1)]
-    assert places(diagnose(train=HEAD + setup("O4"), options=options)) == []
 
 
 def test_directories_are_walked_without_what_is_not_the_users(tmp_path: Path) -> None:

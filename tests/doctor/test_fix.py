@@ -66,7 +66,11 @@ def test_mending_keeps_how_a_script_is_written(name, way, tmp_path):
     assert path.read_bytes() == WAYS[way](plain.read_text())
 
 
-HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+AMP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+STATE = "{'o': optimizer.state_dict()}"
+LOSS = "loss = model(x).sum()\nloss.backward()\n"
+INNER = LOSS.replace("\n", "\n    ")
+HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
 
 
 @pytest.mark.parametrize(
@@ -91,10 +95,116 @@ HEAD = 'import torch\nimport amp_patch as amp\nmodel, optimizer = amp.initialize
         pytest.param(
             HEAD + "with amp.scale_loss(a, optimizer) as s:\n    pass\nnext()\ns.backward()\n", id="something-between"
         ),
+        pytest.param(HEAD + "with amp.scale_loss(a, optimizer) as s: pass\ns.backward()\n", id="block-on-one-line"),
         pytest.param("import torch\nmodel = torch.nn.DataParallel(model)\nf(model.module)\n" + HEAD, id="unwrapped"),
         pytest.param(
             "import amp_patch as amp\nif on:\n    amp.load_state_dict(c)\n    n = 1\nprint(n)\n" + HEAD,
             id="needed-before",
+        ),
+        *(
+            pytest.param(f"import torch\nmodel = Net()\n{HEAD}{between}\nmodel.cuda(rank())\n", id=f"moved-over-{name}")
+            for name, between in {
+                "import": "from os import getpid as rank",
+                "star": "from ranks import *",
+                "function": "def rank(): ...",
+                "loop": "for rank in ranks: ...",
+                "with": "with open(p) as (rank, x): ...",
+                "handler": "try: ...\nexcept E as rank: ...",
+                "case": "match x:\n    case {**rank}: ...",
+                "delete": "del rank",
+                "augmented": "rank += 1",
+                "attribute": "rank.at = 0",
+                "another-model": "model = model.layers",
+            }.items()
+        ),
+        *(
+            pytest.param(f"from amp_patch import initialise\n{again}\ninitialise(model)\n", id=f"name-of-{name}")
+            for name, again in {
+                "parameter": "def f(initialise): ...",
+                "loop": "for initialise in all: ...",
+                "the-right-function": "def initialize(): ...",
+            }.items()
+        ),
+        *(
+            pytest.param(
+                f"{HEAD}with amp.scale_loss(loss, optimizer, {more}) as s:\n    s.backward()\n"
+                "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+                id=f"delayed-{name}",
+            )
+            for name, more in {"keyword": "delay_unscale=i % 2", "position": "0, None, i % 2"}.items()
+        ),
+        *(
+            pytest.param(f"import torch\nimport amp_patch as amp\n{source}", id=f"amp-elsewhere-{name}")
+            for name, source in {
+                "function": f"{AMP}def f():\n    with torch.autocast('cuda'):\n        model(x)\n",
+                "switch": f"{AMP}def f():\n    with torch.autocast('cuda', None, False):\n        model(x)\n",
+                "flag": f"if on:\n    {AMP}scaler = torch.amp.GradScaler()\n",
+                "block": f"def f():\n    {AMP}def g():\n    scaler = torch.amp.GradScaler()\n    if on:\n"
+                "        with amp.scale_loss(x, optimizer) as s:\n            s.backward()\n",
+            }.items()
+        ),
+        *(
+            pytest.param(f"{HEAD}{source}\n", id=f"backward-{name}")
+            for name, source in {
+                "of-another-optimizer": f"{LOSS}d_optimizer.step()\noptimizer.step()",
+                "of-two-optimizers": f"{LOSS}optimizer.step()\nd_optimizer.step()",
+                "before-a-scheduler": f"{LOSS}scheduler.step()\noptimizer.step()",
+                "of-its-own-optimizer": f"def f():\n    optimizer = SGD(p)\n    {INNER}optimizer.step()",
+                "without-step": LOSS + "print(x.grad)",
+                "for-an-input": LOSS + "print(x.grad)\noptimizer.step()",
+                "for-nothing": LOSS + "optimizer.zero_grad()\noptimizer.step()",
+                "for-some-optimizer": f"def f(optimizer=None):\n    {INNER}if optimizer:\n        optimizer.step()",
+                "step-elsewhere": LOSS + "for x in y:\n    optimizer.step()",
+                "parameter": "def f(loss):\n    loss.backward()\n    optimizer.step()",
+                "global": "loss = f()\ndef g():\n    loss.backward()\n    optimizer.step()",
+                "attribute": "self.loss = f()\nself.loss.backward()\noptimizer.step()",
+                "loop": "for loss in losses:\n    loss.backward()\n    optimizer.step()",
+                "expression": "loss = f()\n(loss / 2).backward()\noptimizer.step()",
+            }.items()
+        ),
+        *(
+            pytest.param(f"{HEAD}{source}\n", id=f"checkpoint-{name}")
+            for name, source in {
+                "nested": f"torch.save({{'all': {STATE}}}, path)",
+                "amp-key": "torch.save({'amp': True, 'o': optimizer.state_dict()}, path)",
+                "amp-entry": f"state = {STATE}\nstate['amp'] = True\ntorch.save(state, path)",
+                "more-keys": "torch.save({**base, 'o': optimizer.state_dict()}, path)",
+                "keywords": f"state = {STATE}\nsave(path, **state)",
+                "in-a-list": f"torch.save([{STATE}], path)",
+                "not-saved": f"state = {STATE}\ntorch.save(model, path)",
+                "item": "states = {}\nstates[0] = optimizer.state_dict()\ntorch.save(states, path)",
+                "no-dict": "state = make()\nstate['o'] = optimizer.state_dict()\ntorch.save(state, path)",
+                "attribute": f"self.state = {STATE}\ntorch.save(self.state, path)",
+                "made-anew": f"state = {STATE}\nstate = pick(state)\ntorch.save(state, path)",
+            }.items()
+        ),
+        *(
+            pytest.param(
+                "import amp_patch as amp\nparser.add_argument('--level', default='o1')\n"
+                f"amp.initialize(model, opt_level=args.level)\n{use}\n",
+                id=f"level-{name}",
+            )
+            for name, use in {
+                "compared": "if args.level == 'o1': ...",
+                "looked-up": "rate = rates[args.level]",
+                "matched": "match args.level:\n    case 'o1': ...",
+            }.items()
+        ),
+        pytest.param(
+            "import amp_patch as amp\nLEVEL = 'o1'\namp.initialize(model, opt_level=LEVEL)\nf(LEVEL)\n", id="level-used"
+        ),
+        pytest.param(
+            f"import torch\nmodel = Net()\n{HEAD.replace('model, optimizer =', 'model, rank =')}model.cuda(rank)\n",
+            id="moved-over-what-is-returned",
+        ),
+        *(
+            pytest.param(f"import torch\n{wrapping}\n{HEAD}", id=f"wrapper-{name}")
+            for name, wrapping in {
+                "of-another": "model = torch.nn.DataParallel(net)",
+                "attribute": "model = torch.nn.DataParallel(model)\nbare = model.module if on else model",
+                "string": "model = torch.nn.DataParallel(model)\nnames = [n for n in all if n.startswith('module.')]",
+                "with-later-ids": "model = torch.nn.DataParallel(model, ids)\nids = None",
+            }.items()
         ),
     ],
 )
@@ -103,6 +213,37 @@ def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
     path.write_text(source)
     assert mend(path, "--fix") == 1
     assert path.read_text() == source
+
+
+@pytest.mark.parametrize(
+    ("source", "mended"),
+    [
+        (
+            "state = {'e': 1}\nstate['o'] = optimizer.state_dict()\ntorch.save(state, path)\n",
+            "state = {'e': 1}\nstate['o'] = optimizer.state_dict()\n"
+            'state["amp"] = amp.state_dict()\ntorch.save(state, path)\n',
+        ),
+        (
+            f"state = {STATE}\nself.save(path, state=state)\n",
+            "state = {'o': optimizer.state_dict(), \"amp\": amp.state_dict()}\nself.save(path, state=state)\n",
+        ),
+    ],
+    ids=["entry", "name"],
+)
+def test_a_checkpoint_that_is_saved_by_its_name_gets_the_state_of_amp(source, mended, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + source)
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == HEAD + mended
+
+
+def test_all_values_of_an_option_are_spelt_alike(tmp_path):
+    path = tmp_path / "train.py"
+    source = "import amp_patch as amp\nparser.add_argument('--level', default={}, choices=[{}])\n"
+    source += "amp.initialize(model, opt_level=args.level)\nprint(f'{{args.level}}')\n"
+    path.write_text(source.format("1", "'o0', '0', 0, '00', 'o1', '01', \"O2\""))
+    assert mend(path, "--fix") == 0
+    assert path.read_text() == source.format('"O1"', ", ".join(f'"O{number}"' for number in (0, 0, 0, 0, 1, 1, 2)))
 
 
 def test_lines_in_strings_stay_and_comments_go_along(tmp_path):
