@@ -66,7 +66,7 @@ def has_lists_behind(command: list[str]) -> bool:
 def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of `python`, and its environment, that run the script. `more` goes to sitecustomize."""
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
-    command = script if arguments.module is None else ["-m", *arguments.module]
+    command = script if arguments.module is None else ["-m", *arguments.module, *arguments.script]
     if command in ([], ["-m"]):
         arguments.parser.error("name a script, or a module with -m")
     if arguments.module is None and not os.path.exists(command[0]):

@@ -13,7 +13,7 @@ from .scripts import ScriptRunner, Watched, add_script, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import Recording
+    from ..insight import FaultRecord, Recording
 
 FAULT, TROUBLE = 1, 2
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if searched:
         times, scale = count_of(len(searched), "step"), math.log2(searched[0].loss_scale)
         print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
-    faults = sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: pair[0].step)
+    faults = sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: _order(pair[0]))
     if faults:
         print(format_fault(*faults[0]))
         if len(faults) > 1:
@@ -64,6 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise KeyboardInterrupt
         return FAULT
     return _tell_of_none(found, first, arguments.parser.prog)
+
+
+def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
+    """Return by what the faults of several ranks are sorted: what only came in may have come from another of them."""
+    is_let_in = fault.cause == "came in" and not fault.parameter
+    return fault.step, is_let_in, is_let_in and not fault.module
 
 
 def _has_fault(recording: "Recording") -> bool:

@@ -33,7 +33,7 @@ class _Written:
     then comes.
     """
 
-    __slots__ = ("faults", "is_old", "is_whole", "largest", "name", "node", "op", "parents", "status")
+    __slots__ = ("faults", "is_old", "is_whole", "largest", "name", "node", "op", "parents", "size", "status")
 
     def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
         self.op = op
@@ -43,6 +43,7 @@ class _Written:
         self.faults: frozenset[int] = frozenset()
         self.is_whole = False
         self.is_old = False  # of the step before
+        self.size = 0  # of the storage, in bytes
         self.status = ""
         self.name = ""  # of a parameter that came in so, where amp's own op copied it
 
@@ -112,7 +113,7 @@ class FaultFinder:
             for tensor in op.outputs():
                 self._written.pop(storage_of(tensor), None)
         if overload.is_in_bulk:
-            self._pass_on(_Written(overload.name, node, math.inf, ()), op, outputs)
+            self._pass_on(op, node, outputs)
             return
         self.looked_at += 1
         given = self._written.get
@@ -121,7 +122,8 @@ class FaultFinder:
         for number, tensor in enumerate(outputs):
             largest = self._find_widened(op, tensor)
             written = _Written(overload.name, node, read_largest(tensor) if largest is None else largest, parents)
-            written.is_whole = is_whole(tensor)
+            written.size = tensor.untyped_storage().nbytes()
+            written.is_whole = written.size == tensor.nbytes
             if not math.isfinite(written.largest):
                 with current.without_casts():
                     self._judge(op, before, number, tensor, written, call)
@@ -147,16 +149,16 @@ class FaultFinder:
             written.status = _KNOWN if earlier.status == _KNOWN else written.status
         self._written[storage] = written
 
-    def _pass_on(self, written: _Written, op: Op, outputs: Sequence[Tensor]) -> None:
+    def _pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
         """Take in an op that is not looked at."""
-        storages = [storage_of(tensor) for tensor in floating_in(op.inputs())]
-        known = [one for storage in storages if (one := self._written.get(storage)) and one.status == _KNOWN]
-        written.parents, written.status = known, _KNOWN
-        written.faults = frozenset().union(*(one.faults for one in known))
-        for storage in (*storages, *map(storage_of, outputs)):
-            self._written.pop(storage, None)
+        inputs = list(floating_in(op.inputs()))
+        known = [one for tensor in inputs if (one := self._written.get(storage_of(tensor))) and one.status == _KNOWN]
+        faults = frozenset().union(*(one.faults for one in known))
+        for tensor in (*inputs, *outputs):
+            self._written.pop(storage_of(tensor), None)
             if known:
-                self._written[storage] = written
+                self._written[storage_of(tensor)] = written = _Written(op.overload.name, node, math.inf, known)
+                written.status, written.faults, written.size = _KNOWN, faults, tensor.untyped_storage().nbytes()
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the faults that what does not fit in some tensors comes of, as far as that was seen."""
@@ -185,7 +187,7 @@ class FaultFinder:
         """Find out what made an output that does not fit, and enter a fault if that is told first here."""
         inputs = self._read_inputs(op, before)
         bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
-        known = [self._written.get(one.storage) for one in bad]
+        known = [self._find_known(one) for one in bad]
         if sources := [one for one in known if one is not None and one.status == _KNOWN]:
             written.status, written.faults = _KNOWN, frozenset().union(*(one.faults for one in sources))
             return
@@ -205,11 +207,17 @@ class FaultFinder:
         elif call is not None:
             written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
             kind = "nan" if math.isnan(written.largest) else "inf"
-            exact = compute_in_float32(op, before)
+            has_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
+            exact = compute_in_float32(op, before) if has_low else []  # else it was
             alike = exact[number : number + 1] if len(exact) > number and exact[number].shape == output.shape else exact
             beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
             cause = "precision" if math.isfinite(beyond) else "mathematics"
             self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
+
+    def _find_known(self, one: _Input) -> _Written | None:
+        """Return what is known of an input; of the step before, if its memory has not become another's since."""
+        known = self._written.get(one.storage)
+        return known if known is None or not known.is_old or known.size == one.tensor.nbytes else None
 
     def _is_ignored(self, op: Op, call: Call | None) -> bool:
         names = {op.overload.name, call.op.rpartition(".")[2] if call is not None else ""}

@@ -105,6 +105,8 @@ def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
         return clone(tensor) if op.overload.written else tensor  # the op is not to write what is the run's
 
     def widen(value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
         is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES
         return torch.float32 if is_low else cast_tree(value, cast)
 

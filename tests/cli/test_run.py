@@ -36,6 +36,7 @@ def amp_patch_run(*command, cwd, env=None):
 PROGRAMS = {
     "arguments": (["sub/script.py", "--opt-level", "O9", "-m", "--", "x"], REPORT + "sys.exit(3)\n"),
     "module": (["-m", "sub.script", "--lr", "0.1"], REPORT + "import sub.other\n"),
+    "module behind dashes": (["-m", "sub.script", "--", "--lr", "0.1"], REPORT + "import sub.other\n"),
     "package": (["-m", "sub", "-m"], ""),
     "folder": (["sub", "x"], ""),
     "archive": (["sub.zip", "x"], ""),

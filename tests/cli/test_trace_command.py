@@ -127,7 +127,9 @@ for number in range(200):
     x = torch.randn(8, 16)
     if number == 2 and dist.get_rank() == 1:
         x[2, 3] = 1e5
-    loss = torch.nan_to_num(model(x).float().detach()).mean() + model(torch.randn(8, 16)).float().square().mean()
+    output = model(x).float()
+    lost = torch.nan_to_num(output.detach()).mean() if sys.argv[2] == "swallowed" else output.mean()
+    loss = lost + model(torch.randn(8, 16)).float().square().mean()
     optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -135,10 +137,14 @@ for number in range(200):
 """
 
 
-def test_a_fault_of_one_rank_names_it_and_ends_all(tmp_path, monkeypatch, capfd):
-    """It is swallowed: the other rank sees nothing of it, and would wait for the first for ever."""
+@pytest.mark.parametrize("reach", ["swallowed", "gradients"])
+def test_a_fault_of_one_rank_names_it_and_ends_all(reach, tmp_path, monkeypatch, capfd):
+    """Swallowed, the other rank sees nothing of it, and would wait for the first for ever; else it is given its
+    gradients, which came in there.
+    """
     (tmp_path / "train.py").write_text(RANKS)
     monkeypatch.chdir(tmp_path)
-    assert main(["trace", "train.py", "--", "2"]) == 1
+    assert main(["trace", "train.py", "--", "2", reach]) == 1
     told = capfd.readouterr().out
-    assert "rank 1, step 2, forward: first value that does not fit" in told and "swallowed" in told
+    assert "rank 1, step 2, forward: first value that does not fit" in told and reach in told
+    assert "cause  precision" in told

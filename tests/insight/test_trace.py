@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
-from amp_patch.insight.faults import FaultFinder
+from amp_patch.insight.faults import FaultFinder, _Written
 from amp_patch.insight.records import FaultRecord
+from amp_patch.insight.tensors import storage_of
 
 
 class Sandwich(nn.Module):
@@ -750,3 +751,41 @@ def test_what_16_bits_made_zero_may_be_mended_by_a_list(tmp_path):
     mended = tmp_path / "mended.yaml"
     mended.write_text('extends: float16\nmodules: [{match: "between", run: float32}]\n')
     assert find(make_step(Sandwich(Call(normalise)), lists=mended)) == []
+
+
+def test_numbers_of_the_users_own_generator_are_drawn_as_without():
+    def train(is_traced):
+        generator = torch.Generator().manual_seed(1)
+
+        def between(h):
+            torch.empty(64, dtype=torch.half).log_normal_(10, 1, generator=generator)  # of which some do not fit
+            return h * torch.rand(h.shape, generator=generator)
+
+        step = make_step(Sandwich(Call(between)))
+        faults = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
+        drawn = generator.get_state()
+        amp.reset()
+        return faults, drawn
+
+    faults, drawn = train(is_traced=True)
+    assert faults[0].aten == "log_normal_" and torch.equal(drawn, train(is_traced=False)[1])
+
+
+def test_an_op_in_float32_is_not_judged_by_other_random_numbers():
+    def between(h):
+        torch.manual_seed(0)
+        torch.empty(16).log_normal_(0, 60)  # of which one does not fit float32, and all do of the next 16
+        return h
+
+    assert find(make_step(Sandwich(Call(between)))) == []
+
+
+def test_what_is_kept_of_the_step_before_is_of_the_same_memory():
+    inputs = torch.full((8, 16), math.nan)
+    step = make_step(Sandwich(nn.ReLU()), inputs=inputs)
+    with insight.tracer.tracing() as tracer:
+        known = _Written("mul", "", math.nan, ())
+        known.status, known.is_old, known.size = "known", True, 4
+        tracer._finder._written[storage_of(inputs)] = known
+        step()
+    assert [(fault.op, fault.cause) for fault in tracer.faults] == [("F.linear", "came in")]

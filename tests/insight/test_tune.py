@@ -564,3 +564,27 @@ def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(leve
     runner(Run("recorder:Recorder", {}, Settings(level, both[:1])))
     low = torch.bfloat16 if level == "O5" else torch.float16
     assert dtypes == [[low, torch.float32], [low, low]]
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_noise_of_the_users_own_is_drawn_as_without(has_generator, tune):
+    def train():
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1) if has_generator else None
+
+        class Noisy(nn.Module):
+            def forward(self, h):
+                keep = torch.bernoulli(torch.full_like(h, 0.5), generator=generator)
+                return h * keep + torch.empty_like(h).normal_(generator=generator)
+
+        model = nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+        for _ in range(3):
+            loss = model(torch.randn(8, 8)).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    result = tune(train)
+    assert (result.is_reached, result.entries, result.runs) == (True, (), 2)

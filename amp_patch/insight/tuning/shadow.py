@@ -7,7 +7,7 @@ matters.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,8 @@ class Shadow:
 
     def run(self, module: str, op: str, function: Function, args: Any, kwargs: Any, *, is_listed: bool) -> Any:
         """Call a function as it is, see what would become of it in 16 bits, and return its result."""
+        if _cannot_run_again(op, [*args, *kwargs.values()]):
+            return function(*args, **kwargs)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
         with torch.no_grad():
             rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
@@ -110,6 +112,12 @@ class Shadow:
                     sums.gradient_error = max(sums.gradient_error, _relative(lost, full))
 
         self._handles.append(tensor.register_hook(hear))
+
+
+def _cannot_run_again(op: str, values: Sequence[Any]) -> bool:
+    """Tell whether a second call gives something else: memory as it is, or numbers of a generator of the user's."""
+    is_unwritten = op.rpartition(".")[2].startswith(("empty", "new_empty"))
+    return is_unwritten or any(isinstance(value, torch.Generator) for value in values)
 
 
 def _is_plain(tensor: Tensor) -> bool:
