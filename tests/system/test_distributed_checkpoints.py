@@ -12,6 +12,7 @@ from ranks import needs_fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch_state import VERSION
 
 import amp_patch as amp
 
@@ -184,6 +185,7 @@ def load_and_train(rank, level, how, folder):
     return loaded, end
 
 
+@pytest.mark.skipif(VERSION < (2, 7), reason="async_save of torch 2.6 writes tensors of a CPU as they are later")
 @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2)])
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_training_goes_on_while_a_checkpoint_is_written(ranks, level, how, tmp_path):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import needs_fsdp2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_state import VERSION
 
 import amp_patch as amp
 
@@ -251,6 +252,7 @@ def train_unsplit(level, steps):
     return weights
 
 
+@pytest.mark.skipif(VERSION < (2, 7), reason="plain torch 2.6, too, comes to other weights in stages than unsplit")
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_schedules_of_torch_run_in_one_block(ranks, schedule, level):
