@@ -320,6 +320,7 @@ def test_an_optimizer_that_never_steps_keeps_few_passes():
 @pytest.mark.parametrize("is_refreshed", [True, False])
 def test_masters_edited_around_a_compiled_forward(is_refreshed):
     """Compiled code does not look at masters: `refresh` does, and without it one is told."""
+    torch.compiler.reset()  # beyond a number of programs torch compiles no more
     net = nn.Linear(2, 1, bias=False)
     nn.init.ones_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
