@@ -39,7 +39,8 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
             message = (
                 f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale all the same"
             )
-            yield Fault(call, severity, message, f"Write `{_BLOCK}`.", _take_scaled(script, block, loss))
+            change = _take_scaled(script, block, loss) if context.expected.may_scale else ()
+            yield Fault(call, severity, message, f"Write `{_BLOCK}`.", change)
 
 
 def _take_scaled(script: Script, block: Block, loss: ast.expr) -> Edits:
@@ -48,11 +49,25 @@ def _take_scaled(script: Script, block: Block, loss: ast.expr) -> Edits:
     if (
         given is None
         or text_of(given) != text_of(loss)
-        or (block.name is None and block.item.optional_vars is not None)
+        or (block.name is None and (block.item.optional_vars is not None or _has_other_use(script)))
+        or any(
+            to == text_of(loss) and script.structure.is_inside(at, block.statement) for to, _, at in script.assignments
+        )
     ):
         return ()
     change = edits.replace(script, loss, block.name or "scaled_loss")
     return change if block.name else (*change, *edits.insert(script, block.call, " as scaled_loss"))
+
+
+def _has_other_use(script: Script) -> bool:
+    """Whether a script has a `scaled_loss` that no `with` gives it."""
+    bound = (one for one in script.nodes if isinstance(one, (ast.Name, ast.arg)))
+    return any(
+        getattr(one, "id", getattr(one, "arg", "")) == "scaled_loss"
+        and (isinstance(one, ast.arg) or isinstance(one.ctx, ast.Store))
+        and not isinstance(script.structure.parent(one), ast.withitem)
+        for one in bound
+    )
 
 
 @rule(
@@ -124,11 +139,12 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
 
 def _open_block(context: Context, call: ast.Call, loss: ast.expr) -> Edits:
     """Put a backward pass of a loss made in its scope into a block, if the step behind it shows the optimizer."""
-    script, amp, statement = context.script, context.script.names.find_amp(), context.script.statement(call)
+    script, amp, statement = context.script, context.find_amp(call), context.script.statement(call)
     is_made_here = isinstance(loss, ast.Name) and script.assigned_before(loss.id, call) is not None
     is_alone = isinstance(statement, ast.Expr) and statement.value is call and script.lines_of(statement) is not None
     optimizer = _find_optimizer(context, call)
-    if optimizer is None or amp is None or not is_made_here or not is_alone or not context.is_amp_on(call):
+    is_free = is_made_here and is_alone and not _has_other_use(script)
+    if optimizer is None or amp is None or not is_free or not context.is_amp_on(call):
         return ()
     indentation, (start, dot) = script.indentation(statement), script.receiver_span(call)
     header = f"with {amp}.scale_loss({text_of(loss)}, {optimizer}) as scaled_loss:"

@@ -8,7 +8,7 @@ from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
 from .script import Script
-from .structure import text_of
+from .structure import names_in, text_of
 
 
 @rule(
@@ -42,7 +42,7 @@ def _saves(script: Script) -> list[ast.Call]:
 
 def _save(context: Context, call: ast.Call) -> Edits:
     """Add amp's state behind the optimizer's, in a dict that is saved as it is."""
-    script, amp, holder = context.script, context.script.names.find_amp(), context.script.structure.parent(call)
+    script, amp, holder = context.script, context.find_amp(call), context.script.structure.parent(call)
     if amp is None or not context.is_amp_on(call) or any(to.endswith("['amp']") for to, *_ in script.assignments):
         return ()
     saved = _saved_dicts(script)
@@ -98,10 +98,11 @@ def loads_without_amp(context: Context) -> Iterator[Fault]:
 
 def _load(context: Context, call: ast.Call) -> Edits:
     """Load amp's state behind the optimizer's, from the same checkpoint, where `initialize` has run by then."""
-    script, amp, statement = context.script, context.script.names.find_amp(), context.script.statement(call)
+    script, amp, statement = context.script, context.find_amp(call), context.script.statement(call)
     source = call.args[0].value if call.args and isinstance(call.args[0], ast.Subscript) else None
     is_initialized = any(script.structure.is_before(one, call) for one in script.initializations)
     is_plain = isinstance(source, (ast.Name, ast.Attribute)) and isinstance(statement, ast.Expr)
+    is_plain = is_plain and not _has_amp_of_its_own(script)
     if source is None or amp is None or not is_plain or not is_initialized or not context.is_amp_on(call):
         return ()
     loading = f'{script.indent}{amp}.load_state_dict({text_of(source)}["amp"])'
@@ -133,12 +134,31 @@ def state_before_initialize(context: Context) -> Iterator[Fault]:
             yield Fault(call, "error", message, advice, _load_later(script, call, after[0]))
 
 
+def _has_amp_of_its_own(script: Script) -> bool:
+    """Whether a script has a dict with "amp" for something else, such as the name of a level."""
+    pairs = (
+        pair for one in script.nodes if isinstance(one, ast.Dict) for pair in zip(one.keys, one.values, strict=True)
+    )
+    return any(
+        isinstance(key, ast.Constant) and key.value == "amp" and isinstance(value, ast.Constant) for key, value in pairs
+    )
+
+
 def _load_later(script: Script, call: ast.Call, initialize: ast.Call) -> Edits:
-    """Move the loading of amp's state, or the `if` around all loading, behind `initialize`."""
+    """Move the loading of amp's state, or the `if` around it, behind `initialize`, over what has to do with neither."""
     statement = script.statement(call)
     outer = script.structure.parent(statement)
     moved = outer if isinstance(outer, ast.If) and not outer.orelse else statement
-    return edits.move(script, moved, initialize)
+    anchor, siblings = script.ancestor_beside(moved, initialize), script.siblings(moved)
+    if (
+        anchor is None
+        or not text_of(call.func).endswith("load_state_dict")
+        or anchor is not script.statement(initialize)
+    ):
+        return ()
+    between = siblings[siblings.index(moved) + 1 : siblings.index(anchor)]
+    is_named = any(names_in(one) & names_in(moved) for one in between)
+    return () if is_named else edits.move(script, moved, initialize)
 
 
 def _touches(script: Script, function: str) -> bool:

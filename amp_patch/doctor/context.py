@@ -40,14 +40,49 @@ class Context:
         yield from parts(arguments_of(call).get("optimizers"))
 
     def is_amp_on(self, node: ast.AST) -> bool:
-        """Tell whether `initialize` has run, wherever a node runs after it: it is under no other condition."""
+        """Tell whether `initialize` has surely run when a node runs: before it, under no other condition.
+
+        Where another script calls it, that is taken for granted.
+        """
+        calls = self.script.initializations
+        return not calls or (self._runs_wherever_all(node) and self._is_behind(calls, node))
+
+    def _runs_wherever_all(self, node: ast.AST) -> bool:
         return all(self._runs_wherever(call, node) for call in self.script.initializations)
 
+    def _is_behind(self, calls: list[ast.Call], node: ast.AST, depth: int = 3) -> bool:
+        """Whether one of `calls`, or of a function that has one, comes before a node, or before all calls around it."""
+        script, structure = self.script, self.script.structure
+        holders = {getattr(structure.frame(call), "name", "") for call in calls} - {""}
+        openers = [*calls, *(one for one in script.calls if _called(one) in holders)]
+        frame = structure.frame(node)
+        if any(structure.is_before(one, node) for one in openers):
+            return True
+        if not isinstance(frame, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return False
+        owner = structure.parent(frame)
+        if isinstance(owner, ast.ClassDef) and any(structure.is_inside(call, owner) for call in calls):
+            return True
+        name = owner.name if isinstance(owner, ast.ClassDef) else frame.name
+        callers = [one for one in script.calls if _called(one) == name and structure.frame(one) is not frame]
+        return bool(depth and callers) and all(self._is_behind(calls, one, depth - 1) for one in callers)
+
+    def find_amp(self, node: ast.AST) -> str | None:
+        """Return what the module amp is called where a node stands; None if it is not imported there."""
+        script, name = self.script, self.script.names.find_amp()
+        imports = (one for one in script.nodes if isinstance(one, (ast.Import, ast.ImportFrom)))
+        frames = {
+            script.structure.frame(one)
+            for one in imports
+            if name and name.partition(".")[0] in {(each.asname or each.name).partition(".")[0] for each in one.names}
+        }
+        return name if frames & {script.structure.frame(node), script.tree} else None
+
     def is_beside_amp(self, node: ast.AST) -> bool:
-        """Tell whether amp is on where a node runs, which a call of amp in the same function or module shows."""
+        """Tell whether amp is switched on where a node runs, and called in the same function or module."""
         frame, calls = self.script.structure.frame, self.script.calls_of("amp.initialize", "amp.scale_loss")
         beside = (call for call in calls if frame(call) is frame(node) and self._runs_wherever(call, node))
-        return self.is_amp_on(node) and next(beside, None) is not None
+        return self._runs_wherever_all(node) and next(beside, None) is not None
 
     def _runs_wherever(self, call: ast.Call, node: ast.AST) -> bool:
         """Whether a call is under no condition that a node is not under."""
@@ -74,6 +109,10 @@ class Context:
         """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
+
+
+def _called(call: ast.Call) -> str:
+    return text_of(call.func).rpartition(".")[2]
 
 
 def parts(node: ast.expr | None) -> list[ast.expr]:

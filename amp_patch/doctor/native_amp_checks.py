@@ -35,7 +35,9 @@ def native_amp(context: Context) -> Iterator[Fault]:
     script = context.script
     if not script.calls_of("amp.initialize", "amp.scale_loss") or not context.expected.levels:
         return
-    for call in script.calls_of(*(AUTOCASTS if context.expected.may_patch else ()), *SCALERS):
+    expected = context.expected
+    beside = (*(AUTOCASTS if expected.may_patch else ()), *(SCALERS if expected.may_scale else ()))
+    for call in script.calls_of(*beside):
         switch, is_enabled = get_switch(script, call)
         if is_enabled is not True or script.is_without_amp(call):
             continue
@@ -51,9 +53,8 @@ def native_amp(context: Context) -> Iterator[Fault]:
         else:
             message = "torch.autocast beside amp: two sets of rules cast the same ops, those of autocast last"
             advice = "Leave autocast out; the op lists decide (lists= takes your own)."
-            yield Fault(
-                call, "warning", message, advice, _take_out(script, call) if context.is_beside_amp(call) else ()
-            )
+            is_sure = context.is_beside_amp(call) and context.is_amp_on(call)
+            yield Fault(call, "warning", message, advice, _take_out(script, call) if is_sure else ())
 
 
 def _take_out(script: Script, call: ast.Call) -> Edits:
@@ -90,9 +91,9 @@ def autocast_switched_off(context: Context) -> Iterator[Fault]:
     script = context.script
     for call in script.calls_of(*AUTOCASTS) if context.expected.may_patch else ():
         if get_switch(script, call)[1] is False and not script.is_without_amp(call):
-            amp = script.names.find_amp()
+            amp = context.find_amp(call)
             is_block = isinstance(script.structure.parent(call), ast.withitem)
-            is_sure = amp and is_block and context.is_beside_amp(call)
+            is_sure = amp and is_block and context.is_beside_amp(call) and context.is_amp_on(call)
             change = edits.replace(script, call, f"{amp}.disable_casts()") if is_sure else ()
             message = "autocast(enabled=False) does not turn the casts of amp off"
             yield Fault(call, "warning", message, "Use `with amp.disable_casts():`.", change)

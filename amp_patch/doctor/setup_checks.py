@@ -13,7 +13,7 @@ from .levels import arguments_of, destinations, levels_for, literal
 from .names import LOW
 from .rules import rule
 from .script import Script
-from .structure import argument_of, position, text_of
+from .structure import argument_of, end, position, text_of
 
 
 @rule(
@@ -52,7 +52,9 @@ def _judge_option(script: Script, given: ast.Attribute, levels: tuple[str, ...])
     """
     uses = [one for one in script.nodes if isinstance(one, ast.Attribute) and one.attr == given.attr]
     readers = [script.structure.parent(one) for one in uses]
-    is_only_passed = all(isinstance(one, (ast.Call, ast.keyword, ast.FormattedValue)) for one in readers)
+    is_only_passed = all(
+        isinstance(one, (ast.keyword, ast.FormattedValue)) or one in script.initializations for one in readers
+    )
     compared = [text_of(one) for reader in readers if isinstance(reader, ast.Compare) for one in ast.walk(reader)]
     for option, _ in script.method_calls("add_argument"):
         kind = argument_of(option, "type")
@@ -109,12 +111,18 @@ def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
         return ()
     outer = script.structure.parent(wrapping)
     moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
-    for one in script.nodes:
-        name = one.attr if isinstance(one, ast.Attribute) else one.value if isinstance(one, ast.Constant) else None
-        is_between = position(wrapping) < position(one) < position(call)
-        if is_between and (name == "module" or "module." in str(name)):
-            return ()
-    return edits.move(script, moved, call, model=model)
+    return (
+        edits.move(script, moved, call, model=model)
+        if _is_left_alone(script, model, wrapping, script.statement(call))
+        else ()
+    )
+
+
+def _is_left_alone(script: Script, model: str, first: ast.AST, second: ast.AST) -> bool:
+    """Tell whether nothing between two places has to do with a model but for handing its parameters to an optimizer."""
+    between = [one for one in script.nodes if end(first) <= position(one) and end(one) <= position(second)]
+    takers = [script.structure.parent(one) for one in between if text_of(one) == model]
+    return all(isinstance(one, ast.Attribute) and one.attr == "parameters" for one in takers)
 
 
 @rule(
@@ -158,10 +166,17 @@ def low_models(context: Context) -> Iterator[Fault]:
     for cast, model in _casts_of_models(context):
         message = f"{model} is cast to 16 bits before amp.initialize, which refuses it (but for O3)"
         advice = "Leave the cast out: initialize casts the model where the level asks for it."
-        yield Fault(cast, "error", message, advice, _take_out_cast(context.script, cast))
+        yield Fault(cast, "error", message, advice, _take_out_cast(context, cast, model))
 
 
-def _take_out_cast(script: Script, cast: ast.Call) -> Edits:
+def _take_out_cast(context: Context, cast: ast.Call, model: str) -> Edits:
+    """Take a cast out where `initialize` stands beside it, whatever is asked for, and nothing lies between."""
+    script = context.script
+    call = next(one for one in script.initializations if script.structure.is_before(cast, one))
+    statement, initialize = script.statement(cast), script.statement(call)
+    is_beside = script.ancestor_beside(statement, call) is initialize and "enabled" not in arguments_of(call)
+    if not is_beside or not _is_left_alone(script, model, statement, initialize):
+        return ()
     receiver = cast.func.value if isinstance(cast.func, ast.Attribute) else cast
     low = [value for value in (*cast.args, *(one.value for one in cast.keywords)) if script.names.resolve(value) & LOW]
     if len(cast.args) + len(cast.keywords) > 1:
@@ -221,10 +236,13 @@ def low_casts(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
             yield call, receiver
 
 
+_OF_ITSELF = ("to", "type", "cuda", "cpu", "half", "bfloat16", "float", "double", "train", "eval", "requires_grad_")
+
+
 def _root(call: ast.Call) -> str:
-    """Return what a chain of method calls starts from: `model` of `model.cuda().half()`."""
+    """Return what a chain of methods that give the model itself starts from: `model` of `model.cuda().half()`."""
     value: ast.expr = call
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _OF_ITSELF:
         value = value.func.value
     return text_of(value)
 
@@ -276,7 +294,9 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
 
 def _move_earlier(script: Script, move: ast.Call, model: str, call: ast.Call) -> Edits:
     statement = script.statement(move)
-    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move:
+    siblings, initialize = script.siblings(statement), script.statement(call)
+    is_next = initialize in siblings and siblings.index(statement) == siblings.index(initialize) + 1
+    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move or not is_next:
         return ()
     return edits.move(script, statement, call, is_before=True, model=model)
 
@@ -286,4 +306,6 @@ def _is_move(script: Script, call: ast.Call) -> bool:
         return True
     if not call.args or any(name.startswith("torch.") for name in script.names.resolve(call.args[0])):
         return False
-    return bool(literal(script, call.args[0]) != "cpu")
+    place = literal(script, call.args[0])
+    is_named = any(word in text_of(call.args[0]).lower() for word in ("dev", "cuda", "gpu", "rank"))
+    return place != "cpu" if isinstance(place, (str, int)) else is_named

@@ -8,7 +8,7 @@ from .blocks import get_block_around, get_blocks
 from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
-from .structure import argument_of, text_of
+from .structure import argument_of, bound_in, names_in, text_of
 
 _CLIPPERS = tuple(
     f"{module}.{name}"
@@ -25,7 +25,10 @@ def _calls_in_blocks(context: Context, calls: list[ast.Call]) -> Iterator[tuple[
         if block is not None and argument_of(block.call, "delay_unscale", 4):
             yield call, "Move it behind the block of the pass that unscales, the last one before the step.", ()
         elif block is not None:
+            given = {name for one in (*call.args[1:], *call.keywords) for name in names_in(one)}
+            is_made_there = given & bound_in(ast.walk(block.statement))  # of the loss scale, as a rule
             change = edits.close_block_before(context.script, block.statement, call, block.name)
+            change = () if is_made_there else change
             yield call, "Move it behind the block.", change
 
 

@@ -221,11 +221,11 @@ POSITIVE = {
     "AMP307-autocast": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda"):  # FAULT\n    model(x)'),
     "AMP307-scaler": (
         "error",
-        HEAD + "from torch.cuda.amp import GradScaler\nscaler = GradScaler()  # FAULT\n" + setup("O4"),
+        HEAD + "from torch.cuda.amp import GradScaler\nscaler = GradScaler()  # FAULT\n" + setup(),
     ),
     "AMP307-same-flag": (
         "error",
-        HEAD + "if args.fp16:\n    " + setup("O4") + "if args.fp16:\n    scaler = torch.amp.GradScaler()  # FAULT",
+        HEAD + "if args.fp16:\n    " + setup() + "if args.fp16:\n    scaler = torch.amp.GradScaler()  # FAULT",
     ),
     "AMP308": ("warning", HEAD + setup("O4") + 'with torch.autocast("cuda", enabled=False):  # FAULT\n    model(x)'),
     "AMP308-by-position": ("warning", HEAD + setup() + "with torch.cuda.amp.autocast(False):  # FAULT\n    model(x)"),

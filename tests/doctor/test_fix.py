@@ -206,6 +206,37 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "with-later-ids": "model = torch.nn.DataParallel(model, ids)\nids = None",
             }.items()
         ),
+        pytest.param(
+            f"import torch\ndef setup():\n    import amp_patch as amp\n    {AMP}def train():\n    {INNER}"
+            "optimizer.step()\nsetup()\ntrain()\n",
+            id="amp-imported-elsewhere",
+        ),
+        *(
+            pytest.param(f"import torch\nimport amp_patch as amp\n{source}\n", id=f"order-{name}")
+            for name, source in {
+                "loss-of-a-function-without-amp": f"def plain():\n    {INNER}optimizer.step()\n"
+                f"def with_amp():\n    {AMP}plain()",
+                "loss-of-a-class-without-amp": f"class A:\n    def step(self):\n        loss = f()\n"
+                "        loss.backward()\n        optimizer.step()\nclass B:\n    def __init__(self):\n"
+                f"        {AMP}\nA()",
+                "loss-before": f"for x in warmup:\n    {INNER}optimizer.step()\n{AMP}",
+                "saved-before": f"torch.save({STATE}, path)\n{AMP}",
+                "cast-before": f"with torch.autocast('cuda'):\n    model(x)\n{AMP}",
+                "wrapped-then-loaded": f"model = torch.nn.DataParallel(model)\nmodel.load_state_dict(x)\n{AMP}",
+                "half-then-saved": f"model = model.half()\ntorch.save(model.state_dict(), path)\n{AMP}",
+                "half-on-a-switch": "model.half()\n" + AMP.replace(")\n", ", enabled=on)\n"),
+                "moved-late": f"model = Net()\n{AMP}print(1)\nmodel.to(device)",
+                "resumed-then-copied": f"if on:\n    model.load_state_dict(x)\n    amp.load_state_dict(x)\n"
+                f"ema = deepcopy(model)\n{AMP}",
+                "amp-for-a-level": f"state = {{'amp': 'O1'}}\n{AMP}optimizer.load_state_dict(state['o'])",
+                "loss-made-anew": f"{AMP}with amp.scale_loss(loss, optimizer) as s:\n    loss = loss / 4\n"
+                "    loss.backward()",
+                "another-scaled-loss": f"{AMP}scaled_loss = 7\nwith amp.scale_loss(loss, optimizer):\n"
+                "    loss.backward()",
+                "clipped-by-the-scale": f"{AMP}with amp.scale_loss(loss, optimizer) as s:\n    s.backward()\n"
+                "    scale = s / loss\n    torch.nn.utils.clip_grad_norm_(p, 0.1 * scale)",
+            }.items()
+        ),
     ],
 )
 def test_what_takes_more_than_the_place_is_left_alone(source, tmp_path):
@@ -358,3 +389,20 @@ def test_a_cell_that_cannot_be_parsed_is_told_and_the_others_are_checked_and_men
     assert f"{path}:cell 4:2:63: error: opt_level 'o1' is not a level" in said
     assert mend(path, "--fix") == 1
     assert path.read_text() == make_notebook(MENDED[0], unfinished, *MENDED[1:])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"import amp_patch as amp\nfrom torch.amp import GradScaler\n{AMP.replace(')', ', loss_scale=1.0)')}"
+        "scaler = GradScaler()\n",
+        f"import amp_patch as amp\nbank = model.encode(x).half()\n{AMP}",
+        f"import amp_patch as amp\n{AMP}model.to(dtype)\n",
+    ],
+    ids=["scaler-beside-no-scale", "output", "cast-for-export"],
+)
+def test_what_is_right_is_left_alone(source, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    mend(path, "--fix")
+    assert path.read_text() == source
