@@ -11,7 +11,7 @@ from .findings import Edits, Fault, Severity
 from .levels import UNKNOWN, arguments_of, is_written_out, literal
 from .rules import rule
 from .script import Script
-from .structure import argument_of, bound_in, names_in, position, text_of
+from .structure import argument_of, bound_in, function_of, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 
@@ -50,9 +50,7 @@ def _take_scaled(script: Script, block: Block, loss: ast.expr) -> Edits:
         given is None
         or text_of(given) != text_of(loss)
         or (block.name is None and (block.item.optional_vars is not None or _has_other_use(script)))
-        or any(
-            to == text_of(loss) and script.structure.is_inside(at, block.statement) for to, _, at in script.assignments
-        )
+        or text_of(loss) in bound_in(ast.walk(block.statement))
     ):
         return ()
     change = edits.replace(script, loss, block.name or "scaled_loss")
@@ -61,12 +59,8 @@ def _take_scaled(script: Script, block: Block, loss: ast.expr) -> Edits:
 
 def _has_other_use(script: Script) -> bool:
     """Whether a script has a `scaled_loss` that no `with` gives it."""
-    bound = (one for one in script.nodes if isinstance(one, (ast.Name, ast.arg)))
-    return any(
-        getattr(one, "id", getattr(one, "arg", "")) == "scaled_loss"
-        and (isinstance(one, ast.arg) or isinstance(one.ctx, ast.Store))
-        and not isinstance(script.structure.parent(one), ast.withitem)
-        for one in bound
+    return "scaled_loss" in bound_in(
+        one for one in script.nodes if not isinstance(script.structure.parent(one), ast.withitem)
     )
 
 
@@ -191,7 +185,7 @@ def _may_be_scaled_outside(script: Script, loss: ast.expr, scaled: set[str], cal
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
     parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
-    callers = [one for one in script.calls if text_of(one.func).rpartition(".")[2] == function.name]
+    callers = [one for one in script.calls if function_of(one) == function.name]
     blocks = {block.statement for block in get_blocks(script)}
     return bool(names_in(loss) & parameters) and any(
         names_in(one) & scaled or not blocks.isdisjoint(script.structure.around(one)) for one in callers

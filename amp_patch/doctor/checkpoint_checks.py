@@ -8,7 +8,7 @@ from .context import Context
 from .findings import Edits, Fault
 from .rules import rule
 from .script import Script
-from .structure import names_in, text_of
+from .structure import function_of, names_in, text_of
 
 
 @rule(
@@ -37,7 +37,7 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
 
 
 def _saves(script: Script) -> list[ast.Call]:
-    return [call for call in script.calls if "save" in text_of(call.func).rpartition(".")[2].lower()]
+    return [call for call in script.calls if "save" in function_of(call).lower()]
 
 
 def _save(context: Context, call: ast.Call) -> Edits:
@@ -150,11 +150,7 @@ def _load_later(script: Script, call: ast.Call, initialize: ast.Call) -> Edits:
     outer = script.structure.parent(statement)
     moved = outer if isinstance(outer, ast.If) and not outer.orelse else statement
     anchor, siblings = script.ancestor_beside(moved, initialize), script.siblings(moved)
-    if (
-        anchor is None
-        or not text_of(call.func).endswith("load_state_dict")
-        or anchor is not script.statement(initialize)
-    ):
+    if anchor is None or function_of(call) != "load_state_dict" or anchor is not script.statement(initialize):
         return ()
     between = siblings[siblings.index(moved) + 1 : siblings.index(anchor)]
     is_named = any(names_in(one) & names_in(moved) for one in between)

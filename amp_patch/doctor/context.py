@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .coverage import Coverage
 from .levels import Expected, arguments_of
 from .script import Script
-from .structure import argument_of, text_of
+from .structure import argument_of, function_of, text_of
 
 WRAPPERS = frozenset(
     {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
@@ -45,27 +45,28 @@ class Context:
         Where another script calls it, that is taken for granted.
         """
         calls = self.script.initializations
-        return not calls or (self._runs_wherever_all(node) and self._is_behind(calls, node))
+        holders = {getattr(self.script.structure.frame(call), "name", "") for call in calls} - {""}
+        openers = [*calls, *(one for one in self.script.calls if function_of(one) in holders)]
+        return not calls or (self._is_switched_on(node) and self._is_behind(openers, node))
 
-    def _runs_wherever_all(self, node: ast.AST) -> bool:
+    def _is_switched_on(self, node: ast.AST) -> bool:
+        """Whether every `initialize` is under no condition that a node is not under."""
         return all(self._runs_wherever(call, node) for call in self.script.initializations)
 
-    def _is_behind(self, calls: list[ast.Call], node: ast.AST, depth: int = 3) -> bool:
-        """Whether one of `calls`, or of a function that has one, comes before a node, or before all calls around it."""
+    def _is_behind(self, openers: list[ast.Call], node: ast.AST, depth: int = 3) -> bool:
+        """Whether `initialize`, or a function that calls it, runs before a node, or before all calls around it."""
         script, structure = self.script, self.script.structure
-        holders = {getattr(structure.frame(call), "name", "") for call in calls} - {""}
-        openers = [*calls, *(one for one in script.calls if _called(one) in holders)]
         frame = structure.frame(node)
         if any(structure.is_before(one, node) for one in openers):
             return True
         if not isinstance(frame, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return False
         owner = structure.parent(frame)
-        if isinstance(owner, ast.ClassDef) and any(structure.is_inside(call, owner) for call in calls):
+        if isinstance(owner, ast.ClassDef) and any(structure.is_inside(call, owner) for call in script.initializations):
             return True
         name = owner.name if isinstance(owner, ast.ClassDef) else frame.name
-        callers = [one for one in script.calls if _called(one) == name and structure.frame(one) is not frame]
-        return bool(depth and callers) and all(self._is_behind(calls, one, depth - 1) for one in callers)
+        callers = [one for one in script.calls if function_of(one) == name and structure.frame(one) is not frame]
+        return bool(depth and callers) and all(self._is_behind(openers, one, depth - 1) for one in callers)
 
     def find_amp(self, node: ast.AST) -> str | None:
         """Return what the module amp is called where a node stands; None if it is not imported there."""
@@ -82,7 +83,7 @@ class Context:
         """Tell whether amp is switched on where a node runs, and called in the same function or module."""
         frame, calls = self.script.structure.frame, self.script.calls_of("amp.initialize", "amp.scale_loss")
         beside = (call for call in calls if frame(call) is frame(node) and self._runs_wherever(call, node))
-        return self._runs_wherever_all(node) and next(beside, None) is not None
+        return self._is_switched_on(node) and next(beside, None) is not None
 
     def _runs_wherever(self, call: ast.Call, node: ast.AST) -> bool:
         """Whether a call is under no condition that a node is not under."""
@@ -109,10 +110,6 @@ class Context:
         """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)
         return text in self.optimizer_texts() or "optim" in text.rpartition(".")[2].lower()
-
-
-def _called(call: ast.Call) -> str:
-    return text_of(call.func).rpartition(".")[2]
 
 
 def parts(node: ast.expr | None) -> list[ast.expr]:

@@ -13,7 +13,7 @@ from .levels import arguments_of, destinations, levels_for, literal
 from .names import LOW
 from .rules import rule
 from .script import Script
-from .structure import argument_of, end, position, text_of
+from .structure import argument_of, end, function_of, position, text_of
 
 
 @rule(
@@ -111,11 +111,8 @@ def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
         return ()
     outer = script.structure.parent(wrapping)
     moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
-    return (
-        edits.move(script, moved, call, model=model)
-        if _is_left_alone(script, model, wrapping, script.statement(call))
-        else ()
-    )
+    is_left_alone = _is_left_alone(script, model, wrapping, script.statement(call))
+    return edits.move(script, moved, call, model=model) if is_left_alone else ()
 
 
 def _is_left_alone(script: Script, model: str, first: ast.AST, second: ast.AST) -> bool:
@@ -283,7 +280,7 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
             early = any(structure.is_before(move, call) and _root(move) == model for move, _ in moves)
             if not isinstance(made, ast.Call) or early or any(structure.is_inside(move, made) for move, _ in moves):
                 continue
-            if not text_of(made.func).rpartition(".")[2][:1].isupper():
+            if not function_of(made)[:1].isupper():
                 continue  # a function may move what it makes
             late = [move for move, one in moves if text_of(one) == model and structure.is_before(call, move)]
             for move in late[:1]:

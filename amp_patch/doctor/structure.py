@@ -46,6 +46,11 @@ def bound_in(nodes: Iterable[ast.AST]) -> set[str]:
     return bound - {"", "self"}
 
 
+def function_of(call: ast.Call) -> str:
+    """Return the last part of the name of the function or method that is called."""
+    return text_of(call.func).rpartition(".")[2]
+
+
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
     """Return the argument that a call gives at the position `index` or by the keyword `name`; None if it gives none."""
     if index is not None and len(call.args) > index:

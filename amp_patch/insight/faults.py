@@ -108,7 +108,7 @@ class FaultFinder:
         """Look at what an op gave. `before`: what `prepare` returned; `call`: what it is part of, None: of amp."""
         overload = op.overload
         node = "" if op.node is None else op.node.name()
-        outputs = list(floating_in(op.outputs()))
+        outputs = op.floating_results()
         if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
             for tensor in op.outputs():
                 self._written.pop(storage_of(tensor), None)
@@ -118,10 +118,8 @@ class FaultFinder:
         self.looked_at += 1
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
-        outputs = outputs[:1] if overload.has_one_output else [*outputs, *floating_in(op.statistics())]
-        for number, tensor in enumerate(outputs):
-            largest = self._find_widened(op, tensor)
-            written = _Written(overload.name, node, read_largest(tensor) if largest is None else largest, parents)
+        for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
+            written = _Written(overload.name, node, self._find_largest(op, tensor), parents)
             written.size = tensor.untyped_storage().nbytes()
             written.is_whole = written.size == tensor.nbytes
             if not math.isfinite(written.largest):
@@ -129,16 +127,19 @@ class FaultFinder:
                     self._judge(op, before, number, tensor, written, call)
             elif self._underflow is not None and call is not None:
                 with current.without_casts():
-                    self._judge_zeros(op, before, number, written, call)
+                    self._judge_zeros(op, before, number, tensor, written, call)
             self._keep(storage_of(tensor), written)
 
-    def _find_widened(self, op: Op, output: Tensor) -> float | None:
-        """Return the largest magnitude of a copy of 16-bit values in a wider dtype; None where that is to be read."""
-        if not op.overload.is_copy or output.dtype in LOW_DTYPES:
-            return None
-        source = op.inputs()[-1 if op.overload.is_overwriting else 0]
-        known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and is_whole(source) else None
-        return known.largest if known is not None and known.is_whole and math.isfinite(known.largest) else None
+    def _find_largest(self, op: Op, output: Tensor) -> float:
+        """Return the largest magnitude of an output: of 16-bit values in a wider dtype, that of what they are copied
+        from, if it is known.
+        """
+        if op.overload.is_copy and output.dtype not in LOW_DTYPES:
+            source = op.inputs()[-1 if op.overload.is_overwriting else 0]
+            known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and is_whole(source) else None
+            if known is not None and known.is_whole and math.isfinite(known.largest):
+                return known.largest
+        return read_largest(output)
 
     def _keep(self, storage: int, written: _Written) -> None:
         earlier = None if written.is_whole else self._written.get(storage)
@@ -243,9 +244,10 @@ class FaultFinder:
         kind = "nan" if has_nan(stranger.tensor) else "inf"
         self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
 
-    def _judge_zeros(self, op: Op, before: Sequence[Any], number: int, written: _Written, call: Call) -> None:
+    def _judge_zeros(
+        self, op: Op, before: Sequence[Any], number: int, output: Tensor, written: _Written, call: Call
+    ) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
-        output = [*floating_in(op.outputs()), *floating_in(op.statistics())][number]
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
         exact = compute_in_float32(op, before)

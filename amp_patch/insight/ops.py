@@ -89,11 +89,10 @@ class Op(NamedTuple):
         """Return the tensors that it gave."""
         return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
 
-    def statistics(self) -> list[Tensor]:
-        """Return the running statistics that it moved."""
-        if not self.overload.moves_statistics:
-            return []
-        return list(tensors_in(self.args[index] for index in sorted(self.overload.written)))
+    def floating_results(self) -> list[Tensor]:
+        """Return the floating and complex tensors that it gave, and the running statistics that it moved."""
+        moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
+        return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 
 
 def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
@@ -116,6 +115,5 @@ def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
     args = [widen(value) for value in before]
     devices = {tensor.get_device() for tensor in tensors_in(args) if tensor.is_cuda}
     with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        again = Op(op.overload, op.function, args, kwargs, op.function(*args, **kwargs), op.node)
-        return [*floating_in(again.outputs()), *floating_in(again.statistics())]
+        return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()
     return []

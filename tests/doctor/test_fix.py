@@ -73,6 +73,11 @@ INNER = LOSS.replace("\n", "\n    ")
 HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
 
 
+def cases(kind, script, parts):
+    """Return a parameter for each part, put in the place of @ in a script."""
+    return [pytest.param(script.replace("@", part), id=f"{kind}-{name}") for name, part in parts.items()]
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -101,9 +106,10 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
             "import amp_patch as amp\nif on:\n    amp.load_state_dict(c)\n    n = 1\nprint(n)\n" + HEAD,
             id="needed-before",
         ),
-        *(
-            pytest.param(f"import torch\nmodel = Net()\n{HEAD}{between}\nmodel.cuda(rank())\n", id=f"moved-over-{name}")
-            for name, between in {
+        *cases(
+            "moved-over",
+            f"import torch\nmodel = Net()\n{HEAD}@\nmodel.cuda(rank())\n",
+            {
                 "import": "from os import getpid as rank",
                 "star": "from ranks import *",
                 "function": "def rank(): ...",
@@ -115,15 +121,16 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "augmented": "rank += 1",
                 "attribute": "rank.at = 0",
                 "another-model": "model = model.layers",
-            }.items()
+            },
         ),
-        *(
-            pytest.param(f"from amp_patch import initialise\n{again}\ninitialise(model)\n", id=f"name-of-{name}")
-            for name, again in {
+        *cases(
+            "name-of",
+            "from amp_patch import initialise\n@\ninitialise(model)\n",
+            {
                 "parameter": "def f(initialise): ...",
                 "loop": "for initialise in all: ...",
                 "the-right-function": "def initialize(): ...",
-            }.items()
+            },
         ),
         *(
             pytest.param(
@@ -133,19 +140,21 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
             )
             for name, more in {"keyword": "delay_unscale=i % 2", "position": "0, None, i % 2"}.items()
         ),
-        *(
-            pytest.param(f"import torch\nimport amp_patch as amp\n{source}", id=f"amp-elsewhere-{name}")
-            for name, source in {
+        *cases(
+            "amp-elsewhere",
+            "import torch\nimport amp_patch as amp\n@",
+            {
                 "function": f"{AMP}def f():\n    with torch.autocast('cuda'):\n        model(x)\n",
                 "switch": f"{AMP}def f():\n    with torch.autocast('cuda', None, False):\n        model(x)\n",
                 "flag": f"if on:\n    {AMP}scaler = torch.amp.GradScaler()\n",
                 "block": f"def f():\n    {AMP}def g():\n    scaler = torch.amp.GradScaler()\n    if on:\n"
                 "        with amp.scale_loss(x, optimizer) as s:\n            s.backward()\n",
-            }.items()
+            },
         ),
-        *(
-            pytest.param(f"{HEAD}{source}\n", id=f"backward-{name}")
-            for name, source in {
+        *cases(
+            "backward",
+            f"{HEAD}@\n",
+            {
                 "of-another-optimizer": f"{LOSS}d_optimizer.step()\noptimizer.step()",
                 "of-two-optimizers": f"{LOSS}optimizer.step()\nd_optimizer.step()",
                 "before-a-scheduler": f"{LOSS}scheduler.step()\noptimizer.step()",
@@ -160,11 +169,12 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "attribute": "self.loss = f()\nself.loss.backward()\noptimizer.step()",
                 "loop": "for loss in losses:\n    loss.backward()\n    optimizer.step()",
                 "expression": "loss = f()\n(loss / 2).backward()\noptimizer.step()",
-            }.items()
+            },
         ),
-        *(
-            pytest.param(f"{HEAD}{source}\n", id=f"checkpoint-{name}")
-            for name, source in {
+        *cases(
+            "checkpoint",
+            f"{HEAD}@\n",
+            {
                 "nested": f"torch.save({{'all': {STATE}}}, path)",
                 "amp-key": "torch.save({'amp': True, 'o': optimizer.state_dict()}, path)",
                 "amp-entry": f"state = {STATE}\nstate['amp'] = True\ntorch.save(state, path)",
@@ -176,7 +186,7 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "no-dict": "state = make()\nstate['o'] = optimizer.state_dict()\ntorch.save(state, path)",
                 "attribute": f"self.state = {STATE}\ntorch.save(self.state, path)",
                 "made-anew": f"state = {STATE}\nstate = pick(state)\ntorch.save(state, path)",
-            }.items()
+            },
         ),
         *(
             pytest.param(
@@ -197,23 +207,25 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
             f"import torch\nmodel = Net()\n{HEAD.replace('model, optimizer =', 'model, rank =')}model.cuda(rank)\n",
             id="moved-over-what-is-returned",
         ),
-        *(
-            pytest.param(f"import torch\n{wrapping}\n{HEAD}", id=f"wrapper-{name}")
-            for name, wrapping in {
+        *cases(
+            "wrapper",
+            f"import torch\n@\n{HEAD}",
+            {
                 "of-another": "model = torch.nn.DataParallel(net)",
                 "attribute": "model = torch.nn.DataParallel(model)\nbare = model.module if on else model",
                 "string": "model = torch.nn.DataParallel(model)\nnames = [n for n in all if n.startswith('module.')]",
                 "with-later-ids": "model = torch.nn.DataParallel(model, ids)\nids = None",
-            }.items()
+            },
         ),
         pytest.param(
             f"import torch\ndef setup():\n    import amp_patch as amp\n    {AMP}def train():\n    {INNER}"
             "optimizer.step()\nsetup()\ntrain()\n",
             id="amp-imported-elsewhere",
         ),
-        *(
-            pytest.param(f"import torch\nimport amp_patch as amp\n{source}\n", id=f"order-{name}")
-            for name, source in {
+        *cases(
+            "order",
+            "import torch\nimport amp_patch as amp\n@\n",
+            {
                 "loss-of-a-function-without-amp": f"def plain():\n    {INNER}optimizer.step()\n"
                 f"def with_amp():\n    {AMP}plain()",
                 "loss-of-a-class-without-amp": f"class A:\n    def step(self):\n        loss = f()\n"
@@ -231,11 +243,13 @@ HEAD = f"import torch\nimport amp_patch as amp\n{AMP}"
                 "amp-for-a-level": f"state = {{'amp': 'O1'}}\n{AMP}optimizer.load_state_dict(state['o'])",
                 "loss-made-anew": f"{AMP}with amp.scale_loss(loss, optimizer) as s:\n    loss = loss / 4\n"
                 "    loss.backward()",
+                "loss-added-to": f"{AMP}with amp.scale_loss(loss, optimizer) as s:\n    loss += penalty\n"
+                "    loss.backward()",
                 "another-scaled-loss": f"{AMP}scaled_loss = 7\nwith amp.scale_loss(loss, optimizer):\n"
                 "    loss.backward()",
                 "clipped-by-the-scale": f"{AMP}with amp.scale_loss(loss, optimizer) as s:\n    s.backward()\n"
                 "    scale = s / loss\n    torch.nn.utils.clip_grad_norm_(p, 0.1 * scale)",
-            }.items()
+            },
         ),
     ],
 )
