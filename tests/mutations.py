@@ -5,6 +5,8 @@
     python tests/mutations.py --only 7 --jobs 2   one of them, in two processes
     python tests/mutations.py --near              only the tests of the wing that each breaks
     python tests/mutations.py --tests OTHER       the same edits against another folder of tests
+    python tests/mutations.py --wings casting,training --count 60 --save edits.json
+    python tests/mutations.py --load edits.json   the same edits again, later, wherever their text stands by then
 
 Edits are made from the syntax tree: a comparison or a condition turned round, `and` for `or`, a constant off by one, a
 statement left out. Each is applied to a copy of the tree. The tests of the wing that it breaks run first, the others
@@ -14,6 +16,8 @@ Messages, reports and the command line are left alone: what they say is for peop
 
 import argparse
 import ast
+import dataclasses
+import json
 import os
 import random
 import re
@@ -64,10 +68,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit: bytes `start` to `end` of a module become `new`."""
+    """One edit: bytes `start` to `end` of a module, in a function of this name, become `new`."""
 
     path: str
     line: int
+    function: str
     kind: str
     start: int
     end: int
@@ -95,6 +100,7 @@ class Finder(ast.NodeVisitor):
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source, self.edits = path, source, list[Edit]()
+        self.function = ""
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
@@ -110,7 +116,8 @@ class Finder(ast.NodeVisitor):
     def add(self, node: ast.AST, kind: str, new: str, span: tuple[int, int] | None = None) -> None:
         start, end = span or self.span(node)
         line = self.source.count(b"\n", 0, start) + 1
-        self.edits.append(Edit(self.path, line, kind, start, end, self.source[start:end].decode(), new))
+        old = self.source[start:end].decode()
+        self.edits.append(Edit(self.path, line, self.function, kind, start, end, old, new))
 
     def add_operator(self, whole: ast.AST, left: ast.AST, right: ast.AST, kind: str, old: str, new: str) -> None:
         """Exchange the operator between two nodes, and show the expression around it."""
@@ -128,8 +135,10 @@ class Finder(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if SILENT.search(node.name.strip("_")):
             return
+        outer, self.function = self.function, node.name
         for child in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
             self.visit(child)
+        self.function = outer
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for child in node.body:
@@ -247,16 +256,33 @@ def find_edits() -> list[Edit]:
     return edits
 
 
-def choose(edits: list[Edit], seed: int, count: int) -> list[Edit]:
+def choose(edits: list[Edit], wings: list[str], seed: int, count: int) -> list[Edit]:
     """A folder by weight, a kind of edit in it, and one of those; no line twice."""
     generator, chosen = random.Random(seed), dict[tuple[str, int], Edit]()
+    weights = [WEIGHTS[wing] for wing in wings]
     while len(chosen) < count:
-        wing = generator.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        wing = generator.choices(wings, weights)[0]
         there = [edit for edit in edits if edit.wing == wing]
         kind = generator.choice(sorted({edit.kind for edit in there}))
         edit = generator.choice([edit for edit in there if edit.kind == kind])
         chosen.setdefault((edit.path, edit.line), edit)
     return list(chosen.values())
+
+
+def load(path: Path, edits: list[Edit]) -> list[Edit | str]:
+    """Saved edits as they are made today: the same text in the same module, or in a function of the same name anywhere,
+    nearest to the line of then. A description stands for those whose text is gone.
+    """
+    found: list[Edit | str] = []
+    for row in json.loads(path.read_text()):
+        saved = Edit(**row)
+        same = [edit for edit in edits if (edit.kind, edit.old, edit.new) == (saved.kind, saved.old, saved.new)]
+        there = [edit for edit in same if edit.path == saved.path or edit.function == saved.function]
+        there.sort(
+            key=lambda edit: (edit.function != saved.function, edit.path != saved.path, abs(edit.line - saved.line))
+        )
+        found.append(there[0] if there else str(saved))
+    return found
 
 
 def order_tests(edit: Edit, tests: Path) -> Iterator[list[str]]:
@@ -328,15 +354,27 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the edits and run nothing")
     parser.add_argument("--only", type=int, action="append", metavar="N", help="run this one; may be given repeatedly")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", metavar="DIR", help="another folder of tests")
+    parser.add_argument("--wings", default=",".join(WEIGHTS), help="folders of the package, with commas between")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the edits there")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="make the edits that were saved there")
     parser.add_argument("--near", action="store_true", help="run the tests of the broken wing and no others")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes of pytest (default: its own)")
     arguments = parser.parse_args()
-    chosen = choose(find_edits(), arguments.seed, arguments.count)
+    edits = find_edits()
+    if arguments.load:
+        chosen = load(arguments.load, edits)
+    else:
+        chosen = choose(edits, arguments.wings.split(","), arguments.seed, arguments.count)
+    if arguments.save:
+        arguments.save.write_text(json.dumps([dataclasses.asdict(edit) for edit in chosen], indent=1))
     noticed = survived = 0
     for number, edit in enumerate(chosen):
         if arguments.only and number not in arguments.only:
             continue
         print(f"{number:3}  {edit}", flush=True)
+        if isinstance(edit, str):
+            print("       is gone")
+            continue
         if edit.reason is not None:
             print(f"       cannot be noticed: {edit.reason}")
         elif not arguments.list:
