@@ -14,6 +14,10 @@ Group = tuple[list[Tensor], ...]
 clone = torch.ops.aten.clone.default
 """Returns a copy, in the dtype of the tensor whatever a list says of `clone`."""
 
+eq = torch.ops.aten.eq.Tensor
+where = torch.ops.aten.where.self
+"""Those of torch, whatever a list says of them."""
+
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
-from ..multi_tensor import Group, copy_, group
+from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
@@ -63,6 +63,7 @@ class Masters:
         self._index: dict[int, int] = {}  # by the parameter's id
         self._index_of_master: dict[int, int] = {}
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
+        self._pushed: dict[int, Tensor] = {}  # by index: the master at the last push, of parameters edited since
         self._groups: list[Group] | None = None  # of all, for pushing
         self.has_warned_of_copy = False
         self.is_compiled = False  # a model runs in compiled code, which brings the two sides together no more
@@ -82,6 +83,7 @@ class Masters:
             self._masters[index] = master
         self._index_of_master[id(master)] = index
         self._groups = None
+        self._pushed.pop(index, None)
         self._see(index)
 
     def keep_only(self, parameter_ids: Collection[int]) -> None:
@@ -96,6 +98,7 @@ class Masters:
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._index_of_master = {id(master): index for index, master in enumerate(self._masters)}
         self._groups = None
+        self._pushed.clear()
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the master of `parameter`, or None."""
@@ -117,6 +120,7 @@ class Masters:
             if self._groups is None:
                 self._groups = group(self._parameters, self._masters)
             copy_(self._groups)
+            self._pushed.clear()
             self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
@@ -140,7 +144,18 @@ class Masters:
     def _push_some(self, indices: list[int]) -> None:
         copy_(group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
         for index in indices:
+            self._pushed.pop(index, None)
             self._see(index)
+
+    def _take_over(self, index: int) -> None:
+        """Have a master follow a parameter that was edited, element by element."""
+        parameter, master = self._parameters[index], self._masters[index]
+        with torch.inference_mode(False), torch.no_grad():
+            pushed = self._pushed.setdefault(index, clone(master))
+            edited = torch.empty_like(master, requires_grad=False)
+            copy_([([edited], [parameter])])
+            edited = where(_is_rounded(parameter, master), master, edited)
+            copy_([([master], [where(_is_rounded(parameter, pushed), pushed, edited)])])
 
     def _see(self, index: int) -> None:
         for seen, tensors in zip(self._seen, (self._parameters, self._masters), strict=True):
@@ -156,11 +171,19 @@ class Masters:
             if masters.differs_at(index, self._seen[1]):
                 moved.append(index)
             elif parameters.differs_at(index, self._seen[0]):
-                copy_([([self._masters[index]], [self._parameters[index]])])
+                self._take_over(index)
                 self._see(index)
         if pushing and moved:
             self._push_some(moved)
         return bool(moved)
+
+
+def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:
+    """Return where a 16-bit parameter holds the rounded value of a master: bool, of their shape."""
+    rounded = torch.empty_like(parameter, requires_grad=False)
+    copy_([([rounded], [master])])
+    is_rounded: Tensor = eq(parameter, rounded)
+    return is_rounded
 
 
 # ---- in an optimizer -------------------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ class Owner:
         self.window, self.carried = None, 1.0  # and by which scale
         self.was_skipped = False
         self.steps = self.skips = 0
+        self.copied = {name: master.detach().clone() for name, master in masters.items()}  # to the low weights
 
     def settle(self):
         """What the end of a pass does: low gradients go to the masters, and every pass that is owed an answer
@@ -259,6 +260,7 @@ class Owner:
         with torch.no_grad():
             for name, low in self.low.items():
                 low.copy_(self.masters[name])
+        self.copied = {name: master.detach().clone() for name, master in self.masters.items()}
 
     def abandon(self):
         """The gradients are gone: what had overflowed in them is for the loss scale, no longer for the next step."""
@@ -280,9 +282,12 @@ class Owner:
             self.abandon()
 
     def copy_to_master(self, name):
+        """An edit of low weights reaches the elements that it changes; one that is taken back leaves no trace."""
         if name in self.masters:
+            low, master, copied = self.low[name], self.masters[name], self.copied[name]
             with torch.no_grad():
-                self.masters[name].copy_(self.low[name])
+                edited = torch.where(low == master.to(low.dtype), master, low.float())
+                master.copy_(torch.where(low == copied.to(low.dtype), copied, edited))
 
     def zero_grad(self, set_to_none):
         self.abandon()

@@ -1,0 +1,185 @@
+"""What people do to 16-bit parameters between steps, at the levels with float32 masters: an edit that is taken back, or
+changes nothing, costs a master none of its low bits; one that lasts reaches the elements that it changed, and no other.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_patch as amp
+
+LOWS = {"O2": torch.float16, "O5": torch.bfloat16}
+STEPS = 12
+LR = 2.0**-14  # so small that a step moves a 16-bit weight by less than its spacing
+BATCH = torch.tensor([[0, 1, 2], [3, 4, 0]])
+TARGETS = torch.tensor([1, 2])
+
+
+@pytest.fixture(params=LOWS)
+def level(request):
+    return request.param
+
+
+class Words(nn.Module):
+    """A table of words, whose norms a forward pass may bound, and a linear layer."""
+
+    def __init__(self, max_norm=None):
+        super().__init__()
+        self.table = nn.Embedding(6, 4, max_norm=max_norm)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, words):
+        return self.last(self.table(words).mean(1))
+
+
+def make_model(max_norm=None):
+    torch.manual_seed(0)
+    return Words(max_norm)
+
+
+def loss_of(model):
+    return F.cross_entropy(model(BATCH).float(), TARGETS)
+
+
+def train_by_hand(level):
+    """Masters written out by hand, which nobody touches: what they hold after some steps."""
+    model = make_model()
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    model.to(LOWS[level])
+    optimizer = torch.optim.SGD(masters, lr=LR)
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss_of(model).backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    return masters
+
+
+def train(level, touch=None, model=None):
+    """The same under amp; `touch(model)` is called before each step."""
+    model = model or make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if touch is not None:
+            touch(model)
+        optimizer.step()
+    return list(amp.master_params(optimizer))
+
+
+@torch.no_grad()
+def touch_in_place(model):
+    for parameter in model.parameters():
+        parameter.add_(0)
+
+
+def attack(model):
+    """As FGM and AWP do: train on weights that are moved for one pass, and put those of before back."""
+    backups = [parameter.data.clone() for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.add_(0.5)
+    loss_of(model)
+    for parameter, backup, gradient in zip(model.parameters(), backups, gradients, strict=True):
+        parameter.data = backup
+        parameter.grad = gradient
+
+
+def attack_in_place(model):
+    """The same by edits that torch sees, and with what a forward and a checkpoint make of them."""
+    backups = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    loss_of(model)
+    moved = model.state_dict()["last.bias"]
+    assert torch.equal(moved, model.last.bias.float())
+    with torch.no_grad():
+        for parameter, backup in zip(model.parameters(), backups, strict=True):
+            parameter.copy_(backup)
+
+
+@torch.no_grad()
+def swap_averages_in_and_out(model):
+    """As an average of weights does for an evaluation."""
+    stored = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.copy_(torch.zeros_like(parameter))
+    model.eval()
+    loss_of(model)
+    model.train()
+    for parameter, before in zip(model.parameters(), stored, strict=True):
+        parameter.copy_(before)
+
+
+@torch.no_grad()
+def clamp_where_nothing_is(model):
+    for parameter in model.parameters():
+        parameter.clamp_(-100.0, 100.0)
+
+
+TOUCHES = [touch_in_place, attack, attack_in_place, swap_averages_in_and_out, clamp_where_nothing_is]
+
+
+@pytest.mark.parametrize("touch", TOUCHES, ids=lambda one: one.__name__)
+def test_an_edit_that_leaves_the_values_leaves_the_masters(level, touch):
+    assert_equal(train(level, touch), train_by_hand(level))
+
+
+def test_an_embedding_whose_norms_are_within_bounds_is_trained_as_one_without(level):
+    assert_equal(train(level, model=make_model(max_norm=100.0)), train_by_hand(level))
+
+
+def test_an_edit_reaches_the_elements_that_it_changes_and_no_others(level):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+    bound = 0.25
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-bound, bound)
+    optimizer.zero_grad()
+    optimizer.step()
+    rounded = [master.to(LOWS[level]).float() for master in before]
+    expected = [
+        torch.where(low.abs() > bound, low.clamp(-bound, bound), master)
+        for low, master in zip(rounded, before, strict=True)
+    ]
+    assert any((low.abs() > bound).any() and (low.abs() < bound).any() for low in rounded)
+    assert_equal(amp.master_params(optimizer), expected)
+
+
+def test_an_embedding_bounds_the_rows_that_are_too_long_and_trains_the_others(level):
+    bounded, free = make_model(max_norm=1.5), make_model()
+    long = set((free.table.weight.detach().norm(dim=1) > 1.5).nonzero().flatten().tolist())
+    assert 0 < len(long) < 6
+    for model in (bounded, free):
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        model(BATCH)
+        optimizer.step()
+        table = next(iter(amp.master_params(optimizer))).detach().clone()
+        amp.reset()
+        if model is bounded:
+            found = table
+    for row in range(5):
+        if row in long:
+            assert float(found[row].norm()) <= 1.51
+        else:
+            assert torch.equal(found[row], table[row])
+
+
+def assert_equal(left, right):
+    left, right = list(left), list(right)
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
