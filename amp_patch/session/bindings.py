@@ -201,12 +201,12 @@ class Bindings:
     def parameters_outside(self) -> list[Tensor]:
         """Return the parameters of the models that no bound optimizer steps on.
 
-        They are looked for when a model or an optimizer comes or goes, or an optimizer changes the number of its
-        parameters. They are held themselves, not weakly: torch swaps no tensors that have weak references.
+        They are looked for when a model or an optimizer comes or goes, or an optimizer steps on other parameters than
+        before. They are held themselves, not weakly: torch swaps no tensors that have weak references.
         """
         state = (
             [id(binding) for binding in self._models],
-            [(id(binding), binding.count_parameters()) for binding in self._optimizers],
+            [[id(binding), *map(id, binding.parameters())] for binding in self._optimizers],
         )
         if self._outside[0] != state:
             owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}

@@ -86,11 +86,6 @@ class OptimizerBinding:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def count_parameters(self) -> int:
-        """Return how many tensors the optimizer steps on."""
-        optimizer = self.optimizer
-        return 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
-
     def model_parameters(self) -> Iterator[Tensor]:
         """Yield the model's parameters: those the masters stand for, not the masters."""
         return map(self._masters.parameter_of, self.parameters())

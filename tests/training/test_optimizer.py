@@ -615,3 +615,34 @@ def test_copies_of_models_without_masters_are_not(level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(model)
+
+
+REPLACED = {
+    "cleared": lambda optimizer, parameters: (
+        optimizer.param_groups.clear(),
+        optimizer.state.clear(),
+        optimizer.add_param_group({"params": parameters}),
+    ),
+    "list": lambda optimizer, parameters: optimizer.param_groups[0].update(params=parameters),
+    "groups": lambda optimizer, parameters: setattr(
+        optimizer, "param_groups", [{**optimizer.param_groups[0], "params": parameters}]
+    ),
+}
+"""Ways to train one layer after another by one optimizer."""
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_parameters_that_replace_as_many_others_have_true_gradients_as_those_do(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        REPLACED[how](optimizer, list(model[1].parameters()))
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before, after)
