@@ -31,13 +31,23 @@ parse_loss_scale = presets.parse_loss_scale
 rescale_ = loss_scaler.rescale_
 
 
-def read_list(name: str) -> list[tuple[str, str]]:
-    """Return (dotted name of the op, rule) for each entry of an op list."""
+@functools.cache
+def _read_list(name: str) -> list[tuple[str, str, str]]:
+    """Return (owner, name, rule) for each op of a list."""
     session = current.state.session
     # names are looked up as torch has them
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
         entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
-    return [(entry.op, entry.rule) for entry in entries]
+    found: list[tuple[str, str, str]] = []
+    for entry in entries:
+        owner, _, own_name = entry.op.rpartition(".")
+        found.append((owner, own_name, entry.rule))
+    return found
+
+
+def list_names(owner: str, rule: str) -> list[str]:
+    """Return the names that the list `apex` has for an owner, such as `torch.Tensor`, and a rule; no in-place twins."""
+    return [name for its_owner, name, its_rule in _read_list("apex") if (its_owner, its_rule) == (owner, rule)]
 
 
 def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:

@@ -246,15 +246,6 @@ WITHOUT_AMP = {
     "apex/contrib/__init__.py": "",
     "apex/contrib/xentropy/__init__.py": "theirs = True\n",
 }
-PYRAMID = {
-    "apex/__init__.py": "theirs = True\n",
-    "apex/models.py": "",
-    "apex/lib/__init__.py": "",
-    "apex-0.9.10.dist-info/METADATA": (
-        "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\nSummary: Toolkit for Pyramid\n"
-    ),
-    "apex-0.9.10.dist-info/RECORD": "apex/__init__.py,,\n",
-}
 
 
 @pytest.mark.parametrize("imported", [True, False], ids=["imported-before", "imported-after"])
@@ -321,20 +312,6 @@ def test_an_apex_without_amp_keeps_its_own_and_gets_the_rest(imported, tmp_path,
     assert not hasattr(apex, "amp") and not hasattr(apex, "parallel") and not hasattr(apex.contrib, "clip_grad")
     if before is not None:
         assert before <= set(vars(apex)) and set(vars(apex)) - before <= {"transformer", "contrib"}
-
-
-@pytest.mark.parametrize("is_imported", [True, False])
-def test_the_unrelated_package_of_that_name_is_recognised(is_imported, tmp_path, monkeypatch, caplog):
-    monkeypatch.syspath_prepend(tmp_path)
-    write_package(tmp_path, PYRAMID)
-    theirs = importlib.import_module("apex") if is_imported else None
-    with amp_patch.apex.install():
-        from apex import amp
-
-        assert amp is amp_patch.apex.amp
-    (said,) = [record.message for record in caplog.records]
-    assert str(tmp_path / "apex") in said and "not NVIDIA's" in said
-    assert sys.modules.get("apex") is theirs
 
 
 def test_a_project_of_that_name_is_stepped_in_front_of_and_named(tmp_path, monkeypatch, caplog):

@@ -5,7 +5,6 @@ the oldest interface.
 import gc
 import pickle
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +26,9 @@ from torch import nn
 
 import amp_patch
 from amp_patch.apex import amp
+from amp_patch.apex._core import list_names
 from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.session import current
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 # ---- the loss scale by hand ------------------------------------------------------------------------------------------
 
@@ -506,22 +504,6 @@ def test_verbosity_may_change_at_any_time(capsys):
     assert capsys.readouterr().out.startswith("Gradient overflow.")
 
 
-def test_the_package_may_be_imported_while_patches_are_in(fork_server):
-    code = (
-        "import torch, amp_patch\n"
-        "model = torch.nn.Linear(1, 1)\n"
-        "amp_patch.initialize(model, opt_level='O4', verbosity=0)\n"
-        "from amp_patch.apex import amp\n"
-        "amp_patch.reset()\n"
-        "print(len(amp.lists.functional_overrides.FP32_FUNCS), len(amp.lists.tensor_overrides.CASTS))\n"
-    )
-    done = fork_server.run("-c", code, cwd=ROOT)
-    assert done.stdout.split() == [
-        str(len(amp.lists.functional_overrides.FP32_FUNCS)),
-        str(len(amp.lists.tensor_overrides.CASTS)),
-    ], done.stderr
-
-
 def test_a_float_function_casts_its_arguments_alone_as_apex_did():
     from amp_patch.apex import amp as apex_amp
 
@@ -533,3 +515,11 @@ def test_a_float_function_casts_its_arguments_alone_as_apex_did():
     handle = apex_amp.init(loss_scale=1.0)
     assert decorated(torch.ones(2, 2).half()) == (torch.float32, torch.float16)
     handle._deactivate()
+
+
+def test_lists_that_are_read_while_patches_are_in_are_the_same():
+    expected = [list_names("torch.nn.functional", "blacklist"), list_names("torch.Tensor", "promote")]
+    start("O1")
+    list_names.__globals__["_read_list"].cache_clear()
+    assert [list_names("torch.nn.functional", "blacklist"), list_names("torch.Tensor", "promote")] == expected
+    assert expected == [amp.lists.functional_overrides.FP32_FUNCS, amp.lists.tensor_overrides.CASTS]
