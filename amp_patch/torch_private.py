@@ -38,7 +38,6 @@ foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt
 
 # What `fused=True` of torch.optim runs. Without them: the foreach kernels, and a step that may skip waits.
-fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_: Callable[..., None] = torch._fused_adam_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_

@@ -85,7 +85,7 @@ def uninstall() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return _finder.get_part(__name__, _finder.PARTS, name)
+    return _finder.get_part(name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,8 @@ inside sessions, bindings and loss scalers is touched in this file alone.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from ..casting import Registration, compiling
 from ..casting import cast_tree as cast_tree
 from ..config import Policy as Policy
 from ..config import load_oplists, presets
-from ..config import make_policy as _make_policy
-from ..errors import SessionError
+from ..config import make_policy as make_policy
 from ..patching import Patch
 from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
@@ -31,18 +31,23 @@ parse_loss_scale = presets.parse_loss_scale
 rescale_ = loss_scaler.rescale_
 
 
-def make_policy(opt_level: str, overrides: Mapping[str, Any]) -> Policy:
-    """Return the policy of a level with `overrides`."""
-    return _make_policy(opt_level, overrides)
-
-
-def read_list(name: str) -> list[tuple[str, str]]:
-    """Return (dotted name of the op, rule) for each entry of an op list."""
+@functools.cache
+def _read_list(name: str) -> list[tuple[str, str, str]]:
+    """Return (owner, name, rule) for each op of a list."""
     session = current.state.session
     # names are looked up as torch has them
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
         entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
-    return [(entry.op, entry.rule) for entry in entries]
+    found: list[tuple[str, str, str]] = []
+    for entry in entries:
+        owner, _, own_name = entry.op.rpartition(".")
+        found.append((owner, own_name, entry.rule))
+    return found
+
+
+def list_names(owner: str, rule: str) -> list[str]:
+    """Return the names that the list `apex` has for an owner, such as `torch.Tensor`, and a rule; no in-place twins."""
+    return [name for its_owner, name, its_rule in _read_list("apex") if (its_owner, its_rule) == (owner, rule)]
 
 
 def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
@@ -150,19 +155,15 @@ class SessionView:
         if not self.has_models:
             current.close(self._session)
 
-    def patch(self, owner: Any, name: str, rule: str) -> None:
-        """Have `owner.name` follow a rule as a listed op does. Raises SessionError if the level patches nothing."""
-        casts = self._session.casts
-        if casts is None:
-            raise SessionError(f"opt_level {self._session.policy.opt_level} patches nothing: use O1")
-        self._session.patcher.install([Patch(owner, name, lambda original: casts.wrap(rule, original))])
-        compiling.forget_compiled_code()
-
     def patch_registered(self) -> None:
         """Patch the registered functions that are not patched yet."""
+        casts, patcher = self._session.casts, self._session.patcher
+        if casts is None:
+            return
         for owner, name, rule in current.state.registered:
-            if not self._session.patcher.is_patched(owner, name):
-                self.patch(owner, name, rule)
+            if not patcher.is_patched(owner, name):
+                patcher.install([Patch(owner, name, functools.partial(casts.wrap, rule))])
+                compiling.forget_compiled_code()
 
     # ---- optimizers and losses ---------------------------------------------------------------------------------------
 

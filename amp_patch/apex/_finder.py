@@ -14,11 +14,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ..errors import did_you_mean
 from ._gone import advise
 
 logger = logging.getLogger("amp_patch")
@@ -131,10 +130,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         root, _, rest = fullname.partition(".")
         # what `from apex import X` looks for, since the package goes by its own name
         if fullname.startswith(self._package + "."):
-            name = "apex" + fullname.removeprefix(self._package)
-            _raise_if_gone(name)
-            if PathFinder.find_spec(fullname, path) is None:
-                _raise_if_misspelt(name)
+            _raise_if_gone("apex" + fullname.removeprefix(self._package))
         if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
         if self._is_whole is None:
@@ -177,7 +173,6 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         spec = self._alias(fullname, rest)
         if spec is None:
             _raise_if_gone(fullname)
-            _raise_if_misspelt(fullname)
         return spec
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
@@ -235,11 +230,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 where,
             )
         elif is_there and not parts:
-            with self._asking_others():
-                said = _describe_distribution(where)
-            logger.warning(
-                "amp_patch: the apex in %s%s is not NVIDIA's; the stand-in for that comes before it", where, said
-            )
+            logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in for that comes before it", where)
 
     def _complete_after(self, loader: Any) -> None:
         """Have the installed apex, once it has run, look here for parts that it lacks."""
@@ -268,15 +259,14 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         self._completed.append(module)
 
 
-def get_part(package: str, parts: Sequence[str], name: str) -> Any:
-    """Return what a package of the stand-in has under a name: one of its parts, imported now.
+def get_part(name: str) -> Any:
+    """Return a part of the stand-in, imported now.
 
     Raises AttributeError, with what to use today in the place of what is gone.
     """
-    if name in parts and importlib.util.find_spec(f"{package}.{name}") is not None:
-        return importlib.import_module(f"{package}.{name}")
-    alias = "apex" + package.removeprefix(_PACKAGE)
-    raise AttributeError(advise(f"{alias}.{name}") or f"module {alias!r} has no attribute {name!r}")
+    if name in PARTS:
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+    raise AttributeError(advise(f"apex.{name}") or f"module 'apex' has no attribute {name!r}")
 
 
 def installed() -> ApexFinder | None:
@@ -289,24 +279,3 @@ def _raise_if_gone(name: str) -> None:
     if advice is not None:
         # with name=, `from apex import X` would drop the message
         raise ModuleNotFoundError(f"No module named {name!r}: {advice}")
-
-
-def _raise_if_misspelt(name: str) -> None:
-    """Say what `from apex.amp import intialize` may have meant: it asks for a module of that name in the end."""
-    parent, _, own = name.rpartition(".")
-    suggestion = did_you_mean(own, [one for one in dir(sys.modules.get(parent)) if not one.startswith("__")])
-    if suggestion:
-        raise ModuleNotFoundError(f"cannot import name {own!r} from {parent!r}.{suggestion}")
-
-
-def _describe_distribution(where: str) -> str:
-    """Return ` (apex 1.0: summary)` for the distribution named apex, if it is what lies in `where`."""
-    import importlib.metadata  # not before: every process below `amp-patch run` imports this module as it starts
-
-    try:
-        distribution = importlib.metadata.distribution("apex")
-        if os.path.realpath(str(distribution.locate_file("apex"))) != os.path.realpath(where):
-            return ""
-        return f" ({distribution.metadata['Name']} {distribution.version}: {distribution.metadata['Summary']})"
-    except (importlib.metadata.PackageNotFoundError, KeyError):
-        return ""

@@ -15,6 +15,8 @@ _GONE = {
         " torch.distributed.tensor.parallel and torch.distributed.pipelining; for its fused softmax use"
         " torch.nn.functional.scaled_dot_product_attention"
     ),
+    "apex.optimizers.FusedAdagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
+    "apex.optimizers.fused_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "apex.contrib.bottleneck": (
         "fused ResNet bottlenecks: use the blocks of torchvision.models.resnet, with torch.compile for speed"
     ),

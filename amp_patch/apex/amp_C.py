@@ -75,25 +75,12 @@ def multi_tensor_l2norm(
     return total.reshape(1), torch.stack(each) if each else torch.empty(0, device=noop_flag.device)
 
 
-multi_tensor_l2norm_mp = multi_tensor_l2norm
-
-
 @torch.no_grad()
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     """The norms of inv_scale * x, as `multi_tensor_l2norm` gives them. Leaves the xs as they are."""
     return multi_tensor_l2norm(chunk_size, noop_flag, [_multiply(tensor_lists[0], inv_scale)], per_tensor)
-
-
-@torch.no_grad()
-def multi_tensor_l2norm_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """[inputs, outputs]: output = scale * input, and the norms of the inputs as `multi_tensor_l2norm` gives them."""
-    result = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists[:1], per_tensor)
-    _copy(tensor_lists[1], _multiply(tensor_lists[0], scale))
-    return result
 
 
 @torch.no_grad()
@@ -159,14 +146,6 @@ def multi_tensor_adam(
         is_decoupled=mode == 1,
         corrects_bias=bool(bias_correction),
     )
-
-
-@torch.no_grad()
-def multi_tensor_adagrad(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, epsilon: float, mode: int, weight_decay: float
-) -> None:
-    """[gradients, params, sums]: `updates.adagrad_`, with decoupled weight decay if `mode` is 1."""
-    updates.adagrad_(*tensor_lists, lr=lr, eps=epsilon, weight_decay=weight_decay, is_decoupled=mode == 1)
 
 
 @torch.no_grad()

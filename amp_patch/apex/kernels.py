@@ -1,4 +1,4 @@
-"""Adam, SGD and Adagrad by the kernels behind `torch.optim.AdamW(fused=True)`: one launch for many tensors, which does
+"""Adam and SGD by the kernels behind `torch.optim.AdamW(fused=True)`: one launch for many tensors, which does
 nothing where a flag on the device is 1.
 
 Each function does on one part, at full precision, what that of `updates` does, or returns False and leaves the tensors
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_
+from ..torch_private import fused_adam_, fused_adamw_, fused_sgd_
 
 Part = list[Tensor] | tuple[Tensor, ...]
 """Tensors of one device and dtype."""
@@ -30,12 +30,6 @@ def sgd_(g: Part, p: Part, m: Part | None, **options: Any) -> bool:
     if m is None:
         return _run(fused_sgd_, (p, g), momentum_buffer_list=[], **options)
     return _run(fused_sgd_, (p, g, m), **options)
-
-
-def adagrad_(g: Part, p: Part, h: Part, **options: Any) -> bool:
-    """`updates.adagrad_`."""
-    steps = [_to_device(1.0, p[0].device)] * len(p)  # only the decay of lr asks for it
-    return _run(fused_adagrad_, (p, g, h), state_steps=steps, lr_decay=0.0, **options)
 
 
 def _to_device(step: float | Tensor, device: torch.device) -> Tensor:

@@ -13,8 +13,6 @@ class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`."""
 
     available = True
-    warned = False
-    import_err: ImportError | None = None
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size

@@ -4,7 +4,7 @@ Every function takes lists of equal length, gradients first, and changes all the
 only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
 copied to float32, and what was changed is rounded once, when it is copied back. Call under `torch.no_grad()`.
 
-Adam, SGD and Adagrad run as torch's fused kernels where those take the tensors, and change nothing where `found_inf`,
+Adam and SGD run as torch's fused kernels where those take the tensors, and change nothing where `found_inf`,
 None or a 0-dim float32 tensor, is 1. Nothing here waits for the device, but for these two without a kernel.
 """
 
@@ -295,37 +295,6 @@ def novograd_(
             if weight_decay:
                 foreach_add_(update, p, alpha=weight_decay)
         foreach_add_(p, update, alpha=-lr)
-
-
-def adagrad_(
-    gradients: Tensors,
-    params: Tensors,
-    sums: Tensors,
-    *,
-    lr: float,
-    eps: float,
-    weight_decay: float,
-    is_decoupled: bool,
-    found_inf: Tensor | None = None,
-) -> None:
-    """Adagrad of Duchi et al. (JMLR 12, 2011), diagonal.
-
-    h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
-    """
-    options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "found_inf": found_inf}
-    for g, p, h in in_full(gradients, params, sums):
-        if not is_decoupled and kernels.adagrad_(g, p, h, **options):
-            continue
-        if _is_to_skip(found_inf):
-            return
-        if weight_decay and not is_decoupled:
-            g = foreach_add(g, p, alpha=weight_decay)
-        foreach_addcmul_(h, g, g, 1.0)
-        if weight_decay and is_decoupled:
-            foreach_mul_(p, 1 - lr * weight_decay)
-        denominators = foreach_sqrt(h)
-        foreach_add_(denominators, eps)
-        foreach_addcdiv_(p, g, denominators, -lr)
 
 
 def _is_to_skip(found_inf: Tensor | None) -> bool:

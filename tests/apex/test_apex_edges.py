@@ -54,29 +54,18 @@ def test_an_installed_apex_speaks_for_itself(partial_apex):
 def test_parts_are_imported_when_they_are_asked_for(apex):
     assert apex.contrib.optimizers.FP16_Optimizer is apex.optimizers.FP16_Optimizer
     assert apex.contrib.clip_grad.clip_grad_norm_ and "optimizers" in dir(apex.contrib)
-    with pytest.raises(AttributeError, match=r"cross_entropy.*label_smoothing"):
-        _ = apex.contrib.xentropy
-    from apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer
+    from apex.amp import __version__
+    from apex.amp.compat import filter_attrs
+    from apex.amp.frontend import O3, state_dict
+    from apex.amp.rnn_compat import has_old_rnns
+    from apex.amp.utils import is_fp_tensor
     from apex.contrib.optimizers.fused_adam import FusedAdam
     from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 
-    assert (FP16_Optimizer, FusedAdam) == (apex.optimizers.FP16_Optimizer, apex.contrib.optimizers.FusedAdam)
+    assert FusedAdam is apex.contrib.optimizers.FusedAdam and state_dict is apex.amp.state_dict and O3 and __version__
+    assert filter_attrs(torch, ["exp", "none"]) == ["exp"] and not has_old_rnns()
+    assert is_fp_tensor([torch.ones(1)]) and not is_fp_tensor((torch.ones(1), 1))
     assert SyncBatchNorm is apex.parallel.SyncBatchNorm
-
-
-@pytest.mark.parametrize(
-    ("statement", "suggestion"),
-    [
-        ("from apex.amp import intialize", "'initialize'"),
-        ("from apex.optimizers import FusedAdm", "'FusedAdam'"),
-        ("from apex import optimizer", "'optimizers'"),
-        ("import apex.amp.frontnd", "'frontend'"),
-        ("from apex.parallel import DistributedDataparallel", "'DistributedDataParallel'"),
-    ],
-)
-def test_a_misspelt_name_gets_a_suggestion(apex, statement, suggestion):
-    with pytest.raises(ImportError, match=f"Did you mean {suggestion}"):
-        exec(statement)
 
 
 def test_names_that_nobody_knows_fail_as_ever(apex):
@@ -215,11 +204,9 @@ def test_the_names_of_kernels(apex):
     assert apex.optimizers.FusedLAMB.multi_tensor_lamb is amp_C.multi_tensor_lamb
     assert apex.optimizers.FusedLAMB.multi_tensor_l2norm is amp_C.multi_tensor_l2norm
     assert apex.optimizers.FusedSGD.multi_tensor_sgd is amp_C.multi_tensor_sgd
-    assert apex.optimizers.FusedAdagrad.multi_tensor_adagrad is amp_C.multi_tensor_adagrad
 
 
-@pytest.mark.parametrize("corrects", [True, False])
-@pytest.mark.parametrize("clips", [0.0, 0.5])
+@pytest.mark.parametrize(("corrects", "clips"), [(True, 0.5), (False, 0.0)])
 def test_fused_adam_of_2019(apex, corrects, clips):
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(5))
@@ -309,15 +296,6 @@ def test_init_changes_nothing_where_functions_are_not_cast(apex, level, capsys):
     assert "casts no functions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_an_rms_norm_takes_the_dtype_of_a_narrower_weight(apex, low):
-    norm = apex.normalization.FusedRMSNorm(4).to(low)
-    wide = torch.randn(3, 4)
-    assert norm(wide).dtype is low
-    torch.testing.assert_close(norm(wide).float(), nn.functional.rms_norm(wide, (4,)), rtol=1e-2, atol=1e-2)
-    assert apex.normalization.FusedRMSNorm(4)(wide.to(low)).dtype is low
-
-
 def test_the_autograd_functions_of_norms(apex):
     from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
 
@@ -333,8 +311,7 @@ def test_the_autograd_functions_of_norms(apex):
 # ---- the extension of 2019, which OpenNMT-py and fairseq call by themselves ------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("corrects", [1, 0])
+@pytest.mark.parametrize(("corrects", "dtype"), [(1, torch.float16), (0, torch.float32)])
 def test_fused_adam_cuda_steps_by_its_formula(corrects, dtype):
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(5, 3, generator=generator)

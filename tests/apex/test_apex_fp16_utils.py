@@ -166,11 +166,10 @@ def test_an_overflow_is_an_element_that_is_not_finite(value):
 @pytest.mark.parametrize(
     "scaler", [fp16_utils.LossScaler(8.0), fp16_utils.DynamicLossScaler(init_scale=8.0)], ids=["static", "dynamic"]
 )
-def test_scalers_scale_losses_and_gradients(scaler):
+def test_scalers_scale_losses(scaler):
     parameter = nn.Parameter(torch.ones(2))
     scaler.backward(parameter.sum())
     assert parameter.grad.tolist() == [8.0, 8.0]
-    assert [g.item() for g in scaler.scale_gradient(None, (torch.tensor(1.0), torch.tensor(2.0)), None)] == [8.0, 16.0]
     if not isinstance(scaler, fp16_utils.DynamicLossScaler):
         scaler.update_scale(True)
         assert scaler.loss_scale == 8.0
@@ -216,8 +215,9 @@ INNERS = {
 SCALES = {"static": {"static_loss_scale": 128.0}, "dynamic": {"dynamic_loss_scale": True}}
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+@pytest.mark.parametrize(
+    ("inner", "scale"), [(INNERS["SGD"], SCALES["static"]), (INNERS["FusedAdam"], SCALES["dynamic"])]
+)
 def test_training_is_that_of_amp_at_o5(inner, scale):
     batches = make_batches(5)
     model, optimizer = make(inner, **scale)
@@ -279,9 +279,15 @@ def test_gradients_hold_what_apex_put_there():
     assert all(p.grad is None for p in (*model.parameters(), *masters_of(optimizer)))
 
 
-@pytest.mark.parametrize("change_scale", [False, True], ids=["same scale", "scale changes in between"])
-@pytest.mark.parametrize("updates_each", [False, True], ids=["update at the end", "update each time"])
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize(
+    ("scale", "updates_each", "change_scale"),
+    [
+        (SCALES["static"], False, True),
+        (SCALES["static"], True, False),
+        (SCALES["dynamic"], False, False),
+        (SCALES["dynamic"], True, True),
+    ],
+)
 def test_gradients_of_several_passes_add_up(scale, updates_each, change_scale):
     batches = make_batches(3)
     model, optimizer = make(**scale)
@@ -392,8 +398,9 @@ def test_a_closure_sees_the_model_that_the_optimizer_has_moved():
     assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), masters_of(optimizer), strict=True))
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+@pytest.mark.parametrize(
+    ("inner", "scale"), [(INNERS["Adam"], SCALES["static"]), (INNERS["FusedAdam"], SCALES["dynamic"])]
+)
 def test_resuming_is_bitwise_and_files_are_plain(inner, scale):
     batches = make_batches(6)
     model, optimizer = make(inner, **scale)

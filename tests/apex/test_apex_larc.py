@@ -15,8 +15,6 @@ import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdam
 from amp_patch.apex.parallel.LARC import LARC
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
 
 def make_params(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
@@ -43,10 +41,17 @@ def larc_by_hand(w, g, lr, decay, trust, clip, eps):
     return (g + decay * w) * local
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=["float32", "float64", "float16"])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("lr", [0.5, 0.001])
-@pytest.mark.parametrize("clip", [True, False], ids=["clip", "scale"])
+@pytest.mark.parametrize(
+    ("clip", "lr", "decay", "dtype"),
+    [
+        (True, 0.5, 0.0, torch.float32),
+        (True, 0.001, 0.1, torch.float64),
+        (True, 0.001, 0.0, torch.float16),
+        (False, 0.5, 0.1, torch.float64),
+        (False, 0.001, 0.0, torch.float32),
+        (False, 0.5, 0.1, torch.float16),
+    ],
+)
 def test_gradients_are_adapted_as_the_formula_says(clip, lr, decay, dtype):
     params = make_params(dtype)
     set_gradients(params, 1)
@@ -150,9 +155,16 @@ def test_copies_go_on_alone(way, is_bound):
     assert not torch.equal(parameter, before[0]) and torch.equal(optimizer.param_groups[0]["params"][0], before[1])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("inner", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "inner", "when"),
+    [
+        ("O1", torch.optim.SGD, "before"),
+        ("O2", torch.optim.SGD, "after"),
+        ("O3", FusedAdam, "before"),
+        ("O4", FusedAdam, "after"),
+        ("O5", FusedAdam, "before"),
+    ],
+)
 def test_every_level_trains_with_a_scheduler_built_before_or_after(level, inner, when):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,6 @@ from amp_patch.apex.normalization import (
 )
 from amp_patch.dtypes import LOW_DTYPES
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FUSED = {FusedLayerNorm: nn.LayerNorm, FusedRMSNorm: nn.RMSNorm}
 MIXED = {MixedFusedLayerNorm: nn.LayerNorm, MixedFusedRMSNorm: nn.RMSNorm}
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}
@@ -48,9 +47,19 @@ def make_input(dtype):
     return (torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(1)) * 5 + 3).to(dtype)
 
 
-@pytest.mark.parametrize("shape", [4, (4,), [2, 4], torch.Size([2, 4])], ids=str)
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("input_dtype", DTYPES, ids=name)
+@pytest.mark.parametrize(
+    ("input_dtype", "weight_dtype", "shape"),
+    [
+        (torch.float16, torch.float16, 4),
+        (torch.float16, torch.float32, [2, 4]),
+        (torch.float32, torch.bfloat16, (4,)),
+        (torch.bfloat16, torch.float16, torch.Size([2, 4])),
+        (torch.float32, torch.float32, [2, 4]),
+        (torch.float32, torch.float64, 4),
+        (torch.float64, torch.float16, (4,)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("cls", [*FUSED, *MIXED])
 def test_values_are_those_of_torch_and_the_dtype_is_the_promised_one(cls, input_dtype, weight_dtype, shape):
     layer = fill(cls(shape, eps=0.1), weight_dtype)
@@ -67,7 +76,7 @@ def test_values_are_those_of_torch_and_the_dtype_is_the_promised_one(cls, input_
     assert x.grad.dtype is input_dtype and layer.weight.grad.dtype is weight_dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=name)
 @pytest.mark.parametrize("cls", FUSED)
 def test_without_a_weight_the_dtype_is_that_of_the_input(cls, dtype):
     layer = cls(4, elementwise_affine=False)
@@ -151,8 +160,19 @@ class Model(nn.Module):
         return self.last(self.norm(hidden))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("norm", [*FUSED, *MIXED])
+@pytest.mark.parametrize(
+    ("norm", "level"),
+    [
+        (FusedLayerNorm, "O1"),
+        (FusedLayerNorm, "O3"),
+        (FusedRMSNorm, "O2"),
+        (FusedRMSNorm, "O4"),
+        (MixedFusedLayerNorm, "O0"),
+        (MixedFusedLayerNorm, "O2"),
+        (MixedFusedRMSNorm, "O1"),
+        (MixedFusedRMSNorm, "O5"),
+    ],
+)
 def test_every_level_trains(norm, level):
     torch.manual_seed(0)
     model = Model(norm)

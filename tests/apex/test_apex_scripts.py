@@ -5,10 +5,8 @@ The references run in this process: the script's source with another module in t
 """
 
 import contextlib
-import os
 import runpy
 import socket
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,8 +21,6 @@ import amp_patch.apex
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "support" / "scripts"
 ROOT = SCRIPTS.parent.parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-PATIENCE = 300  # seconds; a script takes a few
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("scripts")]  # one server for all
 
@@ -66,16 +62,6 @@ def run_ranks(server, name, *arguments, cwd):
     for done in ranks:
         assert done.returncode == 0, done.stderr
     return "".join(done.stdout for done in ranks), [torch.load(cwd / f"out.pt.{rank}") for rank in (0, 1)]
-
-
-def run_torchrun(name, *arguments, cwd):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, "-m", "amp_patch", "run", SCRIPTS / name, *arguments]
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [torch.load(cwd / f"out.pt.{rank}") for rank in (0, 1)]
 
 
 def run_here(name, module, *arguments, cwd, monkeypatch):
@@ -128,8 +114,10 @@ OUT = {"imagenet.py": "out.pt.0", "dcgan.py": "out.pt", "bert.py": "out.pt"}
 ARGUMENTS = {"imagenet.py": ["--opt-level"], "dcgan.py": ["--opt_level"], "bert.py": ["--fp16", "--opt_level"]}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("imagenet.py", "O0"), *((name, level) for name in OUT for level in ("O1", "O2"))],
+)
 def test_a_script_trains_as_over_plain_torch_or_amp_patch(name, level, tmp_path, monkeypatch, capsys, server):
     """O0 is compared with plain torch, O1 and O2 with amp_patch in float16 with the list `apex`.
 
@@ -206,8 +194,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path, server):
     assert_same(results[0]["weights"], results[1]["weights"])
 
 
-def test_the_classic_script_under_torchrun(tmp_path):
-    said, results = run_torchrun("imagenet.py", "--opt-level", "O1", "--sync_bn", "--epochs", "1", cwd=tmp_path)
+def test_the_classic_script_on_two_ranks(tmp_path, server):
+    said, results = run_ranks(server, "imagenet.py", "--opt-level", "O1", "--sync_bn", "--epochs", "1", cwd=tmp_path)
     assert "using apex synced BN" in said
     assert_same(results[0]["weights"], results[1]["weights"])
     assert results[0]["losses"] != results[1]["losses"]

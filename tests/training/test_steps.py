@@ -18,7 +18,7 @@ from torch_state import VERSION
 
 import amp_patch as amp
 from amp_patch.apex.contrib import optimizers as contrib
-from amp_patch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from amp_patch.training.backward_pass import EarlyReading
 
 OPTIMIZERS = {
@@ -32,7 +32,6 @@ OPTIMIZERS = {
     "FusedAdam-L2": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False, bias_correction=False),
     "FusedSGD": lambda p: FusedSGD(p, lr=0.1),
     "FusedSGD-momentum": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.1),
-    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1),
 }
 LEVELS = ("O1", "O2", "O5")
 OVERFLOWS = (2, 5, 6)
@@ -244,12 +243,11 @@ def scheduled(parameters):
         (lambda p: Counting(p, lr=0.01), True),
         (lambda p: FusedLAMB(p, lr=0.01), True),
         (lambda p: FusedSGD(p, lr=0.01, weight_decay=0.1, wd_after_momentum=True), True),
-        (lambda p: FusedAdagrad(p, lr=0.01, adagrad_w_mode=True), True),
         (lambda p: contrib.FusedAdam(p, lr=0.01), True),
     ],
     ids=[
         *("foreach", "own step", "subclass", "hook", "one group not fused", "instance step", "LR scheduler"),
-        *("own step around FusedAdam", "FusedLAMB", "late decay", "decoupled decay", "FusedAdam of 2019"),
+        *("own step around FusedAdam", "FusedLAMB", "late decay", "FusedAdam of 2019"),
     ],
 )
 def test_only_fused_steps_that_are_known_are_trusted_to_skip(build, waits, late):

@@ -15,7 +15,6 @@ from . import opt as opt
 from . import rnn_compat as rnn_compat
 from . import scaler as scaler
 from . import utils as utils
-from . import wrap as wrap
 from ._amp_state import _amp_state as _amp_state
 from ._amp_state import master_params as master_params
 from .amp import float_function as float_function

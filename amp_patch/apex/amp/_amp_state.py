@@ -6,7 +6,6 @@ import the module.
 
 from typing import Any
 
-from ...errors import PolicyError
 from ...reporting import say, say_on_every_rank, set_verbosity
 from .._core import SessionView, api, is_disabled
 from .scaler import LossScaler
@@ -20,7 +19,6 @@ class AmpState:
     `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
 
     Attributes:
-        hard_override: accept options that contradict the opt_level, with a printed warning.
         allow_incoming_model_not_fp32: accept models that are in 16 bits already.
     """
 
@@ -30,7 +28,6 @@ class AmpState:
     max_loss_scale: float
 
     def __init__(self) -> None:
-        self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self._verbosity = 1
         self._views: list[LossScaler] = []
@@ -68,13 +65,6 @@ class AmpState:
 
 
 _amp_state = AmpState()
-
-
-def warn_or_err(msg: str) -> None:
-    """Raise PolicyError (a RuntimeError); under `hard_override` print a warning instead."""
-    if not _amp_state.hard_override:
-        raise PolicyError(f"{msg} To have it all the same, set amp._amp_state.hard_override = True.")
-    say_on_every_rank("Warning:  %s", msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -1,11 +1,9 @@
 """The decorators, registration and `init`: Apex's `apex.amp.amp`, which also has everything of `frontend`.
 
-`_DECORATOR_HANDLE` is the handle of the casts in force, or None. Registered functions stay registered for every later
-`initialize`; Apex forgot them after the first.
+Registered functions stay registered for every later `initialize`; Apex forgot them after the first.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -26,12 +24,6 @@ register_half_function = api.register_half_function
 register_promote_function = api.register_promote_function
 
 
-def __getattr__(name: str) -> Any:
-    if name == "_DECORATOR_HANDLE":
-        return getattr(_amp_state, "handle", None)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
@@ -48,7 +40,7 @@ def init(
     Args:
         enabled: False gives a handle that does nothing.
         loss_scale: what `wrap_optimizer` of the handle scales losses by.
-        enable_caching, verbose: what the handle returns as `has_cache` and `verbose`.
+        enable_caching, verbose: without effect.
         allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
     """
     if not enabled:
@@ -56,7 +48,7 @@ def init(
         return inert
     session = SessionView.find()
     if session is not None and session.has_models:
-        return _follow(session, enable_caching, verbose)
+        return _follow(session)
     if session is not None:
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
@@ -69,14 +61,14 @@ def init(
         session = SessionView.open_without_models(policy, "cpu" if device is None else device.type)
     finally:
         replace_registered(allowed, [])
-    _amp_state.handle = handle = AmpHandle(session, enable_caching=enable_caching, verbose=verbose)
+    _amp_state.handle = handle = AmpHandle(session)
     return handle
 
 
-def _follow(session: SessionView, enable_caching: bool, verbose: bool) -> AmpHandle | NoOpHandle:
+def _follow(session: SessionView) -> AmpHandle | NoOpHandle:
     """Patch what was registered after `initialize`, as Apex's second round of patches did."""
     if not session.patches_functions:
         maybe_print("amp.init: this opt_level casts no functions, so registered ones run as they are", rank0=True)
         return NoOpHandle()
     session.patch_registered()
-    return AmpHandle(session, enable_caching=enable_caching, verbose=verbose)
+    return AmpHandle(session)

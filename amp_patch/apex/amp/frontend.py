@@ -9,14 +9,13 @@ when it fails; checkpoints resume exactly, because the model's state dict holds 
 
 import collections
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...dtypes import parse_dtype
 from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean
 from ...reporting import say
 from ...script_settings import in_force
@@ -30,7 +29,7 @@ from .._core import (
     make_policy,
     parse_loss_scale,
 )
-from ._amp_state import _amp_state, maybe_print, warn_or_err
+from ._amp_state import _amp_state, maybe_print
 from ._process_optimizer import attach_apex_names
 from .handle import AmpHandle
 from .lists import register_edits
@@ -47,24 +46,13 @@ OPTIONS = (
 
 
 class Properties:
-    """The options in force: attributes kept in the dict `options`, checked against the opt_level when they are set.
-
-    `level_patches` is none of them: it says that the opt_level casts at functions, and so keeps the model float32.
-    """
+    """The options in force: attributes kept in the dict `options`."""
 
     options: dict[str, Any]
-    level_patches: bool
 
     def __init__(self) -> None:
         values = (False, None, None, None, None, None, 1.0)
         self.__dict__["options"] = dict(zip(OPTIONS, values, strict=True))
-        self.level_patches = False
-
-    def _update_options_dict(self, new_options: Mapping[str, Any]) -> None:
-        for name, value in dict(new_options).items():
-            if name not in self.options:
-                raise ValueError(f"{name!r} is no amp option ({', '.join(OPTIONS)})")
-            self.options[name] = value
 
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options", {})
@@ -74,91 +62,27 @@ class Properties:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options:
-            self.options[name] = _checked(name, value, self.level_patches)
+            self.options[name] = value
         else:
             super().__setattr__(name, value)
 
-
-def _checked(name: str, value: Any, patches: bool) -> Any:
-    """Return the value of an option, parsed.
-
-    A contradiction to the level is an error, or a warning under `hard_override`.
-    """
-    if name == "loss_scale":
-        return _as_apex_has_it(parse_loss_scale(value))
-    if name == "keep_batchnorm_fp32" and value in ("True", "False"):
-        value = value == "True"
-    if name == "keep_batchnorm_fp32" and value not in (None, True, False):
-        raise PolicyError(f"keep_batchnorm_fp32={value!r} is neither True nor False, nor one of these in quotes")
-    if name == "cast_model_type" and value not in (None, False):
-        value = parse_dtype(value, name)
-    if patches and name == "cast_model_type" and value not in (None, False, torch.float32):
-        warn_or_err(
-            f"cast_model_type={value}: this opt_level casts at functions and keeps the model float32; use O2 or O3."
-        )
-    elif patches and name in ("keep_batchnorm_fp32", "master_weights") and value is not None:
-        warn_or_err(f"{name}={value}: this opt_level keeps all weights float32 anyway; leave it out.")
-    elif not patches and name == "patch_torch_functions" and value:
-        warn_or_err("patch_torch_functions=True: this opt_level casts the whole model; use O1 to cast at functions.")
-    return value
+    def take(self, policy: Policy) -> None:
+        """Set the options to those of a policy."""
+        self.options.update({name: getattr(policy, name) for name in OPTIONS if name != "enabled"})
+        self.enabled = True
+        if policy.loss_scale == parse_loss_scale("dynamic"):
+            self.loss_scale = "dynamic"
 
 
-def _as_apex_has_it(value: Any) -> Any:
-    """Return "dynamic" for a dynamic loss scale that moves as Apex's did, and any other value itself."""
-    return "dynamic" if value == parse_loss_scale("dynamic") else value
+@dataclass(frozen=True)
+class Level:
+    """One of Apex's levels."""
+
+    name: str
 
 
-def _preset(level: str) -> Policy:
-    return make_policy(level, {})
-
-
-class _Level:
-    level = ""
-
-    @property
-    def brief(self) -> str:
-        """One line about the level."""
-        return f"{self.level}:  {_preset(self.level).description}"
-
-    def __call__(self, properties: Properties) -> Properties:
-        """Set the options to the level's own."""
-        _apply_level(properties, self.level)
-        return properties
-
-
-class O0(_Level):
-    """Plain float32."""
-
-    level = "O0"
-
-
-class O1(_Level):
-    """Casts at functions."""
-
-    level = "O1"
-
-
-class O2(_Level):
-    """A float16 model with float32 masters."""
-
-    level = "O2"
-
-
-class O3(_Level):
-    """float16 throughout."""
-
-    level = "O3"
-
-
-opt_levels: dict[str, _Level] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}
-
-
-def _apply_level(properties: Properties, level: str) -> None:
-    preset = _preset(level)
-    properties.level_patches = preset.patch_torch_functions
-    properties._update_options_dict(
-        {"enabled": True, **{name: _as_apex_has_it(getattr(preset, name)) for name in OPTIONS if name != "enabled"}}
-    )
+O0, O1, O2, O3 = Level("O0"), Level("O1"), Level("O2"), Level("O3")
+opt_levels = {"O3": O3, "O2": O2, "O1": O1, "O0": O0}
 
 
 def initialize(
@@ -205,23 +129,23 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    properties = _choose(opt_level, given)
     bounds = {
         "cast_model_outputs": cast_model_outputs,
         "min_loss_scale": min_loss_scale,
         "max_loss_scale": max_loss_scale,
     }
+    policy, properties = _choose(opt_level, given, bounds)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
-    session = _open(_make_policy(properties, bounds), model_list, optimizer_list, num_losses)
+    session = _open(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     if session.patches_functions:
-        _amp_state.handle = AmpHandle(session, verbose=verbosity == 2)
+        _amp_state.handle = AmpHandle(session)
     return returned
 
 
-def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
-    """Return the level's options with the script's other arguments applied, and print them.
+def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any]) -> tuple[Policy, Properties]:
+    """Return the policy of a level with the script's other arguments, and the same as options; print these.
 
     The level is the script's, or the one laid over it.
     """
@@ -231,17 +155,21 @@ def _choose(opt_level: str, given: Mapping[str, Any]) -> Properties:
             f"{did_you_mean(opt_level, opt_levels)} For others run the script by `amp-patch run --opt-level`."
         )
     level, overrides, told = in_force.settings.lay_over(opt_level, given)
+    preset = make_policy(level, {})
+    policy = make_policy(level, {**overrides, **bounds})
     if told:
         maybe_print(told, rank0=True)
     properties = Properties()
-    _apply_level(properties, level)
+    properties.take(preset)
     _print_options(
-        f"amp: opt_level {level}, {_preset(level).description or 'no description'}\nIts own options are:", properties
+        f"amp: opt_level {level}, {preset.description or 'no description'}\nIts own options are:", properties
     )
-    for name, value in overrides.items():
-        setattr(properties, name, value)
+    properties.take(policy)
+    if overrides.get("cast_model_type") is False:
+        properties.cast_model_type = False
     _print_options(f"The script sets {', '.join(overrides) or 'nothing else'}, so the options are:", properties)
-    return properties
+    lists = ("apex",) if policy.patch_torch_functions else ()
+    return replace(policy, lists=lists, casts_inside=False), properties
 
 
 def _print_options(heading: str, properties: Properties) -> None:
@@ -249,26 +177,6 @@ def _print_options(heading: str, properties: Properties) -> None:
         say("%s", line)
     for name, value in properties.options.items():
         say("%-22s : %s", name, value)
-
-
-def _make_policy(properties: Properties, bounds: Mapping[str, Any]) -> Policy:
-    """Return the policy of these options.
-
-    Built here rather than from overrides, since `hard_override` lets options contradict their level.
-    """
-    policy = make_policy(properties.opt_level, bounds)
-    is_patching = bool(properties.patch_torch_functions)
-    return replace(
-        policy,
-        cast_model_type=properties.cast_model_type or None,
-        patch_torch_functions=is_patching,
-        patch_torch_functions_type=(policy.patch_torch_functions_type or torch.float16) if is_patching else None,
-        keep_batchnorm_fp32=None if properties.level_patches else properties.keep_batchnorm_fp32,
-        master_weights=None if properties.level_patches else properties.master_weights,
-        loss_scale=parse_loss_scale(properties.loss_scale),
-        lists=("apex",) if is_patching else (),
-        casts_inside=False,
-    )
 
 
 def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> SessionView:

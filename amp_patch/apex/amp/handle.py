@@ -77,10 +77,8 @@ def _scale_loss(
 class AmpHandle:
     """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
 
-    def __init__(self, session: SessionView, *, enable_caching: bool = True, verbose: bool = False) -> None:
+    def __init__(self, session: SessionView) -> None:
         self._session = session
-        self._enable_caching = enable_caching
-        self._verbose = verbose
         self._is_deactivated = False
 
     def is_active(self) -> bool:
@@ -128,27 +126,11 @@ class AmpHandle:
         """Tell whether this is the handle of the session in force, and `_deactivate` was called."""
         return self._is_deactivated and self._session.is_in_force
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether caching was asked for."""
-        return self._enable_caching
-
-    def remove_cache(self, param: Tensor) -> None:
-        """Have low-precision weights made anew before their next use."""
-        api.refresh()
-
-    @property
-    def verbose(self) -> bool:
-        """Whether the caller asked for much output."""
-        return self._verbose
-
 
 class NoOpHandle:
     """What `init(enabled=False)` gives: the same names, all inert."""
 
     _is_active = False
-    has_cache = False
-    verbose = False
 
     def is_active(self) -> bool:
         """Return False."""

@@ -1,6 +1,4 @@
-"""What Apex knew about recurrent functions. They are patched like all others here, in `torch._VF`."""
-
-RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+"""What scripts import from Apex's `apex.amp.rnn_compat`."""
 
 
 def has_old_rnns() -> bool:

@@ -1,7 +1,6 @@
 """The two loss scalers of old. amp has its own, and so has `FP16_Optimizer`."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +25,6 @@ class LossScaler:
     def loss_scale(self) -> float:
         """The scale."""
         return self.cur_scale
-
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """A backward hook: return the gradients of the inputs times the scale."""
-        return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Go backward from the scaled loss."""

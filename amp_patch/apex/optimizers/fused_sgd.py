@@ -18,18 +18,9 @@ class FusedSGD(FusedOptimizer):
     Args:
         wd_after_momentum: add weight decay to the step instead of the gradient.
         materialize_master_grads: accepted; under amp, gradients always are in the masters.
-
-    `most_recent_scale` and `scale_set_by_backward` are what Apex's amp set here; gradients hold true values now, so the
-    scale is 1.
     """
 
-    _options: ClassVar[tuple[str, ...]] = (
-        "set_grad_none",
-        "wd_after_momentum",
-        "materialize_master_grads",
-        "most_recent_scale",
-        "scale_set_by_backward",
-    )
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
     def __init__(
@@ -59,8 +50,6 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
 
     @property
     def reads_flag(self) -> bool:  # type: ignore[override]

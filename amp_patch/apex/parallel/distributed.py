@@ -243,13 +243,6 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     return buckets
 
 
-def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the float16, bfloat16, float32 and float64 tensors as lists, in this order, without empty ones."""
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
-    return [bucket for bucket in buckets if bucket]
-
-
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:

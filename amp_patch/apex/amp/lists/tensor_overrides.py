@@ -2,11 +2,11 @@
 
 import torch
 
-from ._shipped import shipped_names
+from ..._core import list_names
 
 MODULE = torch.Tensor
 
-FP16_FUNCS = shipped_names("torch.Tensor", "whitelist")
-FP32_FUNCS = shipped_names("torch.Tensor", "blacklist")
-CASTS = shipped_names("torch.Tensor", "promote")
-SEQUENCE_CASTS = shipped_names("torch.Tensor", "sequence_promote")
+FP16_FUNCS = list_names("torch.Tensor", "whitelist")
+FP32_FUNCS = list_names("torch.Tensor", "blacklist")
+CASTS = list_names("torch.Tensor", "promote")
+SEQUENCE_CASTS = list_names("torch.Tensor", "sequence_promote")

@@ -2,11 +2,11 @@
 
 import torch
 
-from ._shipped import shipped_names
+from ..._core import list_names
 
 MODULE = torch
 
-FP16_FUNCS = shipped_names("torch", "whitelist")
-FP32_FUNCS = shipped_names("torch", "blacklist")
-CASTS = shipped_names("torch", "promote")
-SEQUENCE_CASTS = shipped_names("torch", "sequence_promote")
+FP16_FUNCS = list_names("torch", "whitelist")
+FP32_FUNCS = list_names("torch", "blacklist")
+CASTS = list_names("torch", "promote")
+SEQUENCE_CASTS = list_names("torch", "sequence_promote")
