@@ -153,22 +153,19 @@ def test_what_keeps_the_stand_in_out_is_refused(flag, tmp_path):
     assert done.returncode == 2 and f"leave {flag} out" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "is_told"),
-    [
+def test_lists_behind_the_script_are_said_to_be_the_scripts(tmp_path, monkeypatch, capsys):
+    for given, is_told in [
         (["script.py", "--lists", "fast"], True),
         (["script.py", "--lists=fast"], True),
         (["-m", "script", "--lists", "fast"], True),
         (["--lists", "fast", "script.py", "--list"], False),
         (["--", "script.py", "--lists", "fast"], False),
-    ],
-)
-def test_lists_behind_the_script_are_said_to_be_the_scripts(given, is_told, tmp_path, monkeypatch, capsys):
-    (tmp_path / "script.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("amp_patch.cli.run.start", lambda line, environment: None)
-    main(["run", *given])
-    assert ("amp-patch run: note: --lists behind the script is the script's" in capsys.readouterr().err) is is_told
+    ]:
+        (tmp_path / "script.py").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("amp_patch.cli.run.start", lambda line, environment: None)
+        main(["run", *given])
+        assert ("amp-patch run: note: --lists behind the script is the script's" in capsys.readouterr().err) is is_told
 
 
 def test_where_processes_cannot_be_replaced_it_waits(tmp_path, monkeypatch):
@@ -197,24 +194,21 @@ def test_spawned_processes_have_it_too(tmp_path):
 # ---- bad usage -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        pytest.param([], "name a script, or a module with -m", id="nothing"),
-        pytest.param(["--"], "name a script", id="nothing-after-dashes"),
-        pytest.param(["-m"], "name a script", id="no-module"),
-        pytest.param(["nowhere.py"], "no such file", id="no-file"),
-        pytest.param(["--opt-level", "o2", "x.py"], "Did you mean 'O2'?", id="level"),
-        pytest.param(["--lists", "float61", "x.py"], "Did you mean 'float16'?", id="list"),
-        pytest.param(["--lists", "nowhere.yaml", "x.py"], "nowhere.yaml", id="list-file"),
-    ],
-)
-def test_bad_usage_is_told_before_anything_runs(options, said, capsys):
-    finders, argv = list(sys.meta_path), list(sys.argv)
-    with pytest.raises(SystemExit) as left:
-        main(["run", *options])
-    assert left.value.code == 2 and said in capsys.readouterr().err
-    assert (sys.meta_path, sys.argv) == (finders, argv)
+def test_bad_usage_is_told_before_anything_runs(capsys):
+    for options, said in [
+        ([], "name a script, or a module with -m"),
+        (["--"], "name a script"),
+        (["-m"], "name a script"),
+        (["nowhere.py"], "no such file"),
+        (["--opt-level", "o2", "x.py"], "Did you mean 'O2'?"),
+        (["--lists", "float61", "x.py"], "Did you mean 'float16'?"),
+        (["--lists", "nowhere.yaml", "x.py"], "nowhere.yaml"),
+    ]:
+        finders, argv = list(sys.meta_path), list(sys.argv)
+        with pytest.raises(SystemExit) as left:
+            main(["run", *options])
+        assert left.value.code == 2 and said in capsys.readouterr().err
+        assert (sys.meta_path, sys.argv) == (finders, argv)
 
 
 @pytest.mark.parametrize(

@@ -229,45 +229,40 @@ def describe(module):
     return held
 
 
-@pytest.mark.parametrize("slot", SLOTS)
-def test_a_slot_is_redirected_and_given_back_exactly(slot, make_package, lists):
-    source, call = SLOTS[slot]
-    make_package(
-        {
-            "program_x": source,
-            "library_x": "",
-            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
-        }
-    )
-    module = importlib.import_module("program_x")
-    before, plain = describe(module), call(module, X)
+@pytest.fixture
+def programs(make_package):
+    """Writes a program for each slot; returns a function that imports them, by the names of the slots."""
+    names = {slot: f"program_x{index}" for index, slot in enumerate(SLOTS)}
+    library = "import torch\ntable = {'gelu': torch.nn.functional.gelu}"
+    make_package({"library_x": "", "library_x.ops": library, **{name: SLOTS[slot][0] for slot, name in names.items()}})
+    return lambda: {slot: importlib.import_module(name) for slot, name in names.items()}
+
+
+def test_a_slot_is_redirected_and_given_back_exactly(programs, lists):
+    modules = programs()
+    before = {slot: describe(module) for slot, module in modules.items()}
+    plain = {slot: SLOTS[slot][1](module, X) for slot, module in modules.items()}
     for _ in range(2):
         session = open_session(lists)
-        assert call(module, X).dtype is LOW
-        with amp.disable_casts():
-            assert call(module, X).dtype is torch.float32
+        for slot, module in modules.items():
+            assert SLOTS[slot][1](module, X).dtype is LOW, slot
+            with amp.disable_casts():
+                assert SLOTS[slot][1](module, X).dtype is torch.float32, slot
         amp.reset()
-        assert describe(module) == before
-        assert torch.equal(call(module, X), plain)
+        for slot, module in modules.items():
+            assert describe(module) == before[slot], slot
+            assert torch.equal(SLOTS[slot][1](module, X), plain[slot]), slot
         del session
 
 
-@pytest.mark.parametrize("slot", SLOTS)
-def test_a_slot_that_was_made_during_a_session_gets_the_original(slot, make_package, lists):
-    source, call = SLOTS[slot]
-    make_package(
-        {
-            "program_x": source,
-            "library_x": "",
-            "library_x.ops": "import torch\ntable = {'gelu': torch.nn.functional.gelu}",
-        }
-    )
+def test_a_slot_that_was_made_during_a_session_gets_the_original(programs, lists):
     _session = open_session(lists)
-    module = importlib.import_module("program_x")
+    modules = programs()
     amp.reset()
-    held = {identity for _, identity in describe(module).values()}
-    assert held & {id(F.gelu), id(F.silu)} and not held & set(pickling.get_originals())
-    assert call(module, X).dtype is torch.float32
+    for slot, module in modules.items():
+        held = {identity for _, identity in describe(module).values()}
+        assert held & {id(F.gelu), id(F.silu)} and not held & set(pickling.get_originals()), slot
+        assert SLOTS[slot][1](module, X).dtype is torch.float32, slot
 
 
 def test_a_program_run_as_a_script_is_redirected(tmp_path, fork_server):
@@ -822,15 +817,8 @@ def test_is_patched_and_get_original_know_globals_and_class_attributes(make_pack
     assert not any(amp.is_patched(*target) for target in expected)
 
 
-def test_suspended_puts_every_original_back_and_every_replacement_in_again(make_package, lists):
-    make_package(
-        {f"program_x{index}": source for index, (source, _) in enumerate(SLOTS.values()) if "library_x" not in source}
-    )
-    modules = [
-        importlib.import_module(f"program_x{index}")
-        for index, (source, _) in enumerate(SLOTS.values())
-        if "library_x" not in source
-    ]
+def test_suspended_puts_every_original_back_and_every_replacement_in_again(programs, lists):
+    modules = list(programs().values())
     model = Block(F.gelu)
     before = [describe(module) for module in modules], model.act
     open_session(lists, model)
