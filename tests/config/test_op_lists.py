@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_state import VERSION
 
+import amp_patch
 from amp_patch.config import op_lists, overlay, packages, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.config.yaml_nodes import load_mapping
 from amp_patch.errors import OpListError
+from amp_patch.session.current import state
 
 Write = Callable[..., Path]
 
@@ -695,6 +697,22 @@ def test_a_package_that_is_imported_in_between_is_seen(
     monkeypatch.delattr(package, "roi_align")
     with pytest.raises(OpListError, match="has no 'roi_align'"):
         load_oplists(path)
+
+
+def test_initialize_sees_an_edit_and_what_is_registered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, half = write("extends: bfloat16\nblacklist: [gelu]"), torch.ones(2, dtype=torch.bfloat16)
+
+    def find_dtype() -> torch.dtype:
+        amp_patch.initialize(torch.nn.Linear(2, 2), opt_level="O4", lists=str(path), verbosity=0)
+        dtype = F.gelu(half).dtype
+        amp_patch.reset()
+        return dtype
+
+    assert find_dtype() is torch.float32
+    write("extends: bfloat16\nneutral: [softmax]")
+    assert find_dtype() is torch.bfloat16
+    monkeypatch.setattr(state, "registered", [(F, "gelu", "blacklist")])
+    assert find_dtype() is torch.float32
 
 
 def test_a_name_of_torch_that_is_gone_is_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
