@@ -129,6 +129,6 @@ def test_a_fault_of_a_presets_file_has_its_place_as_attributes(tmp_path):
     with pytest.raises(amp.PolicyError) as caught:
         make_policy("Mine", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (str(path), 2, 3)
-    with pytest.raises(amp.PolicyError) as caught:
+    with pytest.raises(amp.PolicyError, match="O5, Mine") as caught:
         make_policy("Other", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (None, None, None)
