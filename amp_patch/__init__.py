@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Stats,
         disable_casts,
         float_function,
+        fsdp_policy,
         get_original,
         half_function,
         initialize,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         SessionError,
         SettingsError,
     )
-    from .fsdp import fsdp_policy
 
 __version__ = "0.2.0"
 
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "amp":
         return importlib.import_module(f"{__name__}.amp")
-    home = "errors" if name.endswith("Error") else "fsdp" if name == "fsdp_policy" else "api"
+    home = "errors" if name.endswith("Error") else "api"
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     return value
 

@@ -3,30 +3,34 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .announcement import announce, announce_compute
 from .casting import cast_tree
-from .errors import ArgumentTypeError, ModelError, did_you_mean
-from .hardware import as_device_type
-from .queries import get_original, is_patched, stats
-from .reporting import set_verbosity
-from .saved_states import load_state_dict, state_dict
-from .session import Stats, as_enabled, as_models, as_optimizers, choose_policy, hold
-from .session import current as _current
-from .training import BackwardPasses
-from .user_functions import (
+from .config import Policy, make_policy
+from .errors import ArgumentTypeError, CheckpointError, ModelError, did_you_mean
+from .functions import (
     float_function,
+    get_original,
     half_function,
+    is_patched,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
+from .hardware import as_device_type
+from .reporting import say, say_once, set_verbosity
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, hold
+from .session import current as _current
+from .tables import align
+from .training import BackwardPasses
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = [
     "Stats",
@@ -137,8 +141,32 @@ def initialize(
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
     before = _current.state.session
     opened = _current.initialize(policy, model_list, optimizer_list, **options)
-    announce(opened, is_known=opened is before)
+    _announce(opened, is_known=opened is before)
     return returned
+
+
+def _announce(opened: Session, *, is_known: bool) -> None:
+    """Tell of a session that was opened, or in a line of one that was there before and has these models now."""
+    policy = opened.policy
+    if is_known:
+        names = ", ".join(type(model).__name__ for model in opened.models())
+        say("amp_patch: opt_level %s as before, for %s", policy.opt_level, names)
+        return
+    say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
+    rows = policy.describe()
+    if opened.oplists is not None:
+        absent = [entry.op for entry in opened.oplists.missing]
+        rows += [("ops that torch lacks", ", ".join(absent))] if absent else []
+        rows += [("names patched", str(len(opened.patcher)))]
+    for line in align([(name, f": {value}") for name, value in rows], gap=1):
+        say("%s", line)
+    _announce_compute(policy, opened.device_type)
+
+
+def _announce_compute(policy: Policy, device_type: str) -> None:
+    """Tell, once in a process, of products that are not computed by instructions made for them."""
+    for sentence in policy.explain_compute(device_type):
+        say_once(sentence)
 
 
 def _as_optimizers_of_any(optimizers: Any) -> Sequence[Any]:
@@ -274,7 +302,7 @@ def session(
     device_type = as_device_type(device)
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
     policy = choose_policy(opt_level, overrides, presets, has_models=False)
-    announce_compute(policy, device_type)
+    _announce_compute(policy, device_type)
     with _current.without_model(policy, device_type):
         yield
 
@@ -333,3 +361,113 @@ def refresh() -> None:
     """
     if _current.state.session is not None:
         _current.state.session.refresh()
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when
+    disabled.
+
+    Plain Python, so torch.load reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError for a
+    `destination` that is no dictionary.
+    """
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise ArgumentTypeError(
+            f"destination must be a dictionary to add entries to, not {type(destination).__name__}: leave it out for a"
+            " new one"
+        )
+    result = {} if destination is None else destination
+    if not _current.state.is_disabled:
+        for index, scaler in enumerate(_current.require().scalers):
+            result[f"loss_scaler{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` (or Apex's) returned.
+
+    Raises before anything is loaded: ArgumentTypeError for what is no mapping, CheckpointError if it does not fit the
+    scalers.
+    """
+    if _current.state.is_disabled:
+        return
+    scalers = _current.require().scalers
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"load_state_dict takes what amp.state_dict() returned, not {type(state_dict).__name__}: save it beside the"
+            " model's, as {'amp': amp.state_dict()}, and pass torch.load(path)['amp']"
+        )
+    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
+    if set(state_dict) != set(expected):
+        raise CheckpointError(
+            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
+            f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
+        )
+    before = [scaler.state_dict() for scaler in scalers]
+    try:
+        for name, scaler in zip(expected, scalers, strict=True):
+            scaler.load_state_dict(_check_entry(name, state_dict[name]))
+    except (TypeError, ValueError) as error:
+        for scaler, saved in zip(scalers, before, strict=True):
+            scaler.load_state_dict(saved)
+        raise CheckpointError(
+            f"the saved amp state cannot be read: {error}; each entry is as {{'loss_scale': 65536.0, 'unskipped': 0}}"
+        ) from error
+
+
+def _advise(state_dict: Mapping[str, Any]) -> str:
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
+            return f"pass the entry {name!r} of this checkpoint"
+    if any(str(key).startswith("loss_scaler") for key in state_dict):
+        return "pass the same num_losses to initialize"
+    return "pass what amp.state_dict() returned"
+
+
+def _check_entry(name: str, entry: Any) -> dict[str, Any]:
+    """Return the entry of a scaler; raises ValueError for what is none."""
+    missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
+    if missing:
+        raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")
+    return dict(entry)
+
+
+def stats(*, wait: bool = True) -> Stats:
+    """Return the level, counts and loss scales of the session in force; zeros and None without one.
+
+    Waits for the device, unless `wait` is False: steps and scales are then those that the host knows of by now.
+    """
+    opened = _current.state.session
+    if opened is None:
+        return Stats(None, None, 0, 0, 0, 0, 0, ())
+    return opened.stats(wait=wait)
+
+
+def fsdp_policy(
+    opt_level: str, module: torch.nn.Module | None = None, *, reduce_dtype: torch.dtype | None = None
+) -> "MixedPrecisionPolicy":
+    """Return the `mp_policy` with which `torch.distributed.fsdp.fully_shard` is to shard a module for a level.
+
+    At levels with masters (O2, O5) the float32 shards are the masters: parameters are gathered, used and reduced in the
+    low dtype, as DistributedDataParallel does at these levels. At the others nothing is cast by FSDP.
+
+    Args:
+        opt_level: a level of the shipped presets.
+        module: what is sharded: a batch normalization layer stays in float32 where the level keeps them so, and so has
+            to be sharded by itself. None: any other module.
+        reduce_dtype: in which gradients are summed over the ranks; None: in the low dtype. float32 costs twice the
+            traffic, and rounds sums less.
+
+    Raises PolicyError for a level that there is not, and ArgumentTypeError for what is no module or dtype.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
+        raise ArgumentTypeError(f"reduce_dtype={reduce_dtype!r} is no torch.dtype: pass torch.float32, or leave it out")
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"module must be the torch.nn.Module that is sharded, not {type(module).__name__}: pass it, or leave it out"
+        )
+    low = find_gathered_dtype(make_policy(opt_level, {}), module)
+    if low is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype or low)

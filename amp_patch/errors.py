@@ -12,7 +12,7 @@ from typing import Any
 
 from .synonyms import SYNONYMS
 
-_LEVEL = re.compile("[o0\u043e\u03bf]?([0-9])")  # also with the letter of another script
+_LEVEL = re.compile("[o0]?([0-9])")
 
 
 class AmpError(RuntimeError):

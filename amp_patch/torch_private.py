@@ -87,19 +87,14 @@ def get_sparse_values(gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
-# What `__torch_dispatch__` and `__torch_function__` are where a class answers nothing itself.
-# Without them: subclasses of Parameter would pass for tensors that keep their values in another form.
+# What `__torch_dispatch__` is where a class answers nothing itself.
+# Without it: subclasses of Parameter would pass for tensors that keep their values in another form.
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
-disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
 def get_local_tensor(tensor: Tensor) -> Any:
     """Return what a DTensor keeps on this rank; None for other tensors, and without the name."""
     return getattr(tensor, "_local_tensor", None)
-
-
-make_wrapper_subclass = Tensor._make_wrapper_subclass
-"""Makes a tensor without data, of any device type: what autocast does to ops of devices that are not here."""
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -252,17 +247,6 @@ PYTHON_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch
 PYTHON_OP_MODULES |= {"torch._lobpcg"}
 C_MODULE = "torch._C"
 """What functions in C++ that are no ops name as their module."""
-
-# What autocast's rules are read from: all ops, those with a kernel for it, their arguments, and the cast it makes.
-# Without them: the shipped lists of autocast's rules cannot be made anew.
-get_all_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-to_copy = torch.ops.aten._to_copy.default
-
-
-def get_op_arguments(op: Any) -> list[Any]:
-    """Return the arguments of an overload of an op by its schema."""
-    return list(op._schema.arguments)
 
 
 def has_cpu_flag(flag: str) -> bool:

@@ -57,58 +57,47 @@ def ones() -> Tensor:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["", "torch."], ids=["bare", "torch."])
-@pytest.mark.parametrize(("name", "dtype"), NAMES.items(), ids=dtype_id)
-def test_a_name_means_its_dtype(name: str, dtype: torch.dtype, prefix: str) -> None:
-    assert parse_dtype(prefix + name, "x") is dtype
+def test_a_name_means_its_dtype() -> None:
+    for prefix in ["", "torch."]:
+        for name, dtype in NAMES.items():
+            assert parse_dtype(prefix + name, "x") is dtype
 
 
-@pytest.mark.parametrize("dtype", sorted(CASTABLE, key=str), ids=dtype_id)
-def test_a_dtype_means_itself_and_goes_through_its_name(dtype: torch.dtype) -> None:
-    assert parse_dtype(dtype, "x") is dtype
-    assert parse_dtype(dtype_name(dtype), "x") is dtype
-    assert parse_dtype(str(dtype), "x") is dtype
+def test_a_dtype_means_itself_and_goes_through_its_name() -> None:
+    for dtype in sorted(CASTABLE, key=str):
+        assert parse_dtype(dtype, "x") is dtype
+        assert parse_dtype(dtype_name(dtype), "x") is dtype
+        assert parse_dtype(str(dtype), "x") is dtype
 
 
-@pytest.mark.parametrize(
-    "value", [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float], ids=repr
-)
-def test_anything_else_is_refused_with_the_argument_named(value: object) -> None:
-    with pytest.raises(PolicyError) as raised:
-        parse_dtype(value, "cast_model_type")
-    assert isinstance(raised.value, (AmpError, ValueError))
-    assert str(raised.value).startswith(
-        f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32)."
-    )
-
-
-def test_a_near_miss_gets_a_suggestion() -> None:
-    with pytest.raises(PolicyError, match=r"Did you mean 'bfloat16'\?$"):
-        parse_dtype("bfloat61", "x")
-
-
-def test_dtype_name_of_none_is_a_dash() -> None:
-    assert dtype_name(None) == "-"
+def test_anything_else_is_refused_with_the_argument_named() -> None:
+    for value in [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float]:
+        with pytest.raises(PolicyError) as raised:
+            parse_dtype(value, "cast_model_type")
+        assert isinstance(raised.value, (AmpError, ValueError))
+        assert str(raised.value).startswith(
+            f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32)."
+        )
 
 
 # ---- which tensors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", sorted(CASTABLE, key=str), ids=dtype_id)
-def test_float16_bfloat16_and_float32_may_be_cast_on_the_device_type_asked_for(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(2, dtype=dtype)
-    assert is_castable(tensor)
-    assert is_castable(tensor, "cpu")
-    assert not is_castable(tensor, "cuda")
-    assert not is_castable(tensor.to("meta"), "cpu")
-    assert is_castable(tensor.to("meta"), "meta")
+def test_float16_bfloat16_and_float32_may_be_cast_on_the_device_type_asked_for() -> None:
+    for dtype in sorted(CASTABLE, key=str):
+        tensor = torch.zeros(2, dtype=dtype)
+        assert is_castable(tensor)
+        assert is_castable(tensor, "cpu")
+        assert not is_castable(tensor, "cuda")
+        assert not is_castable(tensor.to("meta"), "cpu")
+        assert is_castable(tensor.to("meta"), "meta")
 
 
-@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=dtype_id)
-def test_other_dtypes_are_never_cast(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(2).to(dtype)
-    assert not is_castable(tensor)
-    assert not is_castable(tensor, "cpu")
+def test_other_dtypes_are_never_cast() -> None:
+    for dtype in OTHER_DTYPES:
+        tensor = torch.zeros(2).to(dtype)
+        assert not is_castable(tensor)
+        assert not is_castable(tensor, "cpu")
 
 
 def test_quantised_tensors_are_never_cast() -> None:
@@ -116,10 +105,6 @@ def test_quantised_tensors_are_never_cast() -> None:
         warnings.simplefilter("ignore")  # torch 2.13 says that it will drop them
         quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     assert not is_castable(quantised)
-
-
-def test_a_subclass_of_tensor_counts_by_its_dtype() -> None:
-    assert is_castable(torch.nn.Parameter(torch.ones(2)))
 
 
 # ---- trees: containers keep their class ------------------------------------------------------------------------------
@@ -232,32 +217,11 @@ class Boxes(list[Any]):
         self.size = size
 
 
-class Rows(list[Any]):
-    """Has a constructor that would put a list into the list."""
-
-    def __init__(self, *rows: Any) -> None:
-        super().__init__(rows)
-
-
-class Uncopied(list[Any]):
-    """Refuses to be copied."""
-
-    def __copy__(self) -> Any:
-        raise RuntimeError("there is but one")
-
-
 class Span(tuple[Any, ...]):
     """A tuple of two that are given one by one."""
 
     def __new__(cls, first: Any, second: Any) -> "Span":
         return super().__new__(cls, (first, second))
-
-
-class Nesting(tuple[Any, ...]):
-    """A tuple that adds an item of its own."""
-
-    def __new__(cls, items: Any) -> "Nesting":
-        return super().__new__(cls, (*items, "own"))
 
 
 class Members(set[Any]):
@@ -266,13 +230,6 @@ class Members(set[Any]):
     def __init__(self, items: Any, *, owner: str) -> None:
         super().__init__(items)
         self.owner = owner
-
-
-class Sealed(frozenset[Any]):
-    """The same of a frozen set."""
-
-    def __new__(cls, items: Any, *, owner: str) -> "Sealed":
-        return super().__new__(cls, items)
 
 
 KEY: Callable[[Any], Any] = lambda value: value["a"]  # noqa: E731
@@ -285,7 +242,6 @@ TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "frozenset": (lambda t: frozenset({t}), lambda value: next(iter(value))),
     "list-subclass": (lambda t: Strict([t]), FIRST),
     "list-other-constructor": (lambda t: Boxes(t, size=3), FIRST),
-    "list-nesting-constructor": (lambda t: Rows(t, t), FIRST),
     "namedtuple": (lambda t: Pair(t, "kept"), lambda value: value.first),
     "collections.namedtuple": (lambda t: collections.namedtuple("Two", "tensor label")(t, 1), FIELD),
     "dict": (lambda t: {"a": t, 2: "kept"}, KEY),
@@ -305,43 +261,23 @@ TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 }
 UNMAKEABLE: dict[str, Callable[[Tensor], Any]] = {
     "tuple": lambda t: Span(t, 4.0),
-    "tuple-nesting": lambda t: Nesting((t, 2)),
     "set": lambda t: Members({t}, owner="me"),
-    "frozenset": lambda t: Sealed({t}, owner="me"),
-    "list": lambda t: Uncopied([t]),
 }
-trees = [pytest.param(make, pick, id=name) for name, (make, pick) in TREES.items()]
 
 
-@pytest.mark.parametrize(("make", "pick"), trees)
-def test_a_container_keeps_its_class_and_its_tensor_is_cast(
-    make: Callable[[Tensor], Any], pick: Callable[[Any], Any]
-) -> None:
+@pytest.mark.parametrize("name", TREES)
+def test_a_container_keeps_its_class_and_only_its_copy_has_the_cast_tensor(name: str) -> None:
+    make, pick = TREES[name]
     tensor = ones()
     value = make(tensor)
     result = cast_tree(value, to_low)
     assert type(result) is type(value)
-    assert pick(result).dtype is torch.bfloat16
-    assert torch.equal(pick(result), tensor.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize(("make", "pick"), trees)
-def test_the_callers_container_is_left_as_it_was(make: Callable[[Tensor], Any], pick: Callable[[Any], Any]) -> None:
-    tensor = ones()
-    value = make(tensor)
-    result = cast_tree(value, to_low)
-    assert result is not value
-    assert pick(value) is tensor
-
-
-@pytest.mark.parametrize(("make", "pick"), trees)
-def test_a_container_in_which_nothing_changes_is_returned_itself(
-    make: Callable[[Tensor], Any], pick: Callable[[Any], Any]
-) -> None:
-    value = make(torch.arange(3))
-    before = pick(value)
-    assert cast_tree(value, to_low) is value
-    assert pick(value) is before
+    assert torch.equal(pick(result), tensor.to(torch.bfloat16)) and pick(result).dtype is torch.bfloat16
+    assert result is not value and pick(value) is tensor
+    unchanged = make(torch.arange(3))
+    before = pick(unchanged)
+    assert cast_tree(unchanged, to_low) is unchanged
+    assert pick(unchanged) is before
 
 
 def test_a_copied_list_keeps_its_attributes() -> None:
@@ -349,12 +285,12 @@ def test_a_copied_list_keeps_its_attributes() -> None:
     assert result.size == 7 and len(result) == 2 and result[1].dtype is torch.int64
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in UNMAKEABLE.items()])
-def test_a_container_that_cannot_be_made_again_passes_through(make: Callable[[Tensor], Any]) -> None:
-    value = make(ones())
-    before = list(value)
-    assert cast_tree(value, to_low) is value
-    assert all(new is old for new, old in zip(value, before, strict=True))
+def test_a_container_that_cannot_be_made_again_passes_through() -> None:
+    for make in UNMAKEABLE.values():
+        value = make(ones())
+        before = list(value)
+        assert cast_tree(value, to_low) is value
+        assert all(new is old for new, old in zip(value, before, strict=True))
 
 
 def test_all_that_is_not_a_cast_tensor_stays_in_a_mapping() -> None:
@@ -365,21 +301,15 @@ def test_all_that_is_not_a_cast_tensor_stays_in_a_mapping() -> None:
     assert (result[3], result[None]) == ("three", [1, 2])
 
 
-def test_an_ordered_dict_keeps_its_order() -> None:
-    assert list(cast_tree(collections.OrderedDict(z=1, a=ones(), b=2), to_low)) == ["z", "a", "b"]
-
-
 def test_a_defaultdict_keeps_its_factory() -> None:
     result = cast_tree(collections.defaultdict(list, a=ones()), to_low)
     assert result.default_factory is list
     assert result["missing"] == []
 
 
-@pytest.mark.parametrize(
-    "make", [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")], ids=["dict-subclass", "MutableMapping"]
-)
-def test_a_mapping_keeps_its_attributes(make: Callable[[Tensor], Any]) -> None:
-    assert cast_tree(make(ones()), to_low).tag == "kept"
+def test_a_mapping_keeps_its_attributes() -> None:
+    for make in [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")]:
+        assert cast_tree(make(ones()), to_low).tag == "kept"
 
 
 def with_a_lock() -> Any:
@@ -390,21 +320,14 @@ def with_a_result_of_autograd() -> Any:
     return torch.ones(1, requires_grad=True) * 2
 
 
-@pytest.mark.parametrize("make_extra", [with_a_lock, with_a_result_of_autograd, object])
-def test_the_attributes_of_a_mapping_are_not_copied(make_extra: Callable[[], Any]) -> None:
-    value = Batch({"a": ones()}, "kept")
-    extra = value.extra = make_extra()  # type: ignore[attr-defined]
-    result = cast_tree(value, to_low)
-    assert type(result) is Batch
-    assert result.extra is extra
-    assert (result["a"].dtype, value["a"].dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_values_beside_a_cast_one_are_not_copied() -> None:
-    value = Batch({"a": ones(), "b": [object()], "count": torch.arange(2)}, "kept")
-    result = cast_tree(value, to_low)
-    assert result["b"] is value["b"]
-    assert result["count"] is value["count"]
+def test_the_attributes_of_a_mapping_are_not_copied() -> None:
+    for make_extra in [with_a_lock, with_a_result_of_autograd, object]:
+        value = Batch({"a": ones()}, "kept")
+        extra = value.extra = make_extra()  # type: ignore[attr-defined]
+        result = cast_tree(value, to_low)
+        assert type(result) is Batch
+        assert result.extra is extra
+        assert (result["a"].dtype, value["a"].dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_a_dataclass_keeps_its_other_fields_and_one_that_init_does_not_take() -> None:
@@ -450,9 +373,8 @@ def test_a_generator_becomes_a_lazy_generator_of_cast_values() -> None:
     assert [item["index"] for item in result] == [1]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_every_other_object_passes_through() -> None:
+    for value in [
         torch.nn.Linear(2, 2),
         torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))]),
         torch.Size([2, 3]),
@@ -469,18 +391,8 @@ def test_a_generator_becomes_a_lazy_generator_of_cast_values() -> None:
         (),
         {},
         [[], ({},)],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_every_other_object_passes_through(value: Any) -> None:
-    assert cast_tree(value, to_low) is value
-
-
-def test_a_module_inside_a_tree_keeps_its_parameters() -> None:
-    layer = torch.nn.Linear(2, 2)
-    result = cast_tree([layer, ones()], to_low)
-    assert result[0] is layer
-    assert layer.weight.dtype is torch.float32
+    ]:
+        assert cast_tree(value, to_low) is value
 
 
 def test_a_tensor_is_what_the_cast_makes_of_it_and_gradients_flow_back() -> None:

@@ -1,11 +1,11 @@
 """Which tensors an op gets: wrappers around listed ops, whether they act in a thread, and the cache of low weights."""
 
 from . import compiling as compiling
-from . import patches as patches
+from . import op_patches as op_patches
 from .deferred import DeferredOps as DeferredOps
 from .mode import Mode as Mode
 from .mode import Switch as Switch
-from .patches import Registration as Registration
+from .op_patches import Registration as Registration
 from .products import Products as Products
 from .tree import cast_tree as cast_tree
 from .weight_cache import WeightCache as WeightCache

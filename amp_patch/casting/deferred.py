@@ -10,7 +10,7 @@ from ..config import OpLists, op_lists
 from ..errors import OpListError
 from ..patching import ImportWatch, Patcher, references
 from ..reporting import logger
-from .patches import plan_op
+from .op_patches import plan_op
 from .wrappers import OpCasts
 
 

@@ -1,5 +1,5 @@
 """`amp-patch lists`: show op lists, check list files, compare lists, explain what they say of one op; begin a list of
-one's own, and have an editor know the ops.
+one's own.
 
 Exit codes: 0 right, 1 a list has faults or two lists differ, 2 trouble: what was asked for cannot be told, since a list
 is not there or cannot be used.
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from ..errors import OpListError
-from . import lists_check, lists_diff, lists_explain, lists_init, lists_schema, lists_show
+from . import lists_check, lists_diff, lists_explain, lists_init, lists_show
 
 TASKS = {
     "show": lists_show,
@@ -18,7 +18,6 @@ TASKS = {
     "diff": lists_diff,
     "explain": lists_explain,
     "init": lists_init,
-    "schema": lists_schema,
 }
 """Each a module with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
 

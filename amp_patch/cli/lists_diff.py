@@ -7,26 +7,19 @@ from ..tables import align
 from .lists_printing import LIST, as_data, as_json, print_lines
 
 SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 on trouble"
-DEVICES = ("cuda", "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     for name in ("left", "right"):
-        parser.add_argument(
-            name,
-            metavar="LISTS",
-            help=f"{LIST}; several joined by commas, of which later ones win; or torch, for torch.autocast",
-        )
-    parser.add_argument(
-        "--device", choices=DEVICES, default="cuda", help="the device type of torch.autocast (default: cuda)"
-    )
+        help_text = f"{LIST}, or several joined by commas, of which later ones win"
+        parser.add_argument(name, metavar="LISTS", help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
-    left, right = (_load(spec, arguments.device) for spec in (arguments.left, arguments.right))
+    left, right = (config.load_oplists(spec.split(",")) for spec in (arguments.left, arguments.right))
     found = config.explain.compare(left, right)
     if arguments.json:
         data = {"left": left.names, "right": right.names, "differences": [as_data(difference) for difference in found]}
@@ -38,9 +31,3 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _name(kind: str) -> str:
     return "(unlisted)" if kind == "unlisted" else kind
-
-
-def _load(spec: str, device_type: str) -> "config.OpLists":
-    if spec == "torch":
-        return config.op_lists.make_autocast_oplists(device_type)
-    return config.load_oplists(spec.split(","))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import config
 from ..errors import OpListError
-from .lists_printing import LIST, as_json, print_lines
+from .lists_printing import LIST, print_lines
 
 SUMMARY = "write a list file to begin with, which extends another and explains itself, and the schema for an editor"
 SCHEMA = "lists.schema.json"
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             file.write(_render(path.name, base))
         print_lines([f"{path}: a list that extends {base}"])
         if not beside.exists():
-            beside.write_text("\n".join(as_json(config.schema.make_list_schema([]))) + "\n", encoding="utf-8")
-            print_lines([f"{beside}: what editors complete and check it by (`amp-patch lists schema`)"])
+            beside.write_bytes((config.shipped.lists_dir() / "schema.json").read_bytes())
+            print_lines([f"{beside}: what editors complete and check it by"])
     except FileExistsError:
         raise OpListError(f"{path} is there already; give another name, or remove it first") from None
     except OSError as error:
@@ -77,7 +77,7 @@ def _check(path: Path, base: str) -> None:
 
 def _render(name: str, base: str) -> str:
     rules = "\n".join(
-        f"# {config.schema.OPS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in config.op_lists.RULES
+        f"# {config.op_lists.MEANINGS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in config.op_lists.RULES
     )
     modules = (
         "Parts of a model that run in one dtype whatever the ops' lists say; the last rule that covers one counts."

@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from . import explain as explain
     from . import op_lists as op_lists
     from . import presets as presets
-    from . import schema as schema
     from . import shipped as shipped
     from .module_rules import ModuleRule as ModuleRule
     from .op_lists import OpLists as OpLists
@@ -21,7 +20,7 @@ _HOMES = {
     "Policy": "policy",
     "make_policy": "presets",
 }
-_MODULES = ("explain", "op_lists", "presets", "schema", "shipped")
+_MODULES = ("explain", "op_lists", "presets", "shipped")
 
 
 def __getattr__(name: str) -> Any:

@@ -32,14 +32,15 @@ class Finding:
 class Diagnostics:
     """`with diagnostics:` encloses what one fault spoils.
 
-    An error leaves the block; when collecting it is kept instead, and what follows the block runs.
+    An error leaves the block; when collecting it is stored instead, and what follows the block runs.
 
     Args:
-        is_collecting: keep errors and warnings, instead of raising the first error and logging the warnings.
+        is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
+        self.has_warned = False
         self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
 
     def __enter__(self) -> None:
@@ -54,7 +55,8 @@ class Diagnostics:
         return True
 
     def warn(self, text: str, path: str, line: int, column: int) -> None:
-        """Log, or keep, what is no fault but has no effect."""
+        """Log, or collect, what is no fault but has no effect."""
+        self.has_warned = True
         if self.is_collecting:
             self._found[Finding(text, path, line, column, is_warning=True)] = None
         else:
@@ -67,7 +69,7 @@ class Diagnostics:
 
     @property
     def warnings(self) -> list[Finding]:
-        """The kept warnings, sorted by place."""
+        """The collected warnings, sorted by place."""
         return _sort_by_place(one for one in self._found if one.is_warning)
 
 

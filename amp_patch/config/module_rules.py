@@ -60,6 +60,10 @@ class ModuleRule:
         found = _find_class(self.chooser)
         return found is not None and isinstance(module, found)
 
+    def find_problem(self) -> str | None:
+        """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
+        return None if self.pattern is not None else _find_problem(self.chooser)
+
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
     """Return the rule that one entry of `modules` states, or None where unknown keys leave it open.

@@ -22,8 +22,10 @@ twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs 
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from ..errors import OpListError
 from .diagnostics import Diagnostics
@@ -38,10 +40,11 @@ from .overlay import locate as locate
 from .products import find_products as find_products
 from .products import is_product as is_product
 from .products import is_without_kernel as is_without_kernel
+from .rules import MEANINGS as MEANINGS
 from .rules import RULES as RULES
 from .rules import Rule as Rule
 from .shipped import shipped_names
-from .torch_autocast import get_rules as get_autocast_rules
+from .yaml_nodes import read_bytes
 
 
 def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> OpLists:
@@ -55,27 +58,59 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
             f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of"
             " those"
         )
-    overlay = Overlay(Diagnostics())
+    names = tuple(str(os.fspath(one)) for one in specs)
+    paths = []
     for one in specs:
         try:
-            path = locate(one, Path())
+            paths.append(locate(one, Path()))
         except OpListError as error:
             raise OpListError(f"op list {os.fspath(one)!r}: {error}") from None
-        overlay.add(path)
-    return overlay.resolve(tuple(str(os.fspath(one)) for one in specs))
+    key = (names, tuple(map(str, paths)), torch.__version__)
+    loaded = _loaded.pop(key, None)
+    if loaded is None or not loaded.is_current():
+        loaded = _Loaded(names, paths)
+    if not loaded.has_warned:  # a warning comes each time
+        _loaded[key] = loaded
+    while len(_loaded) > MAX_LOADED:
+        del _loaded[next(iter(_loaded))]
+    return loaded.lists
 
 
-def make_oplists(rules: Mapping[str, Iterable[str]], name: str) -> OpLists:
-    """Return the lists that a file with these ops under these rules would give; `name` stands for its path."""
-    overlay = Overlay(Diagnostics())
-    entries = (OpEntry(op, Rule(rule), "", name, 0, 0) for rule, ops in rules.items() for op in ops)
-    overlay.merge(entries, is_shipped=False)
-    return overlay.resolve((name,))
+class _Loaded:
+    """Resolved lists, and what they were made of: an edit of a file or an import of a package makes others of them."""
+
+    def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
+        diagnostics = Diagnostics()
+        overlay = Overlay(diagnostics)
+        for path in paths:
+            overlay.add(path)
+        self.lists = overlay.resolve(names)
+        self.has_warned = diagnostics.has_warned
+        self._files = overlay.files
+        self._outside = overlay.outside
+
+    def is_current(self) -> bool:
+        """Tell whether reading the files again would give the same: they are unchanged, listed names of torch are
+        still functions, and what is imported of other packages is the same.
+        """
+        try:
+            return (
+                all(read_bytes(path, OpListError) == content for path, content in self._files.items())
+                and all(find_spellings(op, may_be_missing=True) == found for op, found in self._outside.items())
+                and all(rule.find_problem() is None for rule in self.lists.modules)
+                and all(_is_function(spelling) for spelling in self.lists.spellings)
+            )
+        except OpListError:
+            return False
 
 
-def make_autocast_oplists(device_type: str) -> OpLists:
-    """Return the lists that the installed torch's autocast comes to on such devices."""
-    return make_oplists(get_autocast_rules(device_type), f"torch.autocast({device_type!r})")
+def _is_function(spelling: Spelling) -> bool:
+    value = getattr(spelling.owner, spelling.name, None)
+    return callable(value) and not isinstance(value, type)
+
+
+MAX_LOADED = 16
+_loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last
 
 
 def check_oplists(path: Path) -> Diagnostics:

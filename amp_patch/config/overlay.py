@@ -22,11 +22,12 @@ from .list_file import (
 )
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import Key, find_spellings, inplace_twin
+from .op_namespaces import OWNERS
 from .packages import find_doubt
 from .rules import TWINNED, Rule, kind_of
 from .shipped import lists_dir, shipped_names
 from .shipped import locate as locate
-from .yaml_nodes import Node, load_mapping
+from .yaml_nodes import Node, load_mapping, read_bytes
 
 MAX_EXTENDS = 16
 
@@ -86,10 +87,16 @@ class Overlay:
     """The spellings that files put on lists; the `kind` of each is the rule of its entry until `resolve`.
 
     Each `with self._diagnostics` block is what one fault spoils.
+
+    Attributes:
+        files: what each file holds that was read.
+        outside: the spellings of each op that torch lacks, or that is of another package.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self._diagnostics = diagnostics
+        self.files: dict[Path, bytes] = {}
+        self.outside: dict[str, dict[Key, object | None]] = {}
         self._spellings: dict[Key, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._done: set[str] = set()
@@ -109,7 +116,8 @@ class Overlay:
         identity = _identify(path)
         if identity in self._done:
             return
-        root = load_mapping(path, OpListError)
+        self.files[path] = read_bytes(path, OpListError)
+        root = load_mapping(path, OpListError, self.files[path])
         check_that_it_has_no_levels(root, path)
         keys = check_keys(root, KEYS, path, self._diagnostics)
         if is_null(extends := keys.get("extends")):
@@ -141,6 +149,8 @@ class Overlay:
                 continue
             with self._diagnostics:
                 found = _find(entry, may_be_missing=is_shipped or entry.is_optional)
+                if not all(owner_name in OWNERS for owner_name, _ in found or [("", "")]):
+                    self.outside[entry.op] = found
                 for key in found or {("", entry.op): None}:
                     other = named[key].entry if key in named else absent.get(key)
                     if other is not None:

@@ -25,6 +25,16 @@ class Rule(str, Enum):
 RULES = tuple(rule for rule in Rule if rule not in (Rule.MATCH_SELF, Rule.INPLACE_ERROR, Rule.UNLISTED))
 """Those that are keys of a list file. Spellings that write in place, or are on no list, have the others."""
 
+MEANINGS = {
+    Rule.WHITELIST: "Ops that run in the low dtype.",
+    Rule.BLACKLIST: "Ops that run in float32.",
+    Rule.PROMOTE: "Ops that run in the widest dtype among their arguments.",
+    Rule.SEQUENCE_PROMOTE: "The same for ops whose first argument is a sequence of tensors.",
+    Rule.BANNED: "Ops that raise an error on 16-bit tensors.",
+    Rule.NEUTRAL: "Ops that come off the list an earlier file put them on.",
+}
+"""What a list file says of each of them."""
+
 TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
 """Those that the in-place twins of an op follow too."""
 

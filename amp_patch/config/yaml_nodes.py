@@ -41,12 +41,15 @@ class Node:
     key_at: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def load_mapping(path: Path, error: FileError) -> Node:
+def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Node:
     """Return the mapping that the file holds, or raise `error` with the place of the fault.
 
     Raises nothing but `error`, whatever the bytes are.
+
+    Args:
+        data: what `read_bytes` returned, where that was called before.
     """
-    text = _read_text(path, error)
+    text = _decode(path, error, read_bytes(path, error) if data is None else data)
     reader = _Reader(path, error, text)
     try:
         return reader.read()
@@ -58,7 +61,8 @@ def load_mapping(path: Path, error: FileError) -> Node:
         raise error(f"not valid YAML: {exc}", path, 1, 1) from exc
 
 
-def _read_text(path: Path, error: FileError) -> str:
+def read_bytes(path: Path, error: FileError) -> bytes:
+    """Return what is in a regular file of no more than `MAX_BYTES`, or raise `error`."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -75,6 +79,10 @@ def _read_text(path: Path, error: FileError) -> str:
         raise error(f"the file cannot be read: {exc}", path, 1, 1) from exc
     if len(data) > MAX_BYTES:
         raise error(f"the file is larger than {MAX_BYTES} bytes, the most that is read", path, 1, 1)
+    return data
+
+
+def _decode(path: Path, error: FileError, data: bytes) -> str:
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode("utf-8")

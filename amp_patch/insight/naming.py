@@ -22,7 +22,7 @@ _BY: dict[str, str | None] = {  # None: the user's
     f"{_OURS}insight/": "",
     f"{_OURS}casting/": "cast",
     f"{_OURS}training/model_hooks.py": "border",
-    f"{_OURS}training/patches.py": "",  # of wrappers that call models
+    f"{_OURS}training/gradient_patches.py": "",  # of wrappers that call models
     f"{_OURS}apex/optimizers/": "optimizer",
     f"{_OURS}apex/updates.py": "optimizer",
     f"{_OURS}apex/amp/": "amp",

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling
-from ..casting import patches as op_patches
+from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling, op_patches
 from ..config import OpLists, Policy
 from ..dtypes import LOW_DTYPES
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
 from ..torch_private import remove_step_hook
-from ..training import LocalGradients, StepHook
-from ..training import patches as gradient_patches
-from . import patches
+from ..training import LocalGradients, StepHook, gradient_patches
+from . import torch_patches
 from .bindings import Bindings
 from .checkpoints import CheckpointHelpers
 
@@ -67,7 +65,7 @@ class Installer:
             undo.callback(self._take_out)
         if self._scales:
             gradient_patches.resolve_before_reading(self._bindings.resolve_steps, undo)
-        self._module_patcher.install(list(patches.plan(self._parts(late), with_ops=False)))
+        self._module_patcher.install(list(torch_patches.plan(self._parts(late), with_ops=False)))
         if self._scales:
             _add_step_hook(StepHook.for_masters(self._bindings.masters.mark_updated), undo)
         helpers = CheckpointHelpers(self._bindings, self._module_patcher, self._lock)
@@ -95,7 +93,7 @@ class Installer:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)
         if self._products is not None:
             planned += self._products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
-        return [*op_patches.with_second_places(planned), *patches.plan(self._parts(None), with_ops=True)]
+        return [*op_patches.with_second_places(planned), *torch_patches.plan(self._parts(None), with_ops=True)]
 
     def _install_ops(self, undo: UndoStack) -> DeferredOps | None:
         """Put in what replaces ops, and return those whose packages are not imported yet."""
@@ -125,8 +123,8 @@ class Installer:
             parts += ["products", str(self._products.low)]
         return ":".join(parts)
 
-    def _parts(self, late: DeferredOps | None) -> patches.Parts:
-        return patches.Parts(
+    def _parts(self, late: DeferredOps | None) -> torch_patches.Parts:
+        return torch_patches.Parts(
             casts=self._casts,
             patches_ops=self._patches_ops,
             oplists=self._oplists,

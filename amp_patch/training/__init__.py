@@ -1,7 +1,7 @@
 """From a scaled loss to a step: scalers, gradients, masters, and models and optimizers as a session changes them."""
 
+from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
-from . import patches as patches
 from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
 from .masters import Masters as Masters

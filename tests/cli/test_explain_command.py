@@ -129,13 +129,6 @@ def test_a_file_in_no_folder_is_refused_before_the_script_runs(tmp_path, capsys)
     assert error.value.code == 2 and "must be a file in a folder that exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["x", "2:2", "3:1", "1:", "-1:2", "1:2:3"])
-def test_a_window_of_no_steps_is_a_usage_error(text, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["explain", f"--steps={text}", "train.py"])
-    assert error.value.code == 2 and "is no window of steps: write 1:3" in capsys.readouterr().err
-
-
 def test_a_file_that_is_none_is_refused(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text("{}\n")
     assert main(["explain", "--from", str(tmp_path / "x.jsonl")]) == 1

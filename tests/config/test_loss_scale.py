@@ -18,24 +18,24 @@ def test_dynamic_is_the_mapping_with_the_defaults():
     assert make_policy("O4", {"loss_scale": {}}).is_scale_dynamic and not make_policy("O4", {}).is_scale_dynamic
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_a_mapping_may_name_some_keys_and_the_rest_are_defaults(name):
-    scale = make_policy("O2", {"loss_scale": {name: FULL[name]}}).loss_scale
-    told = {one: getattr(scale, one) for one in FULL}
-    assert told == {**{one: getattr(DynamicScale(), one) for one in FULL}, name: FULL[name]}
-    assert make_policy("O2", {"loss_scale": {name: FULL[name]}}) != make_policy("O2", {})
+def test_a_mapping_may_name_some_keys_and_the_rest_are_defaults():
+    for name in FULL:
+        scale = make_policy("O2", {"loss_scale": {name: FULL[name]}}).loss_scale
+        told = {one: getattr(scale, one) for one in FULL}
+        assert told == {**{one: getattr(DynamicScale(), one) for one in FULL}, name: FULL[name]}
+        assert make_policy("O2", {"loss_scale": {name: FULL[name]}}) != make_policy("O2", {})
 
 
-@pytest.mark.parametrize("text", ["init: 32768", "init: 3.2768e4", 'init: "32768.0"', "{init: 32768}"])
-def test_numbers_of_a_presets_file_are_read(text, tmp_path):
-    path = tmp_path / "levels.yaml"
-    path.write_text(
-        f"Mine:\n  extends: O5\n  loss_scale:\n    {text}\nWhole: {{loss_scale: {{growth_interval: 1e2}}}}\n"
-    )
-    assert make_policy("Mine", {}, presets=path).loss_scale == DynamicScale(init=32768.0)
-    interval = make_policy("Whole", {}, presets=path).loss_scale.growth_interval
-    assert interval == 100 and type(interval) is int
-    assert make_policy("Mine", {"loss_scale": "8"}, presets=path).loss_scale == 8.0
+def test_numbers_of_a_presets_file_are_read(tmp_path):
+    for text in ["init: 32768", "init: 3.2768e4", 'init: "32768.0"', "{init: 32768}"]:
+        path = tmp_path / "levels.yaml"
+        path.write_text(
+            f"Mine:\n  extends: O5\n  loss_scale:\n    {text}\nWhole: {{loss_scale: {{growth_interval: 1e2}}}}\n"
+        )
+        assert make_policy("Mine", {}, presets=path).loss_scale == DynamicScale(init=32768.0)
+        interval = make_policy("Whole", {}, presets=path).loss_scale.growth_interval
+        assert interval == 100 and type(interval) is int
+        assert make_policy("Mine", {"loss_scale": "8"}, presets=path).loss_scale == 8.0
 
 
 def test_a_level_that_builds_on_another_takes_its_scale_or_states_all_of_its_own(tmp_path):
@@ -73,20 +73,20 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=str)
-def test_what_cannot_be_is_refused_with_what_can(name, value, message):
-    with pytest.raises(amp.PolicyError, match=rf"loss_scale=.*{name}.*{message}"):
-        make_policy("O1", {"loss_scale": {"growth_interval": 5, name: value}})
+def test_what_cannot_be_is_refused_with_what_can():
+    for name, value, message in WRONG:
+        with pytest.raises(amp.PolicyError, match=rf"loss_scale=.*{name}.*{message}"):
+            make_policy("O1", {"loss_scale": {"growth_interval": 5, name: value}})
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [row for row in WRONG if isinstance(row[1], str)], ids=str)
-def test_in_a_presets_file_it_is_refused_where_it_stands(name, value, message, tmp_path):
-    path = tmp_path / "levels.yaml"
-    others = "".join(f"    {one}: {FULL[one]}\n" for one in FULL if one != name)
-    path.write_text(f'Mine:\n  extends: O1\n  loss_scale:\n{others}    {name}: "{value}"\n')
-    with pytest.raises(amp.PolicyError, match=f"loss_scale: {name}=.*{message}") as caught:
-        make_policy("Mine", {}, presets=path)
-    assert (caught.value.line, caught.value.column) == (4 + others.count("\n"), 5)
+def test_in_a_presets_file_it_is_refused_where_it_stands(tmp_path):
+    for name, value, message in [row for row in WRONG if isinstance(row[1], str)]:
+        path = tmp_path / "levels.yaml"
+        others = "".join(f"    {one}: {FULL[one]}\n" for one in FULL if one != name)
+        path.write_text(f'Mine:\n  extends: O1\n  loss_scale:\n{others}    {name}: "{value}"\n')
+        with pytest.raises(amp.PolicyError, match=f"loss_scale: {name}=.*{message}") as caught:
+            make_policy("Mine", {}, presets=path)
+        assert (caught.value.line, caught.value.column) == (4 + others.count("\n"), 5)
 
 
 def test_an_unknown_key_of_a_presets_file_is_refused_where_it_stands(tmp_path):
@@ -99,10 +99,10 @@ def test_an_unknown_key_of_a_presets_file_is_refused_where_it_stands(tmp_path):
         make_policy("Mine", {}, presets=path)
 
 
-@pytest.mark.parametrize("value", ["1e39", 1e-60, "huge", -2.0, None, True, [8.0], 10**400], ids=str)
-def test_a_number_that_no_scale_can_be_is_refused(value):
-    with pytest.raises(amp.PolicyError, match="neither a finite positive number nor 'dynamic' nor a mapping"):
-        parse_loss_scale(value)
+def test_a_number_that_no_scale_can_be_is_refused():
+    for value in ["1e39", 1e-60, "huge", -2.0, None, True, [8.0], 10**400]:
+        with pytest.raises(amp.PolicyError, match="neither a finite positive number nor 'dynamic' nor a mapping"):
+            parse_loss_scale(value)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,8 @@ def test_an_init_lies_within_the_bounds_and_the_default_gives_way(bounds, is_all
         make_policy("O1", overrides)
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
+def test_the_line_of_initialize_says_what_is_not_the_default():
+    for given, line in [
         ("dynamic", "dynamic"),
         ({"growth_interval": 1000001}, "dynamic (growth_interval 1000001)"),
         (
@@ -136,8 +135,5 @@ def test_an_init_lies_within_the_bounds_and_the_default_gives_way(bounds, is_all
             "dynamic (init 1048576, backoff_factor 0.1, hysteresis 2)",
         ),
         (64, "64"),
-    ],
-    ids=str,
-)
-def test_the_line_of_initialize_says_what_is_not_the_default(given, line):
-    assert ("loss_scale", line) in make_policy("O2", {"loss_scale": given}).describe()
+    ]:
+        assert ("loss_scale", line) in make_policy("O2", {"loss_scale": given}).describe()

@@ -35,21 +35,21 @@ def properties(policy):
     )
 
 
-@pytest.mark.parametrize("level", TABLE)
-def test_the_shipped_levels(level):
-    assert properties(make_policy(level, {})) == TABLE[level]
+def test_the_shipped_levels():
+    for level in TABLE:
+        assert properties(make_policy(level, {})) == TABLE[level]
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("has_products", [True, False])
-@pytest.mark.parametrize("level", TABLE)
-def test_auto_becomes_what_the_hardware_is_made_for(level, has_products, device_type, monkeypatch):
+def test_auto_becomes_what_the_hardware_is_made_for(has_products, monkeypatch):
     asked = []
     monkeypatch.setattr(policy_module, "has_low_products", lambda *about: asked.append(about) or has_products)
-    policy = make_policy(level, {})
-    assert policy.compute == "auto"
-    assert policy.computes_in_float32(device_type) is (level != "O0" and not has_products)
-    assert asked == ([] if level == "O0" else [(device_type, policy.low_dtype)])  # O0 has no 16-bit products
+    for level in TABLE:
+        asked.clear()
+        policy = make_policy(level, {})
+        assert policy.compute == "auto"
+        assert policy.computes_in_float32("cuda") is (level != "O0" and not has_products)
+        assert asked == ([] if level == "O0" else [("cuda", policy.low_dtype)])  # O0 has no 16-bit products
 
 
 @pytest.mark.parametrize("compute", ["native", "float32"])
@@ -65,21 +65,6 @@ def test_how_products_are_computed_is_as_it_is_given(compute, has_products, monk
     assert make_policy("Again", {}, presets=path).computes_in_float32("cpu") is not has_products
     assert make_policy("Mine", {"compute": "auto"}, presets=path).computes_in_float32("cpu") is not has_products
     assert not make_policy("O0", {"compute": compute}).computes_in_float32("cpu")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("fp32", r"compute='fp32': 'fp32' is none of auto, native, float32"),
-        ("nativ", r"compute='nativ': .*Did you mean 'native'"),
-        (F32, r"compute=torch.float32: .*none of auto, native, float32"),
-        (True, r"compute=True: "),
-    ],
-    ids=str,
-)
-def test_a_way_of_computing_that_there_is_not_is_refused(value, message):
-    with pytest.raises(amp.PolicyError, match=message):
-        make_policy("O2", {"compute": value})
 
 
 def test_overrides_replace_one_property_each():
@@ -120,39 +105,6 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
     assert model.weight.dtype is BF16 and amp.stats().loss_scales == (16.0,)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "mine.yaml"),
-        ("- O1\n", "mine.yaml:1:1"),
-        ("Mine: O1\n", r"mine.yaml:1:7: a level must be a mapping of properties"),
-        ("Mine: {extends: O9}\n", r"mine.yaml:1:17: opt_level 'O9' is not a preset"),
-        ("Mine: {extends: Other}\nOther: {extends: Mine}\n", "extends itself"),
-        ("Mine: {extends: Mine}\n", "extends itself"),
-        ("Mine: {extends: [O1, O2]}\n", "extends takes the name of one level"),
-        ("Mine: {loss_scal: 1}\n", r"mine.yaml:1:8: unknown property 'loss_scal'.*Did you mean 'loss_scale'"),
-        ("Mine: {loss_scale: huge}\n", r"mine.yaml:1:20: loss_scale='huge'"),
-        ("Mine: {master_weights: yes}\n", r"mine.yaml:1:24: master_weights: 'yes' is neither true nor false"),
-        ("Mine: {cast_model_type: float8}\n", r"mine.yaml:1:25: cast_model_type"),
-        ("Mine: {cpu: {loss_scale: 1}}\n", r"mine.yaml:1:8: there are no properties for the CPU.*extend O4 or O5"),
-        ("Mine: {cpu: 3}\n", "mine.yaml:1:8: there are no properties for the CPU any more"),
-        (
-            "Base: {extends: O1, cpu: {}}\nMine: {extends: Base}\n",
-            "mine.yaml:1:21: there are no properties for the CPU",
-        ),
-        ("Mine: {compute: fp32}\n", r"mine.yaml:1:17: compute: 'fp32' is none of auto, native, float32"),
-        ("Mine: {compute: float16}\n", r"mine.yaml:1:17: compute: 'float16' is none of.*Did you mean 'native'"),
-        ("Mine: {loss_scale: 1, loss_scale: 2}\n", "mine.yaml:1:23: .*loss_scale"),
-        ("Mine: {extends: !!python/object/apply:os.system [ls]}\n", "mine.yaml:1:17"),
-    ],
-)
-def test_faults_in_a_presets_file_come_with_their_position(text, message, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(amp.PolicyError, match=message):
-        make_policy("Mine", {}, presets=path)
-
-
 def test_the_shipped_file_is_the_only_place_that_knows_the_levels(tmp_path):
     path = tmp_path / "presets.yaml"
     path.write_text(shipped_presets().read_text().replace("\nO2:", "\nTwo:").replace("extends: O2", "extends: Two"))
@@ -177,6 +129,6 @@ def test_a_fault_of_a_presets_file_has_its_place_as_attributes(tmp_path):
     with pytest.raises(amp.PolicyError) as caught:
         make_policy("Mine", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (str(path), 2, 3)
-    with pytest.raises(amp.PolicyError) as caught:
+    with pytest.raises(amp.PolicyError, match="O5, Mine") as caught:
         make_policy("Other", {}, presets=path)
     assert (caught.value.path, caught.value.line, caught.value.column) == (None, None, None)

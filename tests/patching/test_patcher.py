@@ -129,21 +129,6 @@ def test_undo_twice_is_undo_once(target: tuple[Any, str]) -> None:
     assert theirs is not before
 
 
-def test_a_patcher_installs_again_after_undo(target: tuple[Any, str]) -> None:
-    owner, name = target
-    before, plain = held(owner, name), call(owner, name, 2)
-    patcher = Patcher()
-    for _ in range(3):
-        patcher.install([Patch(owner, name, plus_100)])
-        assert call(owner, name, 2) == plain + 100
-        patcher.undo()
-        assert held(owner, name) is before
-
-
-def test_undo_of_a_patcher_that_installed_nothing_does_nothing() -> None:
-    Patcher().undo()
-
-
 def test_the_replacement_is_a_plain_function_with_the_original_s_name_and_docstring(target: tuple[Any, str]) -> None:
     owner, name = target
     original = getattr(owner, name)
@@ -185,18 +170,6 @@ def test_a_patch_of_a_child_leaves_its_parent_and_a_patch_of_a_parent_reaches_it
     of_base.undo()
     assert (base().double(1), child().double(1)) == (2, 2)
     assert "double" not in vars(child)
-
-
-@pytest.mark.parametrize("base_first", [True, False], ids=["parent-first", "child-first"])
-def test_parent_and_child_patched_together_come_out_clean(base_first: bool) -> None:
-    base, child = make_classes()
-    double = held(base, "double")
-    patches = [Patch(base, "double", plus_100), Patch(child, "double", plus_100)]
-    patcher = Patcher()
-    patcher.install(patches if base_first else patches[::-1])
-    patcher.undo()
-    assert held(base, "double") is double
-    assert held(child, "double") is ABSENT
 
 
 def test_factories_see_every_name_as_it_was_before_the_first_patch_of_the_call() -> None:
@@ -263,28 +236,6 @@ def test_a_patch_that_is_stuck_is_reported_once_and_by_name(caplog: pytest.LogCa
     assert "no longer casts" in messages[0]
 
 
-def test_a_clean_undo_reports_nothing(target: tuple[Any, str], caplog: pytest.LogCaptureFixture) -> None:
-    patcher = Patcher()
-    patcher.install([Patch(*target, plus_100)])
-    with caplog.at_level(logging.DEBUG, logger="amp_patch"):
-        patcher.undo()
-    assert caplog.records == []
-
-
-def test_a_foreign_patch_does_not_keep_the_other_names_in(caplog: pytest.LogCaptureFixture) -> None:
-    module, (base, child) = make_module(), make_classes()
-    double = held(base, "double")
-    patcher = Patcher()
-    patcher.install(
-        [Patch(base, "double", plus_100), Patch(module, "triple", plus_100), Patch(child, "double", plus_100)]
-    )
-    module.triple = plain_closure(module.triple)  # type: ignore[attr-defined]
-    with caplog.at_level(logging.WARNING, logger="amp_patch"):
-        patcher.undo()
-    assert held(base, "double") is double
-    assert held(child, "double") is ABSENT
-
-
 def test_a_wrapt_proxy_on_top_stays_while_ours_goes_from_under_it(target: tuple[Any, str]) -> None:
     owner, name = target
     before, plain = held(owner, name), call(owner, name, 7)
@@ -336,28 +287,6 @@ def test_a_foreign_patch_below_ours_is_what_undo_restores() -> None:
     assert held(module, "triple") is theirs
 
 
-def test_two_patchers_on_one_name_come_out_in_reverse_order() -> None:
-    module = make_module()
-    first, second = Patcher(), Patcher()
-    first.install([Patch(module, "triple", plus_100)])
-    second.install([Patch(module, "triple", plus_100)])
-    assert module.triple(1) == 203
-    second.undo()
-    assert module.triple(1) == 103
-    first.undo()
-    assert held(module, "triple") is triple
-
-
-def test_one_name_patched_in_two_installs_comes_out_clean() -> None:
-    module = make_module()
-    patcher = Patcher()
-    patcher.install([Patch(module, "triple", plus_100)])
-    patcher.install([Patch(module, "triple", plus_100)])
-    assert module.triple(1) == 203
-    patcher.undo()
-    assert held(module, "triple") is triple
-
-
 def test_get_original_of_a_name_patched_twice_is_what_it_was_before_both() -> None:
     module = make_module()
     patcher = Patcher()
@@ -392,18 +321,6 @@ def interrupted_class() -> Iterator[type]:
     Interrupting.raise_before = Interrupting.raise_after = ""
 
 
-def test_a_factory_that_fails_leaves_every_name_as_it_was() -> None:
-    module, (base, child) = make_module(), make_classes()
-    double = held(base, "double")
-    patcher = Patcher()
-    with pytest.raises(ZeroDivisionError):
-        patcher.install(
-            [Patch(module, "triple", plus_100), Patch(child, "double", plus_100), Patch(base, "double", failing)]
-        )
-    assert (held(module, "triple"), held(base, "double"), held(child, "double")) == (triple, double, ABSENT)
-    assert len(patcher) == 0
-
-
 def test_a_name_that_does_not_exist_raises_before_anything_is_changed() -> None:
     module = make_module()
     patcher = Patcher()
@@ -426,34 +343,6 @@ def test_an_interrupt_while_a_name_is_set_rolls_everything_back(interrupted_clas
     assert held(module, "triple") is triple
     assert len(patcher) == 0
     assert not patcher.is_patched(module, "triple")
-
-
-def test_a_failed_install_keeps_what_an_earlier_one_put_in() -> None:
-    module, (base, _) = make_module(), make_classes()
-    double = held(base, "double")
-    patcher = Patcher()
-    patcher.install([Patch(module, "triple", plus_100)])
-    with pytest.raises(ZeroDivisionError):
-        patcher.install([Patch(base, "double", failing)])
-    assert module.triple(1) == 103
-    assert held(base, "double") is double
-    assert len(patcher) == 1
-    patcher.undo()
-    assert held(module, "triple") is triple
-
-
-def test_a_rolled_back_second_patch_of_a_name_leaves_the_first_known() -> None:
-    module = make_module()
-    interrupted = Interrupting("Interrupted", (Base,), {})
-    patcher = Patcher()
-    patcher.install([Patch(module, "triple", plus_100)])
-    Interrupting.raise_before = "double"
-    with pytest.raises(KeyboardInterrupt):
-        patcher.install([Patch(module, "triple", plus_100), Patch(interrupted, "double", plus_100)])
-    assert module.triple(1) == 103
-    assert patcher.is_patched(module, "triple")
-    patcher.undo()
-    assert held(module, "triple") is triple
 
 
 # ---- any sequence ----------------------------------------------------------------------------------------------------

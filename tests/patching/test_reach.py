@@ -164,9 +164,11 @@ def run(module: nn.Module, call: Callable[[], Any], mode: str) -> tuple[Tensor, 
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-@computes
-@pytest.mark.parametrize("is_built_first", [True, False], ids=["built-before", "built-after"])
-@lows
+@pytest.mark.parametrize(
+    ("low", "is_built_first", "compute"),
+    [(torch.float16, True, "native"), (torch.bfloat16, False, "native"), (torch.float16, False, "float32")],
+    ids=["float16-built-before", "bfloat16-built-after", "float16-in-float32"],
+)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 def test_a_layer_runs_as_if_cast_by_hand(layer: Layer, low: torch.dtype, is_built_first: bool, compute: str) -> None:
     torch.manual_seed(0)
@@ -241,19 +243,20 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], torch.dtype |
 
 @computes
 @lows
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_made_of_products_runs_in_one_dtype(name: str, low: torch.dtype, compute: str) -> None:
+def test_a_function_made_of_products_runs_in_one_dtype(low: torch.dtype, compute: str) -> None:
     """Mixed inputs, as they are once some come out of low ops: low for what is whitelisted, float32 for what is
     promoted or blacklisted.
     """
-    function, inputs, dtype = FUNCTIONS[name]
-    mixed = [value.to(low) if index == 0 else value for index, value in enumerate(inputs)]
-    expected = function(*(value.to(dtype or low) for value in mixed))
+    mixed, expected = {}, {}
+    for name, (function, inputs, dtype) in FUNCTIONS.items():
+        mixed[name] = [value.to(low) if index == 0 else value for index, value in enumerate(inputs)]
+        expected[name] = function(*(value.to(dtype or low) for value in mixed[name]))
     amp.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions_type=low, compute=compute, verbosity=0)
-    result = function(*mixed)
+    results = {name: function(*mixed[name]) for name, (function, _, _) in FUNCTIONS.items()}
     amp.reset()
-    assert result.dtype is (dtype or low)
-    assert is_same(result, expected, compute if dtype is None else "native", low)
+    for name, (_, _, dtype) in FUNCTIONS.items():
+        assert results[name].dtype is (dtype or low), name
+        assert is_same(results[name], expected[name], compute if dtype is None else "native", low), name
 
 
 @computes

@@ -12,7 +12,7 @@ import amp_patch as amp
 from amp_patch import hardware
 from amp_patch.config import policy
 from amp_patch.patching import references
-from amp_patch.training import patches as gradient_patches
+from amp_patch.training import gradient_patches
 from amp_patch.training.attributes import Attributes
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]

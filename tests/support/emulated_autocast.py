@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from amp_patch.config.torch_autocast import get_overload_rules
+from torch_autocast import get_overload_rules
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # Not the input of these is cast, but the dtype of the result set: CUDA's way with them, as torch's header lists it.

@@ -7,18 +7,16 @@ import math
 import sys
 from pathlib import Path
 
+import list_errors
 import pytest
 import torch
 from hand_casts import lows
+from list_errors import MEASURED, MOST, Errors, measure
 from torch import nn
 from torch_state import VERSION
 
 import amp_patch
 from amp_patch.config.op_lists import load_oplists
-
-sys.path.append(str(Path(amp_patch.__path__[0]).parent / "tools"))
-import list_errors
-from list_errors import MEASURED, MOST, Errors, measure
 
 SIZES = (16, 256)
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
@@ -44,27 +42,27 @@ def test_what_fast_takes_off() -> None:
 
 
 @lows
-@pytest.mark.parametrize("op", FAST)
-def test_what_fast_takes_off_is_safe_in_low(op: str, low: torch.dtype) -> None:
-    errors = measure(op, low, SIZES)
-    assert errors.is_safe, errors
-    assert errors.low > 0 and errors.low_gradient > 0
+def test_what_fast_takes_off_is_safe_in_low(low: torch.dtype) -> None:
+    for op in FAST:
+        errors = measure(op, low, SIZES)
+        assert errors.is_safe, errors
+        assert errors.low > 0 and errors.low_gradient > 0
 
 
-@pytest.mark.parametrize("op", sorted({*taken_off("paper")} & {*MEASURED}))
-def test_what_paper_takes_off_computes_in_float32_and_stays_in_range(op: str) -> None:
-    errors = measure(op, torch.float16, SIZES)
-    assert errors.low <= MOST and not errors.out_of_range and not errors.problem, errors
+def test_what_paper_takes_off_computes_in_float32_and_stays_in_range() -> None:
+    for op in sorted({*taken_off("paper")} & {*MEASURED}):
+        errors = measure(op, torch.float16, SIZES)
+        assert errors.low <= MOST and not errors.out_of_range and not errors.problem, errors
 
 
 def test_fast_is_a_part_of_paper() -> None:
     assert {*FAST} < {*taken_off("paper")}
 
 
-@pytest.mark.parametrize("base", ["float16", "bfloat16"])
-def test_fast_goes_over_either_default_without_complaint(base: str, caplog: pytest.LogCaptureFixture) -> None:
-    load_oplists([base, "fast"])
-    assert caplog.records == []
+def test_fast_goes_over_either_default_without_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    for base in ["float16", "bfloat16"]:
+        load_oplists([base, "fast"])
+        assert caplog.records == []
 
 
 def test_under_fast_a_normalization_in_low_keeps_its_dtype_whatever_its_weights() -> None:
@@ -84,9 +82,8 @@ def test_every_blacklisted_op_is_measured_or_said_to_be_left_out() -> None:
     assert list_errors.unmeasured() == []
 
 
-@pytest.mark.parametrize(
-    ("op", "low", "flaw"),
-    [
+def test_an_op_that_is_worse_in_low_is_not_safe() -> None:
+    for op, low, flaw in [
         ("log_softmax", torch.bfloat16, "low"),
         ("prod", torch.bfloat16, "low"),
         ("pow", torch.bfloat16, "low"),
@@ -96,12 +93,10 @@ def test_every_blacklisted_op_is_measured_or_said_to_be_left_out() -> None:
         ("sum", torch.float16, "out_of_range"),
         ("norm", torch.float16, "out_of_range"),
         ("cdist", torch.bfloat16, "problem"),
-    ],
-)
-def test_an_op_that_is_worse_in_low_is_not_safe(op: str, low: torch.dtype, flaw: str) -> None:
-    errors = measure(op, low, (256, 65536) if op in ("sum", "norm") else SIZES)
-    assert not errors.is_safe
-    assert bool(getattr(errors, flaw)) and (flaw not in ("low", "low_gradient") or getattr(errors, flaw) > MOST)
+    ]:
+        errors = measure(op, low, (256, 65536) if op in ("sum", "norm") else SIZES)
+        assert not errors.is_safe
+        assert bool(getattr(errors, flaw)) and (flaw not in ("low", "low_gradient") or getattr(errors, flaw) > MOST)
 
 
 @lows
@@ -113,9 +108,8 @@ def test_rounding_makes_an_error_of_at_most_one_and_of_about_one(low: torch.dtyp
     assert float(list_errors._roundings(torch.full_like(exact, math.nan), exact, low).min()) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("values", "is_safe"),
-    [
+def test_the_criterion() -> None:
+    for values, is_safe in [
         ((2.0, 1.0, 2.0, 0.5, 0), True),
         ((2.1, 1.0, 1.0, 0.5, 0), False),
         ((1.0, 1.0, 2.1, 1.0, 0), False),
@@ -123,11 +117,9 @@ def test_rounding_makes_an_error_of_at_most_one_and_of_about_one(low: torch.dtyp
         ((1.0, 1.0, math.nan, math.nan, 0), True),  # no gradient
         ((1.0, 1.0, 1.0, 1.0, 1), False),
         ((1.0, 1.0, math.inf, 1.0, 0), False),
-    ],
-)
-def test_the_criterion(values: tuple[float, float, float, float, int], is_safe: bool) -> None:
-    assert Errors("op", "bfloat16", *values).is_safe is is_safe
-    assert not Errors("op", "bfloat16", *values, problem="no kernel").is_safe
+    ]:
+        assert Errors("op", "bfloat16", *values).is_safe is is_safe
+        assert not Errors("op", "bfloat16", *values, problem="no kernel").is_safe
 
 
 def test_the_script_prints_a_table_and_writes_the_figures(

@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OpListError, did_you_mean
-from ..torch_private import (
-    disabled_torch_function,
-    get_all_op_names,
-    get_op_arguments,
-    has_kernel_for,
-    make_wrapper_subclass,
-    to_copy,
-)
-from .op_names import Key, find_spellings
-from .rules import RULES, Rule
+from amp_patch.config.op_lists import RULES, Rule, find_spellings
 
 _log = logging.getLogger(__name__)
+
+# Names of torch that are not public: all ops, those with a kernel for autocast, and the cast that it makes.
+get_all_op_names = torch._C._dispatch_get_all_op_names
+has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
+to_copy = torch.ops.aten._to_copy.default
+
+Key = tuple[str, str]
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 # Autocast is to cast to the one 16-bit dtype, and the tensors have the other: a kernel that runs in low or in float32
@@ -81,7 +78,7 @@ _OF_TORCHVISION = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
     """Return the ops of each rule, as names for a list file that does what autocast does on "cpu" or "cuda".
 
-    Ops are sorted; rules without ops are left out. Raises OpListError for another device type.
+    Ops are sorted; rules without ops are left out. Raises ValueError for another device type.
     """
     functions = {overload.partition(".")[0]: rule for overload, rule in get_overload_rules(device_type).items()}
     rules = {name: rule for function, rule in functions.items() if (name := _name_of(function))}
@@ -101,13 +98,10 @@ def get_overload_rules(device_type: str) -> dict[str, Rule]:
     """Return the rule of every overload that autocast has a kernel for on a device type.
 
     An example is {"pow.Tensor_Scalar": "blacklist"}. An overload whose kernel could not be understood is left out, and
-    logged. Raises OpListError for another device type than "cpu" or "cuda".
+    logged. Raises ValueError for another device type than "cpu" or "cuda".
     """
     if device_type not in _KEYS:
-        raise OpListError(
-            f"device type {device_type!r} is not one whose autocast is known"
-            f" ({', '.join(_KEYS)}).{did_you_mean(device_type, _KEYS)}"
-        )
+        raise ValueError(f"device type {device_type!r} is not one whose autocast is known ({', '.join(_KEYS)})")
     rules = dict(_UNSEEN[device_type])
     for full_name in sorted(get_all_op_names()):
         namespace, _, name = full_name.partition("::")
@@ -158,9 +152,9 @@ class _Reporting(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device_type: str) -> "_Reporting":
-        return make_wrapper_subclass(cls, (2, 2), dtype=dtype, device=torch.device(device_type))
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2), dtype=dtype, device=torch.device(device_type))
 
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -184,7 +178,7 @@ def _observe(overload: str, device_type: str) -> Rule | None:
         first = _outcome(op, device_type, (_OTHER,))
         if isinstance(first, _Seen) and first.cast_to in (_LOW, torch.float32):
             return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
-        kinds = [kind for argument in get_op_arguments(op) if "Tensor" in (kind := str(argument.type))]
+        kinds = [kind for argument in op._schema.arguments if "Tensor" in (kind := str(argument.type))]
         is_sequence = kinds[:1] == ["List[Tensor]"]
         if is_sequence or len(kinds) > 1:  # with one tensor there is nothing to promote
             mixed = _outcome(op, device_type, (_LOW, torch.float32))
@@ -209,7 +203,7 @@ def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: 
         return _Reporting(dtypes[(count - 1) % len(dtypes)], device_type)
 
     with _autocast(device_type, is_on):
-        arguments = [(argument.name, _make(argument, tensor), argument.kwarg_only) for argument in get_op_arguments(op)]
+        arguments = [(argument.name, _make(argument, tensor), argument.kwarg_only) for argument in op._schema.arguments]
         positional = [value for _, value, is_keyword in arguments if not is_keyword]
         try:
             op(*positional, **{name: value for name, value, is_keyword in arguments if is_keyword})

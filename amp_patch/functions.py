@@ -1,11 +1,12 @@
-"""Functions of the user's own that follow a rule as listed ops do: decorated, or registered by name."""
+"""Functions of the user's own that follow a rule as listed ops do, decorated or registered by name; and whether a
+function is patched, and what it was before.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
-from .queries import check_owner
 from .session import current as _current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -79,6 +80,18 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "promote")
 
 
+def check_owner(owner: Any, name: Any, function: str) -> None:
+    """Raise ArgumentTypeError unless `owner` may have a function of that name: both are most often given as text."""
+    if isinstance(owner, str) or not isinstance(name, str):
+        place = owner if isinstance(owner, str) else getattr(owner, "__name__", "torch")
+        given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
+        wrong = f"the owner as text, {owner!r}" if isinstance(owner, str) else f"the name as {type(name).__name__}"
+        raise ArgumentTypeError(
+            f"{function} takes a module or class itself and a name in it as text, and was given {wrong}: write"
+            f" {function}({place}, {given!r})"
+        )
+
+
 def _register(module: Any, name: str, kind: str) -> None:
     check_owner(module, name, f"register_{_NAMES[kind]}_function")
     owner = getattr(module, "__name__", module)
@@ -91,3 +104,29 @@ def _register(module: Any, name: str, kind: str) -> None:
     registered = _current.state.registered
     registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
     registered.append((module, name, kind))
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    """Tell whether `owner.name`, such as `(torch, "matmul")`, is patched now.
+
+    Raises ArgumentTypeError if the owner is given by its name.
+    """
+    check_owner(owner, name, "is_patched")
+    opened = _current.state.session
+    return opened is not None and opened.patcher.is_patched(owner, name)
+
+
+def get_original(owner: Any, name: str) -> Any:
+    """Return `owner.name` as it is without patches.
+
+    Raises ArgumentTypeError if the owner is given by its name, and ArgumentValueError if it has no such name.
+    """
+    check_owner(owner, name, "get_original")
+    opened = _current.state.session
+    original = None if opened is None else opened.patcher.get_original(owner, name)
+    if original is None and not hasattr(owner, name):
+        hint = did_you_mean(name, dir(owner))
+        raise ArgumentValueError(
+            f"{getattr(owner, '__name__', owner)} has no {name!r}: name a function that it has.{hint}"
+        )
+    return getattr(owner, name) if original is None else original

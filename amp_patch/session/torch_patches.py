@@ -14,14 +14,12 @@ import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from ..casting import OpCasts, WeightCache
-from ..casting import patches as around_ops
+from ..casting import OpCasts, WeightCache, op_patches
 from ..config import OpLists
 from ..patching import Patch, Patcher
 from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
-from ..training import Decisions, LocalGradients, Masters
-from ..training import patches as around_gradients
+from ..training import Decisions, LocalGradients, Masters, gradient_patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +86,11 @@ def _scales(parts: Parts) -> bool:
 
 
 def _sync(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
-    return around_gradients.sync_masters(original, parts.masters, parts.decisions)
+    return gradient_patches.sync_masters(original, parts.masters, parts.decisions)
 
 
 def _clip(original: Callable[..., Any], parts: Parts) -> Callable[..., Any]:
-    return around_gradients.clip_masters(original, parts.masters, parts.fold_gradients)
+    return gradient_patches.clip_masters(original, parts.masters, parts.fold_gradients)
 
 
 TABLE = (
@@ -100,40 +98,40 @@ TABLE = (
         torch.utils.checkpoint,
         "checkpoint",
         _casts,
-        lambda original, parts: around_ops.replay_regions(original, parts.casts.switch),
+        lambda original, parts: op_patches.replay_regions(original, parts.casts.switch),
         with_ops=True,
     ),
     TorchPatch(
         torch.nn.RNNBase,
         "check_input",
         lambda parts: parts.lists_recurrent,
-        lambda original, parts: around_ops.check_shapes_only(original, parts.casts),
+        lambda original, parts: op_patches.check_shapes_only(original, parts.casts),
         with_ops=True,
     ),
     TorchPatch(
         torch.jit,
         "script",
         lambda parts: parts.patches_ops,
-        lambda original, parts: around_ops.read_originals(original, parts.patcher),
+        lambda original, parts: op_patches.read_originals(original, parts.patcher),
         with_ops=True,
     ),
     TorchPatch(
         *JIT_TRACE,  # not torch.jit.trace: Dynamo wraps that for good when it first compiles
         lambda parts: parts.cache is not None,
-        lambda original, parts: around_ops.trace_without_cache(original, parts.cache),
+        lambda original, parts: op_patches.trace_without_cache(original, parts.cache),
         with_ops=True,
     ),
     TorchPatch(
         importlib,
         "reload",
         lambda parts: parts.has_deferred_ops,
-        lambda original, parts: around_ops.tell_of_reload(original, parts.on_reload),
+        lambda original, parts: op_patches.tell_of_reload(original, parts.on_reload),
     ),
     TorchPatch(
         torch.nn.Module,
         "zero_grad",
         _scales,
-        lambda original, parts: around_gradients.zero_masters(original, parts.masters, parts.on_zero_grad),
+        lambda original, parts: gradient_patches.zero_masters(original, parts.masters, parts.on_zero_grad),
     ),
     *(
         TorchPatch(owner, name, _scales, _clip)
@@ -145,7 +143,7 @@ TABLE = (
         DistributedDataParallel,
         "forward",
         lambda parts: parts.scales or parts.casts_model,
-        lambda original, parts: around_gradients.note_forward(original, parts.local),
+        lambda original, parts: gradient_patches.note_forward(original, parts.local),
     ),
     *(TorchPatch(*place, _scales, _sync) for place in [SYNC_MODULE_STATES] if hasattr(*place)),
 )
