@@ -452,8 +452,8 @@ def test_an_operand_that_was_edited_in_place_is_noticed_in_backward(level: str, 
     left, right = torch.randn(3, 3).to(dtype), torch.randn(3, 3).to(dtype).requires_grad_()
     result = left @ right
     left.zero_()
-    is_float32_kept = VERSION < (2, 7) and dtype is torch.bfloat16  # as `get_saved_tensors_hooks` says
-    if is_float32_kept or (level == "O4" and dtype is torch.float32):  # what was rounded is a copy
+    is_float32_saved = VERSION < (2, 7) and dtype is torch.bfloat16  # as `get_saved_tensors_hooks` says
+    if is_float32_saved or (level == "O4" and dtype is torch.float32):  # what was rounded is a copy
         result.float().sum().backward()
         assert right.grad is not None and right.grad.abs().sum() > 0
     else:

@@ -102,18 +102,18 @@ def assert_equal_all(values: list[Tensor | None], expected: list[Tensor | None])
     )
 
 
-@pytest.fixture(params=["kept", "dropped", "rounded"], autouse=True)
-def is_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Copies that are kept and refreshed, as on a GPU; copies that are dropped, as on a CPU; and rounded copies, for
+@pytest.fixture(params=["refreshed", "dropped", "rounded"], autouse=True)
+def is_refreshed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Copies that are refreshed in place, as on a GPU; copies that are dropped, as on a CPU; and rounded copies, for
     products that are computed in float32, which are dropped on every device.
     """
-    monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param != "dropped")
+    monkeypatch.setattr(weight_cache, "are_refreshed_on", lambda device_type: request.param != "dropped")
     monkeypatch.setattr(sys.modules[__name__], "compute", "float32" if request.param == "rounded" else "native")
-    return request.param == "kept"
+    return request.param == "refreshed"
 
 
 @pytest.fixture
-def net(is_kept: bool) -> Net:
+def net(is_refreshed: bool) -> Net:
     """A model under O4, with an optimizer that stays alive."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -216,7 +216,7 @@ class CastCounter:
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
 def test_each_weight_is_cast_once_per_optimizer_step(
-    how: dict[str, bool], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, bool], is_refreshed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
     counter = CastCounter(net, monkeypatch)
@@ -231,7 +231,9 @@ def test_each_weight_is_cast_once_per_optimizer_step(
         optimizer.step()
         counts.append((counter.single, counter.together, counter.kernels))
     assert counts == (
-        [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)] if is_kept else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)]
+        [(4, 0, 0), (4, 4, 1), (4, 8, 2), (4, 12, 3)]
+        if is_refreshed
+        else [(4, 0, 0), (8, 0, 0), (12, 0, 0), (16, 0, 0)]
     )
 
 

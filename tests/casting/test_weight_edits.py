@@ -321,10 +321,10 @@ MOVES: tuple[Move, ...] = (*EDITS, *[check_with_gradients] * 8, *[check_without_
 sequences = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 7)), min_size=1, max_size=12)
 
 
-@pytest.fixture(params=["kept", "dropped", "rounded"])
+@pytest.fixture(params=["refreshed", "dropped", "rounded"])
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The three ways to keep copies; a session that stays open, to which each example adds its model."""
-    monkeypatch.setattr(weight_cache, "are_kept_on", lambda device_type: request.param != "dropped")
+    """The three ways with copies; a session that stays open, to which each example adds its model."""
+    monkeypatch.setattr(weight_cache, "are_refreshed_on", lambda device_type: request.param != "dropped")
     compute = "float32" if request.param == "rounded" else "native"
     holder = nn.Linear(2, 2)
     amp.initialize(holder, opt_level="O4", compute=compute, verbosity=0)
