@@ -412,22 +412,6 @@ def test_batches_of_any_size_run_what_the_first_compiled(level):
 
 
 @requires_compiler
-def test_inductor_makes_of_a_patched_function_what_it_makes_of_the_casts_written_out(tmp_path, monkeypatch):
-    def function(x, w):
-        return F.softmax(F.linear(F.gelu(x @ w), w), -1)
-
-    def by_hand(x, w):
-        return F.softmax(F.linear(F.gelu(x.to(LOW) @ w.to(LOW)), w.to(LOW)).float(), -1)
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with torch._inductor.config.patch(QUICKLY):
-        expected = torch.compile(by_hand, fullgraph=True)(X, X)
-        with casting(True):
-            result = torch.compile(function, fullgraph=True)(X, X)
-    assert result.dtype is FULL and torch.equal(result, expected)
-
-
-@requires_compiler
 def test_inductor_keeps_the_roundings_of_products_that_are_computed_in_float32(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = nn.Linear(4, 4)

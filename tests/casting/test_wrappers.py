@@ -515,15 +515,6 @@ def test_while_casts_are_off_every_argument_arrives_as_itself(
     assert (args[0] is low, args[1] is full, args[2] is values, kwargs["keyword"] is values) == (True,) * 4
 
 
-def test_a_region_that_turns_casts_on_again_inside_one_without_casts(casts: OpCasts) -> None:
-    exp = casts.blacklist(torch.exp)
-    with casts.switch.region(Mode.OFF):
-        assert exp(LOW_ROWS).dtype is torch.bfloat16
-        with casts.switch.region(Mode.BY_LISTS):
-            assert exp(LOW_ROWS).dtype is torch.float32
-        assert exp(LOW_ROWS).dtype is torch.bfloat16
-
-
 # ---- wrong arguments and the frame budget ----------------------------------------------------------------------------
 
 WRONG = {
@@ -571,21 +562,6 @@ def count_frames(function: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
-@pytest.mark.parametrize("has_bias", [True, False, None], ids=["bias", "bias-none", "bias-left-out"])
-def test_linear_with_cached_weights_takes_one_frame_and_one_for_a_cast_of_its_input(
-    has_bias: bool | None, dtype: torch.dtype
-) -> None:
-    cache = WeightCache(torch.bfloat16, "cpu")
-    parameters = [torch.nn.Parameter(rand(3, 4)), torch.nn.Parameter(rand(3))][: 1 + bool(has_bias)]
-    cache.own(parameters)
-    linear = make_casts(cache=cache).wrap("whitelist", F.linear)
-    x = rand(2, 4, dtype=dtype)
-    arguments = (x, *parameters) if has_bias is not False else (x, *parameters, None)
-    linear(*arguments)
-    assert count_frames(lambda: linear(*arguments)) == 1 + (dtype is torch.float32)
 
 
 def test_a_product_with_a_cached_weight_takes_one_frame_for_each_operand() -> None:

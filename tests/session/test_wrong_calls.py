@@ -15,6 +15,7 @@ from amp_patch.integrations.trackers import Tracker
 T, V, P, S, C = amp.ArgumentTypeError, amp.ArgumentValueError, amp.PolicyError, amp.SessionError, amp.CheckpointError
 MODEL = nn.Linear(3, 3)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+STRANGER = torch.optim.SGD(MODEL.parameters())
 LOSS = torch.ones((), requires_grad=True)
 start = partial(amp.initialize, MODEL, OPTIMIZER, verbosity=0)
 half, entry = amp.register_half_function, {"loss_scale": 1.0}
@@ -75,6 +76,12 @@ IN_SESSION = [
     (lambda: amp.scale_loss(0.5, OPTIMIZER), T, "not float: pass what the loss function returns"),
     (lambda: amp.scale_loss(torch.tensor(3), OPTIMIZER), T, "the loss is int64"),
     (lambda: amp.scale_loss(torch.tensor(3j), OPTIMIZER), T, "the loss is complex64"),
+    (lambda: amp.scale_loss(LOSS.to("meta"), OPTIMIZER), S, "the loss is on meta"),
+    (
+        lambda: amp.scale_loss(LOSS, torch.optim.SGD(MODEL.parameters())),
+        amp.OptimizerError,
+        "was not passed to initialize",
+    ),
     (lambda: amp.scale_loss(LOSS, None), T, "needs the optimizers.*pass one, or a list of them"),
     (lambda: amp.scale_loss(LOSS, MODEL), T, "not Linear: pass the one that was made of its parameters"),
     (lambda: amp.scale_loss(LOSS, OPTIMIZER, "0"), T, "loss_id='0' is no whole number"),
@@ -106,7 +113,8 @@ IN_SESSION = [
 DISABLED = [
     (lambda: amp.scale_loss(LOSS, OPTIMIZER).backward(), S, "with amp.scale_loss.loss, optimizer. as scaled_loss")
 ]
-BUILTINS = {T: TypeError, V: ValueError, P: ValueError, S: RuntimeError, C: ValueError, amp.LossIdError: IndexError}
+BUILTINS = {T: TypeError, V: ValueError, P: ValueError, S: RuntimeError, C: ValueError}
+BUILTINS |= {amp.LossIdError: IndexError, amp.OptimizerError: ValueError}
 
 
 def find_fault(call, error, words):

@@ -266,58 +266,6 @@ def test_only_a_static_scale_of_one_is_the_identity() -> None:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-class Delayed:
-    """Gradients of a pass, one of them `value`, that nobody has unscaled yet."""
-
-    is_unreduced = False
-
-    def __init__(self, scaler: LossScaler, backward_pass: BackwardPass, value: float) -> None:
-        self.scaler, self.backward_pass, self.value = scaler, backward_pass, value
-        self.calls: list[str] = []
-        backward_pass.scaled_in.append(self)
-
-    def unscale(self) -> None:
-        self.calls.append("unscaled")
-        unscale_([torch.tensor([self.value])], self.scaler.scale_on(CPU), self.backward_pass.found_inf)
-        self.backward_pass.scaled_in.remove(self)
-
-    def resume(self) -> None:
-        self.calls.append("resumed")
-
-    def drop_pass(self, backward_pass: BackwardPass) -> None:
-        self.calls.append("dropped")
-
-
-def test_a_pass_is_completed_once_and_before_its_flag_is_read() -> None:
-    scaler = LossScaler("dynamic")
-    check = begin_and_close(scaler)
-    delayed = Delayed(scaler, check, math.inf)
-    assert delayed.calls == []
-    assert check.is_overflow()
-    assert check.is_overflow()
-    assert delayed.calls == ["unscaled", "resumed"]
-
-
-def test_an_update_completes_the_passes_it_judges() -> None:
-    scaler = LossScaler("dynamic")
-    check = begin_and_close(scaler)
-    delayed = Delayed(scaler, check, math.nan)
-    scaler.update()
-    assert scaler.loss_scale() == INIT_SCALE / 2 and check.state is PassState.JUDGED
-    assert delayed.calls == ["unscaled", "resumed"]
-
-
-def test_an_update_leaves_passes_that_wait_to_be_reduced() -> None:
-    scaler = LossScaler("dynamic")
-    check = begin_and_close(scaler)
-    delayed = Delayed(scaler, check, math.nan)
-    delayed.is_unreduced = True
-    scaler.update()
-    assert scaler.loss_scale() == INIT_SCALE and check.state is PassState.CLOSED and delayed.calls == []
-    delayed.is_unreduced = False
-    assert scaler.loss_scale() == INIT_SCALE / 2
-
-
 def test_a_pass_goes_from_open_over_closed_to_judged() -> None:
     scaler = LossScaler(DynamicScale(growth_interval=1))
     check = scaler.begin_pass(CPU)
@@ -332,16 +280,6 @@ def test_a_pass_goes_from_open_over_closed_to_judged() -> None:
     assert check.state is PassState.JUDGED
 
 
-def test_a_discarded_pass_is_nobody_s_matter() -> None:
-    scaler = LossScaler("dynamic")
-    check = begin_and_close(scaler)
-    delayed = Delayed(scaler, check, math.inf)
-    scaler.discard(check)
-    scaler.update()
-    assert scaler.state_dict() == {"loss_scale": INIT_SCALE, "unskipped": 0}
-    assert delayed.calls == ["dropped"] and check.awaited_by == check.scaled_in == []
-
-
 def test_found_inf_is_exactly_zero_or_one() -> None:
     check = new_check()
     assert check.found_inf.item() == 0.0
@@ -351,13 +289,6 @@ def test_found_inf_is_exactly_zero_or_one() -> None:
         torch.float32,
         torch.Size([]),
     )
-
-
-def test_a_later_finite_gradient_does_not_clear_the_flag() -> None:
-    check = new_check()
-    unscale_([torch.tensor([math.inf])], scale_of(2.0), check.found_inf)
-    unscale_([torch.tensor([1.0])], scale_of(2.0), check.found_inf)
-    assert check.is_overflow()
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -473,12 +404,6 @@ def test_one_call_takes_gradients_of_every_kind() -> None:
     assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
 
 
-def test_unscaling_nothing_is_no_overflow() -> None:
-    check = new_check()
-    unscale_([], scale_of(8.0), check.found_inf)
-    assert not check.is_overflow()
-
-
 def test_without_a_check_gradients_are_divided_all_the_same() -> None:
     gradient = torch.tensor([8.0, math.inf])
     unscale_([gradient], scale_of(2.0), None)
@@ -574,15 +499,6 @@ def test_rescaling_reaches_the_values_of_sparse_gradients_and_every_dtype_of_a_m
     expected = [gradient.to_dense() * 4 for gradient in gradients]
     rescale_(gradients, scale_of(4.0))
     assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
-
-
-def test_gradients_of_two_scales_add_up_to_the_true_sum() -> None:
-    first, second = torch.tensor([1.5, -2.0]), torch.tensor([0.25, 8.0])
-    gradient = first.clone()
-    rescale_([gradient], scale_of(2.0**16))
-    gradient += second * 2.0**16
-    unscale_([gradient], scale_of(2.0**16), None)
-    assert torch.equal(gradient, first + second)
 
 
 # ---- a scale set by hand ---------------------------------------------------------------------------------------------

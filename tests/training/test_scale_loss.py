@@ -236,19 +236,6 @@ def test_all_optimizers_of_the_loss_are_skipped_and_no_other():
     }
 
 
-def test_with_one_scaler_an_overflow_does_not_skip_the_optimizer_of_another_loss():
-    first, first_optimizer = make(0)
-    second, second_optimizer = make(1)
-    amp.initialize(
-        [first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0
-    )
-    backward(first, first_optimizer, factor=float("inf"))
-    backward(second, second_optimizer)
-    first_optimizer.step()
-    second_optimizer.step()
-    assert (first_optimizer.step_was_skipped, second_optimizer.step_was_skipped) == (True, False)
-
-
 def test_a_delayed_overflow_is_seen_by_every_optimizer_of_the_loss():
     first, first_optimizer = make(0)
     second, second_optimizer = make(1)
@@ -402,33 +389,6 @@ def test_no_gradients_at_all_is_a_step_that_does_nothing(level):
         scaled_loss.backward()
     optimizer.step()
     assert optimizer.step_was_skipped is False
-
-
-def test_bad_calls_say_what_is_wrong():
-    model, optimizer = make()
-    with (
-        pytest.raises(amp.SessionError, match="initialize has not been called"),
-        amp.scale_loss(torch.ones(()), optimizer),
-    ):
-        pass
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with pytest.raises(amp.OptimizerError, match="not passed to initialize"), amp.scale_loss(torch.ones(()), make()[1]):
-        pass
-    with pytest.raises(amp.ArgumentTypeError, match="not float"), amp.scale_loss(1.0, optimizer):
-        pass
-    with pytest.raises(amp.ArgumentTypeError, match="needs the optimizers"), amp.scale_loss(torch.ones(()), None):
-        pass
-    with (
-        pytest.raises(IndexError, match="loss_id 1 is out of range for 1 loss scalers"),
-        amp.scale_loss(torch.ones(()), optimizer, loss_id=1),
-    ):
-        pass
-    with (
-        pytest.raises(amp.SessionError, match="the loss is on meta"),
-        amp.scale_loss(torch.ones((), device="meta"), optimizer),
-    ):
-        pass
-    assert list(model.parameters())[0].grad is None
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
