@@ -269,13 +269,6 @@ def test_the_check_sees_an_edit_that_nobody_was_told_of(net: Net) -> None:
 # ---- requires_grad and grad modes ------------------------------------------------------------------------------------
 
 
-def test_freezing_and_unfreezing_a_weight(net: Net) -> None:
-    for requires_grad in (True, False, False, True, False, True):
-        net.first.weight.requires_grad_(requires_grad)
-        net.second.bias.requires_grad_(requires_grad)
-        assert_casts_are_fresh(net)
-
-
 def test_a_wholly_frozen_model_gives_an_output_without_a_graph(net: Net) -> None:
     net(batch())
     net.requires_grad_(False)
@@ -296,25 +289,6 @@ def test_a_forward_without_gradients_then_one_with(net: Net, is_first_use: bool)
             assert torch.equal(output, by_hand(net, batch()))
         assert_casts_are_fresh(net)
         net.optimizer.step()
-
-
-def test_training_and_evaluation_in_turns_is_bitwise_training_alone() -> None:
-    trained = []
-    for evaluates in (False, True):
-        net = Net()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
-        start_amp(net, optimizer)
-        for step in range(4):
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(net(batch(step))), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            if evaluates:
-                with torch.no_grad() if step % 2 else torch.inference_mode():
-                    net(batch(50 + step))
-        trained.append(list(net.parameters()))
-        amp.reset()
-    assert_equal_all(trained[0], trained[1])
 
 
 # ---- graphs that outlive things --------------------------------------------------------------------------------------
