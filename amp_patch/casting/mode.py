@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from ..interrupts import is_running
 from . import compiling
@@ -58,8 +57,7 @@ class Switch:
         self._local = threading.local()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
-        _switches.add(self)
-        compiling.hold_regions(self)
+        compiling.switches.add(self)
 
     def __deepcopy__(self, memo: Any) -> "Switch":
         return self  # a copied model is under the same session
@@ -212,11 +210,8 @@ def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
     return get_name
 
 
-_switches: WeakSet[Switch] = WeakSet()
-
-
 def _silence_in_child() -> None:
-    for switch in _switches:
+    for switch in compiling.switches:
         switch.on = False
         switch._lock = threading.RLock()  # the parent may have held it at the fork
 

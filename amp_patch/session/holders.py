@@ -119,15 +119,11 @@ def _frames_of(error: BaseException | None) -> Iterator[types.FrameType]:
         error = error.__cause__ or error.__context__
 
 
-def _main() -> dict[str, Any]:
-    return vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
-
-
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
     """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
     `%reset`.
     """
-    names = _main()
+    names: dict[str, Any] = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     outputs = names.get("Out", names.get("_oh"))
     items = dict(outputs).items() if isinstance(outputs, dict) else ()
     found = [f"Out[{number}]" for number, value in items if id(value) in keepers]
