@@ -313,6 +313,19 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(overflows: list[bool], scale: 
         assert loaded.state_dict() == saved.state_dict()
 
 
+def test_a_scaler_that_receives_the_state_of_another_goes_on_as_that_one() -> None:
+    rule = DynamicScale(init=4096.0, growth_interval=3, hysteresis=2)
+    sender, receiver = LossScaler(rule), LossScaler(rule)
+    for overflow in (True, True, False):
+        run_step(sender, overflow)
+    receiver.receive_state(sender.send_state(CPU))
+    for overflow in (False, False, True, True):
+        assert receiver.state_dict() == sender.state_dict()
+        run_step(sender, overflow)
+        run_step(receiver, overflow)
+    assert receiver.state_dict() == sender.state_dict()
+
+
 def test_loading_drops_the_decision_that_was_due() -> None:
     scaler = LossScaler("dynamic")
     unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), begin_and_close(scaler).found_inf)
