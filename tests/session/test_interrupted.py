@@ -91,6 +91,13 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collections_pass_over_what_other_tests_left():
+    """They come before each interrupted call, and take long where other tests have imported much."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():
