@@ -20,12 +20,12 @@ def run_in_region(original: Callable[..., Any], mode: Mode, cast: TensorCast, sw
     The innermost function decides: whatever region it is called in, its body runs as its own rule says, unless casts
     are off there. A call that names `out`, or a dtype where float32 is the rule, runs as it was written.
     """
-    keeps_named_dtype = mode is Mode.FLOAT32
+    honours_dtype = mode is Mode.FLOAT32
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not switch.is_on_here() or kwargs.get("out") is not None:
             return original(*args, **kwargs)
-        if keeps_named_dtype and any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype"))):
+        if honours_dtype and any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype"))):
             return original(*args, **kwargs)
         args = tuple([_cast(value, cast) for value in args])
         kwargs = {name: _cast(value, cast) for name, value in kwargs.items()}

@@ -7,9 +7,8 @@ code at each change, and tag the cache key.
 
 import contextlib
 import sys
-import types
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,6 +25,9 @@ from ..torch_private import (
     pass_keys_through,
     set_keys,
 )
+
+if TYPE_CHECKING:
+    from .mode import Switch
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
@@ -112,29 +114,14 @@ def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
-class RegionHolder(Protocol):
-    """What has open regions, counts them, and opens one by name for as long as the call of a graph lasts."""
-
-    regions: int
-
-    def enter_run(self, name: str, frame: types.FrameType) -> None:
-        """Open a region in a graph that runs as it is."""
-
-    def leave_run(self) -> None:
-        """Close it."""
-
-
 # Dynamo writes calls of `enter_in_graph` and `leave_in_graph` into its graph. What then traces the graph on
 # (AOTAutograd) runs the ops through the patched functions once more, and `@` for the first time, and must find the
 # regions open that were open when Dynamo met them. They are those of one compilation.
 
 _regions_in_graphs: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
-_holders: WeakSet[RegionHolder] = WeakSet()
 
-
-def hold_regions(holder: RegionHolder) -> None:
-    """Have `holder` know of the regions in graphs too."""
-    _holders.add(holder)
+switches: "WeakSet[Switch]" = WeakSet()
+"""Those of this process, each of which has to know of the regions in graphs."""
 
 
 def enter_in_graph(name: str) -> None:
@@ -143,26 +130,26 @@ def enter_in_graph(name: str) -> None:
     """
     context = TracingContext.try_get()
     if context is None:
-        for holder in _holders:
-            holder.enter_run(name, sys._getframe(1))
+        for switch in switches:
+            switch.enter_run(name, sys._getframe(1))
         return
     _regions_in_graphs.setdefault(context, []).append(name)
-    for holder in _holders:
-        holder.regions += 1
+    for switch in switches:
+        switch.regions += 1
 
 
 def leave_in_graph() -> None:
     """Close the region opened last."""
     context = TracingContext.try_get()
     if context is None:
-        for holder in _holders:
-            holder.leave_run()
+        for switch in switches:
+            switch.leave_run()
     elif context in _regions_in_graphs:
         _regions_in_graphs[context].pop()
         if not _regions_in_graphs[context]:
             del _regions_in_graphs[context]
-        for holder in _holders:
-            holder.regions -= 1
+        for switch in switches:
+            switch.regions -= 1
 
 
 def _write_regions() -> str:

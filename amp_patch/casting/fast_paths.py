@@ -14,7 +14,7 @@ from ..dtypes import TensorCast
 from ..torch_private import count_dispatch_modes
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .tensor_cast import is_kept
+from .tensor_cast import is_uncastable
 from .weight_cache import ValidEntry
 
 Op = Callable[..., Any]
@@ -86,13 +86,13 @@ class FastPaths:
             count = len(args)
             value, w, b = args if count == 3 else args[:3] if count > 3 else (*args, None)
             try:
-                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_kept(value):
+                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_uncastable(value):
                     return walk(*args)
                 if (dtype := w.dtype) is not low:
                     entry = get_entry(id(w)) if dtype is float32 else None
                     is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
                     w = entry[0] if is_valid else to_low_uncached(w)  # type: ignore[index]
-                    if w is args[1] and is_kept(w):
+                    if w is args[1] and is_uncastable(w):
                         return walk(*args)
                 if b is not None and (dtype := b.dtype) is not low:
                     entry = get_entry(id(b)) if dtype is float32 else None
@@ -120,11 +120,11 @@ class FastPaths:
             try:
                 if left.dtype is not low:
                     left = plain_cast(left) if left.__class__ is Tensor else to_low(left)
-                    if left is args[0] and is_kept(left):
+                    if left is args[0] and is_uncastable(left):
                         return walk(*args)
                 if right.dtype is not low:
                     right = to_low(right)
-                    if right is args[1] and is_kept(right):
+                    if right is args[1] and is_uncastable(right):
                         return walk(*args)
             except AttributeError:  # not tensors: the error is torch's to raise, or the other operand's to answer
                 return original(*args)

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from ..interrupts import is_running
 from . import compiling
@@ -34,14 +33,12 @@ class Region(NamedTuple):
     Attributes:
         mode: how casts act in it.
         owner: what tells it from others of the same mode.
-        thread: the one that opened it.
         frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
             one that lasts until it is left.
     """
 
     mode: Mode
     owner: object
-    thread: int
     frame: types.FrameType | None
 
 
@@ -60,8 +57,7 @@ class Switch:
         self._local = threading.local()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
-        _switches.add(self)
-        compiling.hold_regions(self)
+        compiling.switches.add(self)
 
     def __deepcopy__(self, memo: Any) -> "Switch":
         return self  # a copied model is under the same session
@@ -112,7 +108,7 @@ class Switch:
     @contextlib.contextmanager
     def region(self, mode: Mode) -> Iterator[None]:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
-        region = Region(mode, object(), threading.get_ident(), None)
+        region = Region(mode, object(), None)
         try:
             try:
                 self._add(region)
@@ -127,7 +123,7 @@ class Switch:
 
         It is closed for them if the call whose frame they give ends without `leave`.
         """
-        region = Region(mode, object() if owner is None else owner, threading.get_ident(), frame)
+        region = Region(mode, object() if owner is None else owner, frame)
         self._leave_stale()
         self._add(region)
         return region
@@ -178,15 +174,13 @@ class Switch:
             self.regions = len(self._open)
 
     def enter_traced(self, mode: Mode) -> None:
-        """The same while Dynamo traces: it follows plain lists and numbers, and neither locks nor thread-local
-        state.
-        """
+        """`enter` for Dynamo, which cannot trace locks or thread-locals."""
         self._traced.append(mode)
         self.regions += 1
         compiling.enter_in_graph(mode.name)
 
     def enter_run(self, name: str, frame: types.FrameType) -> None:
-        """The same in a graph of Dynamo that runs as it is: in the call of that frame."""
+        """`enter` in a graph of Dynamo that runs as it is, for the call of that frame."""
         if self.on:
             self.enter(_MODES[name], _IN_GRAPH, frame)
 
@@ -216,11 +210,8 @@ def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
     return get_name
 
 
-_switches: WeakSet[Switch] = WeakSet()
-
-
 def _silence_in_child() -> None:
-    for switch in _switches:
+    for switch in compiling.switches:
         switch.on = False
         switch._lock = threading.RLock()  # the parent may have held it at the fork
 

@@ -37,7 +37,7 @@ class Products:
     Args:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed so.
-        cache: keeps rounded weights, or None.
+        cache: of rounded weights, or None.
 
     Attributes:
         switch: on while the session is in force. Not that of the casts: whether something is cast does not say how
@@ -54,7 +54,7 @@ class Products:
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
         round_weight = self._round if cache is None else cache.make_cast(self._round)
-        # to the low dtype, but weights, which may be kept, to float32 with a value of the low dtype
+        # to the low dtype, but weights, which may be cached, to float32 with a value of the low dtype
         self.to_operand: TensorCast = lambda tensor: (
             round_weight(tensor) if tensor.__class__ is Parameter else self._cast(tensor)
         )

@@ -1,4 +1,4 @@
-"""What autograd keeps of a product that is computed in float32: its operands in 16 bits, widened again for backward."""
+"""What autograd saves of a product that is computed in float32: its operands in 16 bits, widened again for backward."""
 
 from typing import NamedTuple
 
@@ -18,16 +18,16 @@ from .compiling import is_compiling, is_dynamo_compiling
 
 
 class _Packed(NamedTuple):
-    """Stands for a tensor that autograd saves: the tensor itself, or a float32 copy of `kept` laid out as given."""
+    """Stands for a tensor that autograd saves: the tensor itself, or a float32 copy of `saved` laid out as given."""
 
-    kept: Tensor  # without a graph: that of a result would lead back here
+    saved: Tensor  # without a graph: that of a result would lead back here
     version: int
     size: torch.Size | None = None
     stride: tuple[int, ...] = ()
 
 
 class SavedOperands:
-    """A `with` block around one product: of the operands given to `add`, the 16-bit originals are kept for backward.
+    """A `with` block around one product: of the operands given to `add`, the 16-bit originals are saved for backward.
 
     What is changed in place before backward, original or not, raises RuntimeError there, as it does without the block.
     """
@@ -41,7 +41,7 @@ class SavedOperands:
         return bool(self._lows)
 
     def add(self, wide: Tensor, low: Tensor) -> None:
-        """Have `low` kept in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
+        """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
         if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested and _is_dense(low):
             self._lows[wide.data_ptr()] = low, wide
 
@@ -51,7 +51,7 @@ class SavedOperands:
 
     def __exit__(self, *_: object) -> None:
         pop_saved_tensors_hooks()
-        self._lows.clear()  # autograd keeps this object
+        self._lows.clear()  # autograd holds this object
 
     def _pack(self, tensor: Tensor) -> _Packed:
         if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
@@ -67,18 +67,18 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    kept, version, size, stride = packed
-    if get_version(kept) != version:
+    saved, version, size, stride = packed
+    if get_version(saved) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{kept.dtype} {list(kept.shape)}], an operand or result of a product, is at version"
-            f" {get_version(kept)}; expected version {version} instead"
+            f" [{saved.dtype} {list(saved.shape)}], an operand or result of a product, is at version"
+            f" {get_version(saved)}; expected version {version} instead"
         )
     if size is None:
-        return kept
-    if kept.size() != size or kept.stride() != stride:
-        kept = kept.as_strided(size, stride)
-    return kept.to(torch.float32)
+        return saved
+    if saved.size() != size or saved.stride() != stride:
+        saved = saved.as_strided(size, stride)
+    return saved.to(torch.float32)
 
 
 def _are_no_hooks_set() -> bool:

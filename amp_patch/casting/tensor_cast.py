@@ -11,17 +11,17 @@ from ..dtypes import CASTABLE, PLAIN_CLASSES, TensorCast, is_opaque
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
-def is_kept(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is not to be cast to a low dtype although it has a castable one: an op on it runs in the
-    dtype that it shows. It is opaque; or sparse and compressed, on a CPU, which has no 16-bit products of those.
+def is_uncastable(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is never cast to a low dtype although its dtype could be: an op on it runs in the dtype
+    that it shows. Such are opaque tensors (quantized ones), and on a CPU, which has no 16-bit products of those,
+    compressed sparse ones.
     """
     return is_opaque(tensor) or (tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32)
 
 
 def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
-    other as it is. Where kernels of a low dtype are to have the result (`is_for_kernels`), what is kept is returned so
-    too.
+    other as it is. Where kernels of a low dtype are to have the result (`is_for_kernels`), uncastable ones, too.
     """
     # as in make_test, which would be a frame more for each cast
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
@@ -32,7 +32,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
             return tensor
         if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
             return tensor
-        if asks_layout and tensor.layout is not strided and is_kept(tensor):
+        if asks_layout and tensor.layout is not strided and is_uncastable(tensor):
             return tensor
         return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
 

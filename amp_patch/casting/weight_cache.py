@@ -12,11 +12,11 @@ any optimizer step, both ends of an outermost forward without gradients, the exi
 What records ops (traces, function transforms, dispatch modes such as fake tensors, `make_fx` and selective checkpoints)
 must see the cast each time: while one is at work no entry is made or used.
 
-Where launching a kernel costs more than running it, copies are *kept*: their values are refreshed in place, many of
-them in one `torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where
-no graph holds the copy any more. Otherwise the copy is replaced by a new one, and the old graph keeps the old one, as
+Where launching a kernel costs more than running it, copies are *refreshed* in place, many of them in one
+`torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where no graph
+holds the copy any more. Otherwise the copy is replaced by a new one, and the old graph keeps the old one, as
 it would keep the result of a plain cast. On a CPU copies are dropped instead. One made where it is used is in the
-caches, and in memory that was just freed: with kept copies a step of a small transformer took 5 % longer there.
+caches, and in memory that was just freed: with refreshed copies a step of a small transformer took 5 % longer there.
 """
 
 import contextlib
@@ -83,8 +83,8 @@ def _place(parameter: Tensor) -> tuple[torch.device, int, bool, torch.Size, tupl
     return parameter.device, *_signature(parameter)[1:]
 
 
-def are_kept_on(device_type: str) -> bool:
-    """Tell whether copies on such devices are kept and refreshed, or dropped and made anew."""
+def are_refreshed_on(device_type: str) -> bool:
+    """Tell whether copies on such devices are refreshed in place, or dropped and made anew."""
     return device_type != "cpu"
 
 
@@ -93,13 +93,13 @@ class WeightCache:
 
     Args:
         low: their dtype.
-        device_type: where they are, which says whether they are kept and refreshed in place, or dropped.
+        device_type: where they are, which says whether they are refreshed in place, or dropped.
         is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
         self.low = low
-        self._is_kept = are_kept_on(device_type) and not is_rounded
+        self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
         self.valid: dict[int, ValidEntry] = {}  # by the parameter's id
         self._entries: dict[int, _Entry] = {}
         self._owned: dict[int, Tensor] = {}
@@ -157,8 +157,8 @@ class WeightCache:
             if not is_grad_enabled() or is_inference_mode_enabled():
                 # nothing would invalidate an entry made here before weights that were swapped in are swapped out again
                 return plain_cast(tensor)
-            if self._is_kept:
-                return self._keep_or_refresh(tensor, plain_cast)
+            if self._is_refreshed:
+                return self._refresh_or_enter(tensor, plain_cast)
             copy = plain_cast(tensor)
             if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
                 valid[key] = (copy, _signature(tensor), tensor.detach())
@@ -166,27 +166,24 @@ class WeightCache:
 
         return cast
 
-    def _keep_or_refresh(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
+    def _refresh_or_enter(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would write under each other's graphs
-            entry = self.valid.get(key)
-            if entry is None or entry[1] != _signature(tensor):
+            valid = self.valid.get(key)
+            if valid is None or valid[1] != _signature(tensor):
                 self.valid.pop(key, None)
                 self._refresh()
-                entry = self.valid.get(key)
-            if entry is not None:
-                return entry[0]
+                valid = self.valid.get(key)
+            if valid is not None:
+                return valid[0]
             copy = plain_cast(tensor)
             if copy is not tensor:
-                self._keep(tensor, copy)
+                alias = copy.detach()
+                entry = _Entry(tensor, copy, alias, tensor.detach(), _place(tensor), get_storage_address(alias))
+                entry.idle_uses = entry.count_uses()
+                self._entries[key] = entry
+                self.valid[key] = (copy, _signature(tensor), entry.source)
             return copy
-
-    def _keep(self, parameter: Tensor, copy: Tensor) -> None:
-        alias = copy.detach()
-        entry = _Entry(parameter, copy, alias, parameter.detach(), _place(parameter), get_storage_address(alias))
-        entry.idle_uses = entry.count_uses()
-        self._entries[id(parameter)] = entry
-        self.valid[id(parameter)] = (copy, _signature(parameter), entry.source)
 
     def _drop(self, key: int) -> None:
         self.valid.pop(key, None)

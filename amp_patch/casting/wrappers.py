@@ -21,7 +21,7 @@ from .mode import Mode, Switch
 from .overrides import NEVER_OVERRIDDEN, PublicOp, Replacements
 from .products import Products
 from .promotion import Promotions, target_of
-from .tensor_cast import cast_nested, is_kept, make_plain_cast
+from .tensor_cast import cast_nested, is_uncastable, make_plain_cast
 from .weight_cache import WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -55,7 +55,7 @@ class OpCasts(Promotions):
         self.in_float32 = in_float32
         self.casts_inside = casts_inside
         if in_float32 is not None:
-            cache = None  # what it keeps is for products
+            cache = None  # its copies are for products
         plain = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
         self.to_low = plain if cache is None else cache.make_cast(plain)
         uncached = plain if cache is None else cache.make_cast_uncached(plain)
@@ -94,20 +94,20 @@ class OpCasts(Promotions):
 
     def whitelist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Run in the low dtype."""
-        return self._cast_all(original, public, self.low, self.to_low, keeps_named_dtype=False)
+        return self._cast_all(original, public, self.low, self.to_low, honours_dtype=False)
 
     def blacklist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
         """Run in float32, unless the call names a dtype."""
-        return self._cast_all(original, public, torch.float32, self.to_float, keeps_named_dtype=True)
+        return self._cast_all(original, public, torch.float32, self.to_float, honours_dtype=True)
 
     def _cast_all(
-        self, original: Op, public: PublicOp, dtype: torch.dtype, cast: TensorCast, *, keeps_named_dtype: bool
+        self, original: Op, public: PublicOp, dtype: torch.dtype, cast: TensorCast, *, honours_dtype: bool
     ) -> Op:
-        """Run in `dtype`, to which `cast` casts a tensor; where the call names a dtype, as it was written if that is
-        to be kept.
+        """Run in `dtype`, to which `cast` casts a tensor. With `honours_dtype`, a call that names a dtype runs as
+        written.
         """
         switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
-        dtype_class, has_overrides = torch.dtype if keeps_named_dtype else None, public.has_overrides
+        dtype_class, has_overrides = torch.dtype if honours_dtype else None, public.has_overrides
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
@@ -115,14 +115,14 @@ class OpCasts(Promotions):
             if switch.on and (not switch.regions or switch.mode_here() is by_lists):
                 given = kwargs
                 if kwargs:
-                    if kwargs.get("out") is not None or (keeps_named_dtype and kwargs.get("dtype") is not None):
+                    if kwargs.get("out") is not None or (honours_dtype and kwargs.get("dtype") is not None):
                         return original(*args, **kwargs)
                     kwargs = dict(kwargs)
                     for name, value in given.items():
                         if isinstance(value, Tensor):
                             if value.dtype is not dtype:
                                 kwargs[name] = cast(value)
-                                if kwargs[name] is value and is_kept(value):
+                                if kwargs[name] is value and is_uncastable(value):
                                     return beside(value, original, args, given)
                         elif isinstance(value, (list, tuple)):
                             kwargs[name] = cast_nested(value, cast)
@@ -133,7 +133,7 @@ class OpCasts(Promotions):
                             if cast_args is None:
                                 cast_args = list(args)
                             cast_args[index] = cast(value)
-                            if cast_args[index] is value and is_kept(value):
+                            if cast_args[index] is value and is_uncastable(value):
                                 return beside(value, original, args, given)
                     elif (kind := value.__class__) is dtype_class:
                         return original(*args, **given)
@@ -153,18 +153,19 @@ class OpCasts(Promotions):
             return original(*args, **kwargs)
         cast = self.to_low if mode is Mode.LOW else self.to_float
         if mode is Mode.LOW and self.in_float32 is None:
-            for kept in (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and is_kept(value)):
-                return self._beside(kept, original, args, kwargs)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and is_uncastable(value):
+                    return self._beside(value, original, args, kwargs)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},
         )
 
-    def _beside(self, kept: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _beside(self, uncastable: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
         are cast.
         """
-        cast = make_plain_cast(kept.dtype, self.device_type)
+        cast = make_plain_cast(uncastable.dtype, self.device_type)
         return original(
             *[cast_nested(value, cast) for value in args],
             **{name: cast_nested(value, cast) for name, value in kwargs.items()},

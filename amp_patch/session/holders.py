@@ -20,7 +20,7 @@ HOPS = 4
 MOST = 4
 """So many holders are named."""
 
-_NOT_THE_USER_S = frozenset({"amp_patch", "builtins", "sys", "IPython", "ipykernel"})
+_NOT_USER_MODULES = frozenset({"amp_patch", "builtins", "sys", "IPython", "ipykernel"})
 
 _ERRORS = ("last_exc", "last_value")
 
@@ -119,15 +119,11 @@ def _frames_of(error: BaseException | None) -> Iterator[types.FrameType]:
         error = error.__cause__ or error.__context__
 
 
-def _main() -> dict[str, Any]:
-    return vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
-
-
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
     """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
     `%reset`.
     """
-    names = _main()
+    names: dict[str, Any] = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     outputs = names.get("Out", names.get("_oh"))
     items = dict(outputs).items() if isinstance(outputs, dict) else ()
     found = [f"Out[{number}]" for number, value in items if id(value) in keepers]
@@ -140,13 +136,13 @@ def _in_modules(keepers: Mapping[int, object]) -> Iterator[str]:
     modules = sorted(sys.modules.items(), key=lambda item: item[0] != "__main__")
     for name, module in modules:
         is_main_again = name != "__main__" and module is sys.modules.get("__main__")  # of multiprocessing
-        if not isinstance(module, types.ModuleType) or is_main_again or name.partition(".")[0] in _NOT_THE_USER_S:
+        if not isinstance(module, types.ModuleType) or is_main_again or name.partition(".")[0] in _NOT_USER_MODULES:
             continue
         for variable, value in list(vars(module).items()):
-            if id(value) in keepers and not isinstance(value, types.ModuleType) and not _is_ipython_s(variable):
+            if id(value) in keepers and not isinstance(value, types.ModuleType) and not _is_ipython_output(variable):
                 yield f"the variable {variable}" + ("" if name == "__main__" else f" of {name}")
 
 
-def _is_ipython_s(variable: str) -> bool:
+def _is_ipython_output(variable: str) -> bool:
     """Tell whether IPython keeps the output of a cell by this name beside `Out[n]`: `_`, `__`, `_3`; or input cells."""
     return variable in ("Out", "_oh") or not variable.strip("_") or variable.lstrip("_").isdecimal()

@@ -1,13 +1,15 @@
-"""`Session`: one policy in force, and everything that was changed for it.
+"""`Session`: one policy in force, and everything that was changed for it; `Stats`: what it is and has done.
 
 Opening a session binds models and optimizers and installs patches on one undo stack; whatever goes wrong on the way,
 and `close` at the end, undoes it all in reverse.
 """
 
 import contextlib
+import html
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,45 @@ from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
-from .stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a session is and has done.
+
+    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers;
+    `loss_scales` holds the scale of each scaler, in order. A notebook shows it as a table.
+    """
+
+    opt_level: str | None
+    low_dtype: torch.dtype | None
+    names_patched: int
+    parameters_low: int
+    parameters_float32: int
+    steps: int
+    steps_skipped: int
+    loss_scales: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them: `json.dumps(amp.stats().to_dict())`. The dtype is its name."""
+        low = None if self.low_dtype is None else dtype_name(self.low_dtype)
+        return {**asdict(self), "low_dtype": low, "loss_scales": list(self.loss_scales)}
+
+    def _repr_html_(self) -> str:
+        if self.opt_level is None:
+            return "<p>amp_patch: no level is in force</p>"
+        cells = {
+            "opt_level": self.opt_level,
+            "low dtype": dtype_name(self.low_dtype),
+            "names patched": f"{self.names_patched:,}",
+            "parameters in 16 bits": f"{self.parameters_low:,}",
+            "parameters in float32": f"{self.parameters_float32:,}",
+            "steps taken": f"{self.steps:,}",
+            "steps skipped": f"{self.steps_skipped:,}",
+            "loss scale": ", ".join(f"{scale:.12g}" for scale in self.loss_scales),
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in cells.items())
+        return f"<table>{rows}</table>"
 
 
 class Session:
@@ -184,12 +224,12 @@ class Session:
             self.scalers[-1].is_shared = bool(self.decisions.groups)
 
     def refresh(self) -> None:
-        """Have every link refreshed before its next use, and copy masters to their parameters."""
+        """Recast every cached weight before its next use, and copy masters to their parameters."""
         self.sync()
         self._bindings.masters.push()
 
     def sync(self) -> None:
-        """Do as `refresh` for what was written in place, and leave other parameters: a live graph may hold them."""
+        """Like `refresh`, but only for what was written to: a live graph may have saved other parameters."""
         self._end_pass()
         self._bindings.masters.sync()
 

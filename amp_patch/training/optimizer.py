@@ -56,7 +56,7 @@ class OptimizerBinding:
         self._cache = cache
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
-        self.cached: list[Tensor] = []  # every parameter whose link this optimizer keeps alive
+        self.cached: list[Tensor] = []  # every parameter whose cached copy this optimizer keeps alive
         self._is_bound = False
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)

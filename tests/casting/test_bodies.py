@@ -31,12 +31,12 @@ each_decorator = pytest.mark.parametrize(("decorate", "dtype"), DECORATORS.value
 
 
 @each_decorator
-@pytest.mark.parametrize("given", [LOW, FLOAT], ids=str)
 @pytest.mark.parametrize("compute", ["native", "float32"])
-def test_the_body_of_a_decorated_function_runs_in_its_dtype(decorate, dtype, given, compute):
+def test_the_body_of_a_decorated_function_runs_in_its_dtype(decorate, dtype, compute):
     with amp.session("O4", device="cpu", compute=compute):
-        assert dtypes(decorate(scores)(Q.to(given), K)) == [dtype] * 3
-        assert dtypes(scores(Q.to(given), K)) == [LOW, FLOAT, LOW]  # and what comes after it by the lists
+        for given in (LOW, FLOAT):
+            assert dtypes(decorate(scores)(Q.to(given), K)) == [dtype] * 3
+            assert dtypes(scores(Q.to(given), K)) == [LOW, FLOAT, LOW]  # and what comes after it by the lists
     assert dtypes(decorate(scores)(Q.to(LOW), K.to(LOW))) == [LOW] * 3
 
 
@@ -106,8 +106,7 @@ def test_a_call_that_names_a_dtype_or_a_result_runs_as_it_was_written():
 
 
 @each_decorator
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_runs_the_body_alike(decorate, dtype, backend):
+def test_compiled_code_runs_the_body_alike(decorate, dtype):
     decorated = decorate(lambda query, key: torch.softmax(query @ key, -1) @ query)
 
     def run(query, key):
@@ -115,7 +114,7 @@ def test_compiled_code_runs_the_body_alike(decorate, dtype, backend):
 
     with amp.session("O4", device="cpu"):
         expected = run(Q, K)
-        results = torch.compile(run, backend=backend, fullgraph=True)(Q, K)
+        results = torch.compile(run, backend="aot_eager", fullgraph=True)(Q, K)
     assert dtypes(results) == dtypes(expected) == [dtype, LOW]
     assert all(map(torch.equal, results, expected))
 

@@ -30,7 +30,6 @@ from amp_patch.torch_private import pass_keys_through
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOW, FULL = torch.bfloat16, torch.float32
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 requires_compiler = pytest.mark.skipif(
@@ -125,12 +124,21 @@ WAYS = {
 HISTORIES = {"compiled before": (False, True, False), "compiled under the patches": (True, False, True)}
 
 
-@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-@pytest.mark.parametrize(("function", "inputs", "casts"), WAYS.values(), ids=WAYS)
-def test_each_change_recompiles_and_the_casts_are_in_the_graph(function, inputs, casts, history):
-    graphs = Graphs()
+@pytest.mark.parametrize(
+    ("way", "since"),
+    [
+        *((way, "compiled before") for way in WAYS),
+        *(
+            (way, "compiled under the patches")
+            for way in ("a builtin function", "a blacklisted method", "the operator @")
+        ),
+    ],
+)
+def test_each_change_recompiles_and_the_casts_are_in_the_graph(way, since):
+    function, inputs, casts = WAYS[way]
+    history, graphs = HISTORIES[since], Graphs()
     compiled = torch.compile(function, backend=graphs, fullgraph=True)
-    if function is WAYS["an op in place"][0]:
+    if way == "an op in place":
         history = [True] * history.count(True)  # plain torch refuses the mixture
     for compilations, is_patched in enumerate(history, start=1):
         with casting(is_patched):
@@ -178,12 +186,13 @@ def test_casts_may_be_turned_off_inside_a_graph():
 PRODUCTS = {"function": lambda x: torch.mm(x, x), "method": lambda x: x.mm(x), "operator": lambda x: x @ x}
 
 
-@pytest.mark.parametrize("history", [(False, True, False), (True, False, True)], ids=["on first", "off first"])
-@pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
-def test_casts_may_be_turned_off_around_a_compiled_function(function, history):
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize(
+    ("name", "is_off_first"), [("function", False), ("method", True), ("operator", False), ("operator", True)]
+)
+def test_casts_may_be_turned_off_around_a_compiled_function(name, is_off_first):
+    compiled = torch.compile(PRODUCTS[name], backend="aot_eager", fullgraph=True)
     with casting(True):
-        for is_off in history:
+        for is_off in (is_off_first, not is_off_first, is_off_first):
             with amp.disable_casts() if is_off else nullcontext():
                 assert compiled(X).dtype is (FULL if is_off else LOW)
 
@@ -206,8 +215,7 @@ def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, 
     assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(backend, tmp_path):
+def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
     class Picked(nn.Linear):
         def forward(self, x, rows):
             return super().forward(x)[rows]
@@ -225,7 +233,7 @@ def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(backend, tmp_pa
     rules = write_rules(tmp_path / "rules.yaml", ['{match: "0.full", run: float32}'])
     amp.initialize(model, opt_level="O4", lists=rules, verbosity=0)
     expected = model[0](X, torch.arange(3))
-    model[0].compile(backend=backend, fullgraph=True)
+    model[0].compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         results = model[0](X, torch.arange(3))
         assert [one.dtype for one in results] == [one.dtype for one in expected] == [FULL, LOW, LOW]
@@ -359,7 +367,7 @@ def take_step(run, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level):
     trained = []
     for is_compiled in (False, True):
@@ -390,7 +398,7 @@ def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(lev
         )  # AOTAutograd sums some gradients in another order
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_batches_of_any_size_run_what_the_first_compiled(level):
     model, optimizer = make(level)
     graphs, compilations = Graphs(), set()
@@ -401,22 +409,6 @@ def test_batches_of_any_size_run_what_the_first_compiled(level):
         take_step(compiled, optimizer, x)
         compilations.add(len(graphs.traced))
     assert len(compilations) == 1
-
-
-@requires_compiler
-def test_inductor_makes_of_a_patched_function_what_it_makes_of_the_casts_written_out(tmp_path, monkeypatch):
-    def function(x, w):
-        return F.softmax(F.linear(F.gelu(x @ w), w), -1)
-
-    def by_hand(x, w):
-        return F.softmax(F.linear(F.gelu(x.to(LOW) @ w.to(LOW)), w.to(LOW)).float(), -1)
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with torch._inductor.config.patch(QUICKLY):
-        expected = torch.compile(by_hand, fullgraph=True)(X, X)
-        with casting(True):
-            result = torch.compile(function, fullgraph=True)(X, X)
-    assert result.dtype is FULL and torch.equal(result, expected)
 
 
 @requires_compiler
@@ -538,9 +530,9 @@ OPERANDS = {"linear": 3, "matmul": 2}  # of products
 
 def dtype_inside(level, name):
     """The dtype that an op of `Mixed` runs in."""
-    low = torch.float16 if level in ("O1", "O2", "O3") else torch.bfloat16
-    by_lists = low if RULES_OF_OPS[name] == "low" else FULL
-    return {"O0": FULL, "O1": by_lists, "O4": by_lists}.get(level, low)
+    low = torch.float16 if level == "O1" else torch.bfloat16
+    is_full = level != "O5" and RULES_OF_OPS[name] == "full"
+    return FULL if is_full else low
 
 
 def is_rounded(node, low):
@@ -549,7 +541,7 @@ def is_rounded(node, low):
 
 
 @pytest.mark.parametrize("compute", ["native", "float32"])
-@pytest.mark.parametrize(("level", "strict"), [*((level, False) for level in LEVELS), ("O4", True), ("O5", True)])
+@pytest.mark.parametrize(("level", "strict"), [("O1", False), ("O5", False), ("O4", True)])
 def test_an_exported_program_holds_the_casts(level, strict, compute):
     if strict and VERSION < (2, 7):
         pytest.skip("strict export of torch 2.6 takes no model with forward hooks")
@@ -561,7 +553,7 @@ def test_an_exported_program_holds_the_casts(level, strict, compute):
     )
     for node in program.graph.nodes:
         name = str(node.target).partition(".")[2].partition(".")[0]
-        if name in OPERANDS and level != "O0" and compute == "float32":
+        if name in OPERANDS and compute == "float32":
             low = dtype_inside(level, name)
             assert [is_rounded(value, low) for value in node.args] == [True] * OPERANDS[name]
             assert result_dtypes(node) == [FULL]

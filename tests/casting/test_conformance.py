@@ -439,38 +439,36 @@ def run_sparse(name: str, adjacency: Tensor, dense: Tensor, bias: Tensor) -> tup
     return result.detach(), dense.grad
 
 
-@pytest.mark.parametrize("name", SPARSE_CALLS)
-def test_sparse_products_run_as_under_autocast(name: str) -> None:
+def test_sparse_products_run_as_under_autocast() -> None:
     adjacency, dense, bias = make_sparse_operands()
     operands = (adjacency.to_sparse(), dense, bias)
     with torch.autocast("cpu"):
-        expected = run_sparse(name, *operands)
+        expected = {name: run_sparse(name, *operands) for name in SPARSE_CALLS}
     open_session("autocast-cpu", torch.bfloat16)
-    results = run_sparse(name, *operands)
+    results = {name: run_sparse(name, *operands) for name in SPARSE_CALLS}
     amp_patch.reset()
-    assert expected[0].dtype is torch.bfloat16 and is_same(results, expected)
+    assert {result.dtype for result, _ in expected.values()} == {torch.bfloat16}
+    assert [name for name in SPARSE_CALLS if not is_same(results[name], expected[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("compute", ["native", "float32"])
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 @pytest.mark.parametrize("lists", ["bfloat16", "autocast-cpu"])
-@pytest.mark.parametrize("name", [*SPARSE_CALLS, "mv", "linear"])
-def test_sparse_products_that_plain_torch_knows_do_not_fail(
-    name: str, lists: str, layout: torch.layout, compute: str
-) -> None:
+def test_sparse_products_that_plain_torch_knows_do_not_fail(lists: str, layout: torch.layout, compute: str) -> None:
     adjacency, dense, bias = make_sparse_operands()
     given = adjacency.to_sparse(layout=layout)
 
-    def run() -> Tensor:
-        if name == "mv":
-            return torch.mv(given, torch.mm(dense, torch.eye(3))[:, 0])
-        return F.linear(dense.t(), given) if name == "linear" else run_sparse(name, given, dense, bias)[0]
+    def run() -> list[Tensor]:
+        vector = torch.mm(dense, torch.eye(3))[:, 0]
+        products = [run_sparse(name, given, dense, bias)[0] for name in SPARSE_CALLS]
+        return [*products, torch.mv(given, vector), F.linear(dense.t(), given)]
 
     expected = run()
     with amp_patch.session("O4", device="cpu", lists=lists, compute=compute):
-        result = run()
-    torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)  # some roundings to 8 bits
+        results = run()
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.float(), wanted, rtol=0.05, atol=0.05)  # some roundings to 8 bits
 
 
 # ---- Apex ------------------------------------------------------------------------------------------------------------
@@ -561,37 +559,37 @@ def test_every_op_that_apex_patched_runs_as_apex_ran_it(low: torch.dtype, given:
 
 
 @lows
-@pytest.mark.parametrize("operator", ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"])
-def test_apex_s_augmented_operators_rebind_a_low_name_to_a_new_float32_tensor(operator: str, low: torch.dtype) -> None:
+def test_apex_s_augmented_operators_rebind_a_low_name_to_a_new_float32_tensor(low: torch.dtype) -> None:
     wide = torch.rand(4) + 1
-    target = wide.to(low)
-    before, alias = target.clone(), target
-    expected = getattr(target.float(), operator)(wide)
+    operators = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    expected = {operator: getattr(wide.to(low).float(), operator)(wide) for operator in operators}
     open_session("apex", low)
-    result = getattr(target, operator)(wide)
-    assert result.dtype is torch.float32 and torch.equal(result, expected)
-    assert torch.equal(alias, before)
-    wide_alias = wide
-    assert getattr(wide, operator)(before) is wide_alias  # a float32 target is written in place
+    for operator in operators:
+        target = wide.to(low)
+        before, alias, wide_alias = target.clone(), target, wide.clone()
+        result = getattr(target, operator)(wide)
+        assert result.dtype is torch.float32 and torch.equal(result, expected[operator])
+        assert torch.equal(alias, before)
+        assert getattr(wide_alias, operator)(before) is wide_alias  # a float32 target is written in place
 
 
 @lows
-@pytest.mark.parametrize("name", ["sub_", "sqrt_", "sigmoid_", "clamp_", "mean", "sigmoid", "sub"])
-def test_what_apex_left_alone_runs_as_torch_runs_it(name: str, low: torch.dtype) -> None:
+def test_what_apex_left_alone_runs_as_torch_runs_it(low: torch.dtype) -> None:
     target = torch.rand(4).to(low)
-    arguments = {"sub_": (target,), "sub": (target,), "clamp_": (0.2, 0.8)}.get(name, ())
-    expected = getattr(target.clone(), name)(*arguments)
+    calls = {"sub_": (target,), "sqrt_": (), "sigmoid_": (), "clamp_": (0.2, 0.8), "mean": (), "sub": (target,)}
+    expected = {name: getattr(target.clone(), name)(*arguments) for name, arguments in calls.items()}
     open_session("apex", low)
-    result = getattr(target.clone(), name)(*arguments)
-    assert result.dtype is low and torch.equal(result, expected)
+    for name, arguments in calls.items():
+        result = getattr(target.clone(), name)(*arguments)
+        assert result.dtype is low and torch.equal(result, expected[name])
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_apex_patched_single_spellings(name: str) -> None:
+def test_apex_patched_single_spellings() -> None:
     low = torch.rand(4, 4).bfloat16()
     open_session("apex", torch.bfloat16)
-    assert getattr(F, name)(low, dim=1).dtype is torch.float32
-    assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
+    for name in ("softmax", "log_softmax"):
+        assert getattr(F, name)(low, dim=1).dtype is torch.float32
+        assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
 
 
 # ---- the default lists -----------------------------------------------------------------------------------------------

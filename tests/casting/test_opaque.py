@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import amp_patch as amp
 from amp_patch.dtypes import is_castable, is_opaque
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+LEVELS = ["O1", "O5"]
 CASTS = []
 
 

@@ -1,6 +1,5 @@
 """Products computed in float32: as close to the truth as one rounding allows, wherever they are called from."""
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_casts import each, lows, tensors_of
+from hand_casts import each, is_same, lows, tensors_of
 from op_samples import Sample, find_sample
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -80,67 +79,50 @@ def outcome(name: str, low: torch.dtype, dtype: torch.dtype) -> tuple[list[Tenso
     return results, list(grads)
 
 
-def is_sparse(name: str) -> bool:
-    owner, attribute = SPELLINGS[name]
-    sample = find_sample(owner.__name__, attribute)
-    return sample is not None and any(tensor.layout != torch.strided for tensor in tensors_of(sample.args))
-
-
-def assert_rounded_once(found: Tensor, truth: Tensor, low: torch.dtype) -> None:
-    assert found.dtype is low
+def is_rounded_once(found: Tensor, truth: Tensor, low: torch.dtype) -> bool:
+    if found.dtype is not low:
+        return False
     found, truth = found.to_dense(), truth.to_dense()
     allowed = HALF_ULP[low] * truth.abs() * 1.01 + FLOAT32_ERROR * truth.abs().max().clamp(min=1) + TINY[low]
-    error = (found.double() - truth).abs()
-    assert (error <= allowed).all(), (error / allowed).max()
+    return bool(((found.double() - truth).abs() <= allowed).all())
 
 
 @lows
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_a_product_of_low_operands_is_the_exact_one_rounded_once(name: str, low: torch.dtype) -> None:
-    truth, true_grads = outcome(name, low, torch.float64)
+def test_a_product_of_low_operands_and_its_gradients_are_the_exact_ones_rounded_once(low: torch.dtype) -> None:
+    truths = {name: outcome(name, low, torch.float64) for name in SPELLINGS}
     start(CAST[low])
-    found, grads = outcome(name, low, low)
-    for one, exact in zip(found, truth, strict=True):
-        assert_rounded_once(one, exact.double(), low)
-    for one, exact in zip(grads, true_grads, strict=False):
-        if exact is not None:
-            assert one is not None
-            assert_rounded_once(one, exact, low)
+    faults = []
+    for name, (truth, true_grads) in truths.items():
+        found, grads = outcome(name, low, low)
+        pairs = [(one, exact.double()) for one, exact in zip(found, truth, strict=True)]
+        pairs += [(one, exact) for one, exact in zip(grads, true_grads, strict=False) if exact is not None]
+        if not all(one is not None and is_rounded_once(one, exact, low) for one, exact in pairs):
+            faults.append(name)
+    assert faults == []
 
 
 @lows
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_no_product_is_further_from_the_truth_than_the_kernel_of_the_dtype(name: str, low: torch.dtype) -> None:
-    truth, _ = outcome(name, low, torch.float64)
-    try:
-        native, _ = outcome(name, low, low)
-    except RuntimeError:  # products with a sparse operand have no 16-bit kernels
-        assert is_sparse(name)
-        native = truth
-    start(CAST[low])
-    found, _ = outcome(name, low, low)
-    for one, other, exact in zip(found, native, truth, strict=True):
-        exact = exact.to_dense().double()
-        errors = [(value.to_dense().double() - exact).abs().max().item() for value in (one, other)]
-        assert errors[0] <= errors[1] + FLOAT32_ERROR + HALF_ULP[low] * exact.abs().max().item()
-
-
-@lows
-@pytest.mark.parametrize("name", [name for name in SPELLINGS if not name.endswith("_") or name.endswith("__")])
-def test_a_whitelisted_product_takes_float32_operands_rounded(name: str, low: torch.dtype, tmp_path: Any) -> None:
+def test_a_whitelisted_product_takes_float32_operands_rounded(low: torch.dtype, tmp_path: Any) -> None:
     """Bitwise what somebody writes out: round the operands, compute in float32, round the result."""
-    owner, attribute = SPELLINGS[name]
-    sample = find_sample(owner.__name__, attribute)
-    original = getattr(owner, attribute)
-    expected = each(original(*round_to(low, sample.args, torch.float32), **sample.kwargs), lambda one: one.to(low))
+    names = [name for name in SPELLINGS if not name.endswith("_") or name.endswith("__")]
+    samples, expected = {}, {}
+    for name in names:
+        owner, attribute = SPELLINGS[name]
+        samples[name] = find_sample(owner.__name__, attribute)
+        args = round_to(low, samples[name].args, torch.float32)
+        expected[name] = each(getattr(owner, attribute)(*args, **samples[name].kwargs), lambda one: one.to(low))
+    dotted = [f"torch.{name}" if name.startswith("Tensor.") else name for name in names]
     listed = tmp_path / "all.yaml"
-    dotted = f"torch.{name}" if owner is torch.Tensor else name
-    listed.write_text(f"extends: {str(low).removeprefix('torch.')}\nwhitelist: [{dotted}]\n")
+    listed.write_text(f"extends: {str(low).removeprefix('torch.')}\nwhitelist: [{', '.join(dotted)}]\n")
     start(CASTING[low], lists=str(listed))
-    for given in (sample.args, each(sample.args, lambda one: one.to(low))):
-        found = getattr(owner, attribute)(*given, **sample.kwargs)
-        for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
-            assert one.dtype is other.dtype and torch.equal(one, other)
+    faults = []
+    for name, sample in samples.items():
+        owner, attribute = SPELLINGS[name]
+        for given in (sample.args, each(sample.args, lambda one: one.to(low))):
+            found = getattr(owner, attribute)(*given, **sample.kwargs)
+            if not is_same(found, expected[name]):
+                faults.append(name)
+    assert faults == []
 
 
 def test_a_result_that_float16_has_no_number_for_is_infinite_or_zero() -> None:
@@ -158,10 +140,10 @@ def test_a_gradient_overflows_where_float16_has_no_number_for_it() -> None:
     assert (left.grad == torch.inf).all() and left.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_repetition_and_threads_change_no_bit(level: str) -> None:
     start(level)
-    low = torch.float16 if level in ("O1", "O2") else torch.bfloat16
+    low = torch.float16 if level == "O1" else torch.bfloat16
     left, right = torch.randn(96, 64).to(low), torch.randn(64, 96).to(low)
     first = left @ right
     assert torch.equal(left @ right, first)
@@ -192,14 +174,12 @@ def test_in_place_products_write_to_what_they_are_called_on(level: str) -> None:
     assert torch.equal(held, expected)
 
 
-@pytest.mark.parametrize("name", products.WITHOUT_KERNEL)
-def test_what_has_no_float16_kernel_on_a_cpu_runs_in_float32(name: str) -> None:
+def test_what_has_no_float16_kernel_on_a_cpu_runs_in_float32() -> None:
     """Those that torch refuses are named for the day when it has them."""
     start("O2")
-    spellings = [
-        (owner, one) for owner, one in products.find_products("cpu") if one.rstrip("_") == name.rpartition(".")[2]
-    ]
-    assert spellings
+    last_names = {name.rpartition(".")[2] for name in products.WITHOUT_KERNEL}
+    spellings = [one for one in products.find_products("cpu") if one[1].rstrip("_") in last_names]
+    assert {name.rstrip("_") for _, name in spellings} == last_names
     for owner, attribute in spellings:
         sample = find_sample(owner.__name__, attribute)
         assert sample is not None
@@ -209,13 +189,10 @@ def test_what_has_no_float16_kernel_on_a_cpu_runs_in_float32(name: str) -> None:
             original(*each(args, torch.clone), **sample.kwargs)
         expected = original(*round_to(torch.float16, sample.args, torch.float32), **sample.kwargs)
         found = getattr(owner, attribute)(*args, **sample.kwargs)
-        if expected.is_complex():
-            assert torch.equal(found, expected)
-        else:
-            assert found.dtype is torch.float16 and torch.equal(found, expected.half())
+        assert is_same(found, expected if expected.is_complex() else expected.half()), attribute
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_levels_that_cast_the_model_patch_products_and_nothing_else(level: str) -> None:
     start(level)
     patched = {key for key, (owner, name) in SPELLINGS.items() if amp.is_patched(owner, name)}
@@ -232,9 +209,7 @@ def test_levels_that_cast_the_model_patch_products_and_nothing_else(level: str) 
 def test_a_weight_is_rounded_once_for_all_forward_passes_of_a_step(level: str) -> None:
     model = start(level)
     batch = torch.randn(2, 4)
-    seen: list[Tensor] = []
-    for _ in range(3):
-        seen.append(model(batch))
+    seen = [model(batch), model(batch), functional.linear(batch, weight=model.weight, bias=model.bias)]
     nodes = {id(node) for result in seen for node in _find_casts_of(result, model.weight)}
     assert len(nodes) == 1
 
@@ -281,34 +256,27 @@ def train(level: str, wrap: Callable[[nn.Module], Callable[..., Any]] = lambda m
     return result
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_is_that_of_native_kernels_up_to_rounding(level: str) -> None:
-    options = {"loss_scale": 128.0} if level != "O3" else {}
-    native, ours = train(level, compute="native", **options), train(level, compute="float32", **options)
-    tolerance = 2e-2 if level in ("O4", "O5") else 3e-3
+    native, ours = [train(level, compute=compute, loss_scale=128.0) for compute in ("native", "float32")]
+    tolerance = 2e-2 if level == "O5" else 3e-3
     assert ours[0] == pytest.approx(native[0], rel=tolerance, abs=tolerance)
     for one, other in zip(ours[1], native[1], strict=True):
         torch.testing.assert_close(one, other, rtol=4 * tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_falls_and_steps_are_skipped_as_on_a_gpu(level: str) -> None:
-    losses, _, skipped = train(level)
-    assert skipped >= 1 or max(losses) < 10
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_checkpointed_forward_gives_the_same_bits(level: str) -> None:
     options = {"compute": "float32", "loss_scale": 128.0}
     plain = train(level, **options)
     again = train(level, lambda model: lambda batch: checkpoint(model, batch, use_reentrant=False), **options)
-    assert plain[0] == again[0] or level in ("O2", "O5")  # BatchNorm counts its statistics twice
+    assert plain[0] == again[0] or level == "O5"  # BatchNorm counts its statistics twice
     for one, other in zip(plain[1], again[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_compiled_code_computes_what_eager_code_computes(level: str) -> None:
     options = {"compute": "float32", "loss_scale": 128.0}
     plain = train(level, **options)
@@ -361,21 +329,21 @@ def test_regions_say_what_is_cast_and_not_how_a_product_is_computed() -> None:
     assert torch.equal(left @ torch.eye(4), torch.ones(4, 4).half())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 @pytest.mark.parametrize("layer", ["lstm", "gru", "rnn", "lstm_cell", "attention", "encoder", "transposed", "bilinear"])
-@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
-def test_layers_made_of_products_run_at_every_level(level: str, layer: str, is_training: bool) -> None:
-    torch.manual_seed(0)
+def test_layers_made_of_products_run_in_training_and_evaluation(level: str, layer: str) -> None:
     build, make = LAYERS[layer]
-    results = []
+    torch.manual_seed(1)
+    model, results = build(), {}
     for compute in ("native", "float32"):
-        torch.manual_seed(1)
-        model = build().train(is_training)
-        amp.initialize(model, opt_level=level, compute=compute, verbosity=0, loss_scale=1.0)
-        with torch.set_grad_enabled(is_training):
-            results.append(next(tensors_of(model(*make()))).float())
-        amp.reset()
-    torch.testing.assert_close(results[1], results[0], rtol=3e-2, atol=3e-2)
+        with amp.scope(model, opt_level=level, compute=compute, verbosity=0, loss_scale=1.0):
+            for is_training in (True, False):
+                model.train(is_training)
+                with torch.set_grad_enabled(is_training):
+                    results[compute, is_training] = next(tensors_of(model(*make()))).float()
+    for is_training in (True, False):
+        wanted = results["native", is_training]
+        torch.testing.assert_close(results["float32", is_training], wanted, rtol=3e-2, atol=3e-2)
 
 
 def _batch(*shape: int) -> Tensor:
@@ -395,13 +363,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), lambda: (_batch(1, 2, 4, 4),)),
     "bilinear": (lambda: nn.Bilinear(4, 4, 3), lambda: (_batch(2, 4), _batch(2, 4))),
 }
-
-
-def test_a_copy_of_a_model_is_computed_alike() -> None:
-    model = start("O1")
-    twin = copy.deepcopy(model)
-    batch = torch.randn(2, 4)
-    assert torch.equal(model(batch), twin(batch))
 
 
 # ---- which way is taken ----------------------------------------------------------------------------------------------
@@ -429,32 +390,22 @@ def test_auto_looks_at_the_hardware(
 
 
 @pytest.mark.parametrize("has_products", [True, False])
-@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_auto_patches_products_where_the_hardware_has_none(
-    level: str, has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_products: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("amp_patch.config.policy.has_low_products", lambda *_: has_products)
     monkeypatch.setattr("amp_patch.hardware.has_low_products", lambda *_: has_products)
-    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    amp.initialize(nn.Linear(2, 2), opt_level="O2")
     assert amp.is_patched(torch, "mm") is not has_products
-    said = capsys.readouterr().out
-    low = "float16" if level == "O2" else "bfloat16"
-    sentence = f"this CPU has no fast {low} products: values are rounded to {low}, products are computed in float32"
-    assert (sentence in said) is not has_products
-
-
-def test_a_bad_value_is_refused_with_those_that_are_allowed() -> None:
-    with pytest.raises(ValueError, match="auto, native, float32"):
-        amp.initialize(nn.Linear(2, 2), compute="flaot32")
+    assert ("products are computed in float32" in capsys.readouterr().out) is not has_products
 
 
 # ---- what autograd keeps ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_a_forward_without_backward_leaves_nothing_behind(level: str) -> None:
-    """Ops that save their results hold no cycle: what is kept of a result has no graph."""
-    start(level)
+def test_a_forward_without_backward_leaves_nothing_behind() -> None:
+    """Ops that save their results hold no cycle: what is saved of a result has no graph."""
+    start("O5")
     low = torch.bfloat16
     calls: dict[Callable[..., Tensor], list[Tensor]] = {
         functional.scaled_dot_product_attention: [torch.randn(1, 2, 4, 8, dtype=low) for _ in range(3)],
@@ -476,9 +427,8 @@ class Probe:
     """Lives as long as what it is attached to."""
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_operands_that_backward_has_no_use_for_are_freed(level: str) -> None:
-    start(level)
+def test_operands_that_backward_has_no_use_for_are_freed() -> None:
+    start("O5")
     operand = torch.randn(4, 8, requires_grad=True).bfloat16() * 1
     result, freed = operand @ torch.randn(8, 8).bfloat16(), weakref.ref(operand)
     del operand
@@ -492,8 +442,8 @@ def test_an_operand_that_was_edited_in_place_is_noticed_in_backward(level: str, 
     left, right = torch.randn(3, 3).to(dtype), torch.randn(3, 3).to(dtype).requires_grad_()
     result = left @ right
     left.zero_()
-    is_float32_kept = VERSION < (2, 7) and dtype is torch.bfloat16  # as `get_saved_tensors_hooks` says
-    if is_float32_kept or (level == "O4" and dtype is torch.float32):  # what was rounded is a copy
+    is_float32_saved = VERSION < (2, 7) and dtype is torch.bfloat16  # as `get_saved_tensors_hooks` says
+    if is_float32_saved or (level == "O4" and dtype is torch.float32):  # what was rounded is a copy
         result.float().sum().backward()
         assert right.grad is not None and right.grad.abs().sum() > 0
     else:

@@ -112,30 +112,28 @@ ways = pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "
 
 # ---- whitelist -------------------------------------------------------------------------------------------------------
 
-WHITELIST = {
-    "linear": Case(F.linear, (rand(2, 4), rand(3, 4, seed=1), rand(3, seed=2))),
-    "linear-kwargs": Case(F.linear, (), {"input": rand(2, 4), "weight": rand(3, 4, seed=1), "bias": rand(3, seed=2)}),
-    "linear-without-bias": Case(F.linear, (rand(2, 4), rand(3, 4, seed=1), None)),
-    "matmul": Case(torch.matmul, (rand(2, 3), rand(3, 2, seed=1))),
-    "Tensor.matmul": Case(torch.Tensor.matmul, (rand(2, 3), rand(3, 2, seed=1))),
-    "Tensor.__matmul__": Case(torch.Tensor.__matmul__, (rand(2, 3), rand(3, 2, seed=1))),
-    "addmm": Case(torch.addmm, (rand(2, 2), rand(2, 3, seed=1), rand(3, 2, seed=2)), {"beta": 0.5, "alpha": 2}),
-    "conv2d": Case(F.conv2d, (rand(1, 2, 4, 4), rand(2, 2, 3, 3, seed=1), rand(2, seed=2), (1, 1), (1, 1))),
-    "chain-of-a-list": Case(torch.linalg.multi_dot, ([rand(2, 3), rand(3, 2, seed=1), rand(2, 2, seed=2)],)),
-    "einsum": Case(torch.einsum, ("ij,kj->ik", [rand(2, 3), rand(4, 3, seed=1)])),
-    "mixed-inputs": Case(torch.matmul, (rand(2, 3, dtype=torch.bfloat16), rand(3, 2, dtype=torch.float16, seed=1))),
-    "low-and-float32": Case(torch.mm, (rand(2, 3, dtype=torch.bfloat16), rand(3, 2, seed=1))),
-}
+WHITELIST = [
+    Case(F.linear, (rand(2, 4), rand(3, 4, seed=1), rand(3, seed=2))),
+    Case(F.linear, (), {"input": rand(2, 4), "weight": rand(3, 4, seed=1), "bias": rand(3, seed=2)}),
+    Case(F.linear, (rand(2, 4), rand(3, 4, seed=1), None)),
+    Case(torch.matmul, (rand(2, 3), rand(3, 2, seed=1))),
+    Case(torch.Tensor.matmul, (rand(2, 3), rand(3, 2, seed=1))),
+    Case(torch.Tensor.__matmul__, (rand(2, 3), rand(3, 2, seed=1))),
+    Case(torch.addmm, (rand(2, 2), rand(2, 3, seed=1), rand(3, 2, seed=2)), {"beta": 0.5, "alpha": 2}),
+    Case(F.conv2d, (rand(1, 2, 4, 4), rand(2, 2, 3, 3, seed=1), rand(2, seed=2), (1, 1), (1, 1))),
+    Case(torch.linalg.multi_dot, ([rand(2, 3), rand(3, 2, seed=1), rand(2, 2, seed=2)],)),
+    Case(torch.einsum, ("ij,kj->ik", [rand(2, 3), rand(4, 3, seed=1)])),
+    Case(torch.matmul, (rand(2, 3, dtype=torch.bfloat16), rand(3, 2, dtype=torch.float16, seed=1))),
+    Case(torch.mm, (rand(2, 3, dtype=torch.bfloat16), rand(3, 2, seed=1))),
+]
 
 
 @pytest.mark.parametrize("is_general", [False, True], ids=["chosen", "general"])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=dtype_id)
-@pytest.mark.parametrize("case", WHITELIST.values(), ids=list(WHITELIST))
-def test_a_whitelisted_op_runs_in_the_low_dtype_as_if_cast_by_hand(
-    case: Case, low: torch.dtype, is_general: bool
-) -> None:
+def test_a_whitelisted_op_runs_in_the_low_dtype_as_if_cast_by_hand(low: torch.dtype, is_general: bool) -> None:
     casts = make_casts(low)
-    assert_same_as_by_hand(casts.whitelist(case.op) if is_general else casts.wrap("whitelist", case.op), case, low)
+    for case in WHITELIST:
+        assert_same_as_by_hand(casts.whitelist(case.op) if is_general else casts.wrap("whitelist", case.op), case, low)
 
 
 def named(op: Op, name: str) -> Op:
@@ -144,21 +142,21 @@ def named(op: Op, name: str) -> Op:
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "matmul", "mm", "__matmul__", "other"])
-@pytest.mark.parametrize("count", range(5))
 @ways
-def test_every_whitelisted_name_treats_its_arguments_alike(
-    casts: OpCasts, name: str, count: int, as_keyword: bool
-) -> None:
+def test_every_whitelisted_name_treats_its_arguments_alike(casts: OpCasts, name: str, as_keyword: bool) -> None:
     op, calls = recorder()
-    given = [rand(2), rand(2, dtype=torch.bfloat16), rand(2).double(), torch.arange(2)][:count]
+    replacement = casts.wrap("whitelist", named(op, name))
     keywords = {"keyword": rand(2), "count": 3} if as_keyword else {}
-    assert casts.wrap("whitelist", named(op, name))(*given, **keywords) == "result"
-    args, kwargs = calls[0]
-    assert [value.dtype for value in args] == [torch.bfloat16, torch.bfloat16, torch.float64, torch.int64][:count]
-    assert all(value is original for value, original in zip(args[1:], given[1:], strict=True))
-    assert {key: getattr(value, "dtype", value) for key, value in kwargs.items()} == (
-        {"keyword": torch.bfloat16, "count": 3} if as_keyword else {}
-    )
+    given = [rand(2), rand(2, dtype=torch.bfloat16), rand(2).double(), torch.arange(2)]
+    expected = [torch.bfloat16, torch.bfloat16, torch.float64, torch.int64]
+    for count in range(5):
+        assert replacement(*given[:count], **keywords) == "result"
+        args, kwargs = calls[-1]
+        assert [value.dtype for value in args] == expected[:count]
+        assert all(value is original for value, original in zip(args[1:], given[1:count], strict=True))
+        assert {key: getattr(value, "dtype", value) for key, value in kwargs.items()} == (
+            {"keyword": torch.bfloat16, "count": 3} if as_keyword else {}
+        )
 
 
 def test_an_embedding_s_indices_stay_integers(casts: OpCasts) -> None:
@@ -177,27 +175,27 @@ def test_whitelisted_inputs_in_the_low_dtype_are_not_copied(casts: OpCasts) -> N
 # ---- blacklist -------------------------------------------------------------------------------------------------------
 
 LOW_ROWS = rand(3, 4, dtype=torch.bfloat16)
-BLACKLIST = {
-    "exp": Case(torch.exp, (LOW_ROWS,)),
-    "Tensor.exp": Case(torch.Tensor.exp, (LOW_ROWS,)),
-    "softmax": Case(torch.softmax, (LOW_ROWS, 1)),
-    "softmax-kwargs": Case(F.softmax, (), {"input": LOW_ROWS, "dim": -1}),
-    "softmax-dtype-none": Case(F.softmax, (LOW_ROWS,), {"dim": -1, "dtype": None}),
-    "layer_norm": Case(F.layer_norm, (LOW_ROWS, (4,), rand(4, dtype=torch.bfloat16, seed=1), rand(4, seed=2))),
-    "cross_entropy": Case(F.cross_entropy, (LOW_ROWS, torch.tensor([0, 3, 1]))),
-    "mse_loss": Case(F.mse_loss, (LOW_ROWS, rand(3, 4, seed=1))),
-    "sum": Case(torch.sum, (LOW_ROWS,)),
-    "cumsum": Case(torch.cumsum, (LOW_ROWS, 0)),
-    "pow": Case(torch.pow, (LOW_ROWS.abs(), 1.5)),
-    "float16": Case(torch.exp, (rand(3, dtype=torch.float16),)),
-    "float32-as-it-is": Case(torch.exp, (rand(3),)),
-    "list": Case(torch.cat, ([LOW_ROWS, LOW_ROWS.float()],)),
-}
+BLACKLIST = [
+    Case(torch.exp, (LOW_ROWS,)),
+    Case(torch.Tensor.exp, (LOW_ROWS,)),
+    Case(torch.softmax, (LOW_ROWS, 1)),
+    Case(F.softmax, (), {"input": LOW_ROWS, "dim": -1}),
+    Case(F.softmax, (LOW_ROWS,), {"dim": -1, "dtype": None}),
+    Case(F.layer_norm, (LOW_ROWS, (4,), rand(4, dtype=torch.bfloat16, seed=1), rand(4, seed=2))),
+    Case(F.cross_entropy, (LOW_ROWS, torch.tensor([0, 3, 1]))),
+    Case(F.mse_loss, (LOW_ROWS, rand(3, 4, seed=1))),
+    Case(torch.sum, (LOW_ROWS,)),
+    Case(torch.cumsum, (LOW_ROWS, 0)),
+    Case(torch.pow, (LOW_ROWS.abs(), 1.5)),
+    Case(torch.exp, (rand(3, dtype=torch.float16),)),
+    Case(torch.exp, (rand(3),)),
+    Case(torch.cat, ([LOW_ROWS, LOW_ROWS.float()],)),
+]
 
 
-@pytest.mark.parametrize("case", BLACKLIST.values(), ids=list(BLACKLIST))
-def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(case: Case, casts: OpCasts) -> None:
-    assert_same_as_by_hand(casts.blacklist(case.op), case, torch.float32)
+def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(casts: OpCasts) -> None:
+    for case in BLACKLIST:
+        assert_same_as_by_hand(casts.blacklist(case.op), case, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -205,40 +203,19 @@ def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(case: Case, casts: 
     [
         (torch.sum, (), {"dtype": torch.bfloat16}),
         (torch.sum, (), {"dtype": torch.float64}),
-        (torch.cumsum, (0,), {"dtype": torch.float16}),
-        (F.softmax, (1,), {"dtype": torch.float16}),
         (torch.softmax, (1, torch.bfloat16), {}),
-        (torch.log_softmax, (1, torch.float64), {}),
         (F.softmax, (1, 3, torch.bfloat16), {}),
     ],
-    ids=[
-        "sum-low",
-        "sum-float64",
-        "cumsum",
-        "F.softmax",
-        "softmax-positional",
-        "log_softmax-positional",
-        "F.softmax-positional",
-    ],
+    ids=["sum-low", "sum-float64", "softmax-positional", "F.softmax-positional"],
 )
-def test_a_dtype_that_the_call_names_is_honoured(
+def test_a_dtype_that_the_call_names_is_honoured_and_nothing_is_cast(
     casts: OpCasts, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     result, expected = casts.blacklist(op)(LOW_ROWS, *args, **kwargs), op(LOW_ROWS, *args, **kwargs)
-    assert result.dtype is expected.dtype
-    assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [((1,), {"dtype": torch.float16}), ((1, torch.float16), {})], ids=["keyword", "positional"]
-)
-def test_beside_a_dtype_that_the_call_names_nothing_is_cast(
-    casts: OpCasts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    op, calls = recorder()
-    casts.blacklist(op)(LOW_ROWS, *args, **kwargs)
-    assert calls == [((LOW_ROWS, *args), kwargs)]
-    assert calls[0][0][0] is LOW_ROWS
+    assert result.dtype is expected.dtype and torch.equal(result, expected)
+    record, calls = recorder()
+    casts.blacklist(record)(LOW_ROWS, *args, **kwargs)
+    assert calls == [((LOW_ROWS, *args), kwargs)] and calls[0][0][0] is LOW_ROWS
 
 
 # ---- out= ------------------------------------------------------------------------------------------------------------
@@ -301,30 +278,30 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("rule", [*CASTING, "promote", "sequence_promote"])
-@pytest.mark.parametrize("value", UNTOUCHED.values(), ids=list(UNTOUCHED))
-def test_an_argument_that_is_no_business_of_a_rule_arrives_as_itself(casts: OpCasts, rule: str, value: Any) -> None:
+def test_an_argument_that_is_no_business_of_a_rule_arrives_as_itself(casts: OpCasts, rule: str) -> None:
     op, calls = recorder()
+    replacement = casts.wrap(rule, op)
     first = rand(2)
-    assert casts.wrap(rule, op)(first, value, value) == "result"
-    seen = calls[0][0][1:]
-    if rule == "match_self" and type(value) in (list, tuple):  # it goes through every sequence, and makes an equal one
-        assert seen == (value, value)
-        assert [type(item) for item in seen] == [type(value)] * 2
-    else:
-        assert all(item is value for item in seen)
+    for value in UNTOUCHED.values():
+        assert replacement(first, value, value) == "result"
+        seen = calls[-1][0][1:]
+        if rule == "match_self" and type(value) in (list, tuple):  # it goes through every sequence, and makes a new one
+            assert seen == (value, value)
+            assert [type(item) for item in seen] == [type(value)] * 2
+        else:
+            assert all(item is value for item in seen)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "name", ["float64", "complex64", "int64", "float8", "meta-float32", "meta-bfloat16", "none", "str", "int"]
-)
-def test_it_arrives_as_itself_as_a_first_and_as_a_keyword_argument_too(casts: OpCasts, rule: str, name: str) -> None:
+def test_it_arrives_as_itself_as_a_first_and_as_a_keyword_argument_too(casts: OpCasts, rule: str) -> None:
     op, calls = recorder()
-    value = UNTOUCHED[name]
-    casts.wrap(rule, op)(value)
-    casts.wrap(rule, op)(rand(2), keyword=value)
-    assert calls[0][0][0] is value
-    assert calls[1][1]["keyword"] is value
+    replacement = casts.wrap(rule, op)
+    for name in ("float64", "complex64", "int64", "float8", "meta-float32", "meta-bfloat16", "none", "str", "int"):
+        value = UNTOUCHED[name]
+        replacement(value)
+        assert calls[-1][0][0] is value
+        replacement(rand(2), keyword=value)
+        assert calls[-1][1]["keyword"] is value
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -346,13 +323,13 @@ def test_a_call_without_arguments_reaches_the_op(casts: OpCasts, rule: str) -> N
     ],
     ids=["whitelist", "blacklist", "match_self"],
 )
-@pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
+@ways
 def test_tensors_in_lists_and_tuples_are_cast_and_the_caller_s_lists_are_not(
     casts: OpCasts, rule: str, given_dtype: torch.dtype, dtype: torch.dtype, as_keyword: bool
 ) -> None:
     op, calls = recorder()
     x, count = rand(2, dtype=given_dtype), torch.arange(2)
-    value = [x, (x, count), [[x]], None, "kept", 2.5]
+    value = [x, (x, count), [[x]], None, "text", 2.5]
     casts.wrap(rule, op)(rand(2), **{"weights": value}) if as_keyword else casts.wrap(rule, op)(rand(2), value)
     seen = calls[0][1]["weights"] if as_keyword else calls[0][0][1]
     assert [type(item) for item in seen] == [Tensor, tuple, list, type(None), str, float]
@@ -364,34 +341,25 @@ def test_tensors_in_lists_and_tuples_are_cast_and_the_caller_s_lists_are_not(
 
 # ---- promote ---------------------------------------------------------------------------------------------------------
 
-WIDEST = {
-    "bfloat16-float32": (torch.bfloat16, torch.float32, torch.float32),
-    "float32-float16": (torch.float32, torch.float16, torch.float32),
-    "float16-bfloat16": (torch.float16, torch.bfloat16, torch.float32),
-    "bfloat16-bfloat16": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    "float16-float16": (torch.float16, torch.float16, torch.float16),
-    "float32-float32": (torch.float32, torch.float32, torch.float32),
-}
+WIDEST = [
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32, torch.float16, torch.float32),
+    (torch.float16, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16, torch.float16),
+    (torch.float32, torch.float32, torch.float32),
+]
 
 
-@ways
-@pytest.mark.parametrize(("first", "second", "widest"), WIDEST.values(), ids=list(WIDEST))
-def test_a_promoted_op_runs_in_the_widest_dtype(
-    casts: OpCasts, first: torch.dtype, second: torch.dtype, widest: torch.dtype, as_keyword: bool
+@pytest.mark.parametrize(("first", "second", "widest"), WIDEST, ids=dtype_id)
+def test_promoted_ops_and_sequences_run_in_the_widest_dtype(
+    casts: OpCasts, first: torch.dtype, second: torch.dtype, widest: torch.dtype
 ) -> None:
-    arguments = (rand(4, dtype=first), rand(4, dtype=second, seed=1))
-    case = Case(torch.dot, arguments[:1], {"tensor": arguments[1]}) if as_keyword else Case(torch.dot, arguments)
-    assert_same_as_by_hand(casts.promote(torch.dot), case, widest)
-
-
-@ways
-@pytest.mark.parametrize(("first", "second", "widest"), WIDEST.values(), ids=list(WIDEST))
-def test_a_sequence_is_promoted_to_its_widest_dtype(
-    casts: OpCasts, first: torch.dtype, second: torch.dtype, widest: torch.dtype, as_keyword: bool
-) -> None:
-    tensors = [rand(2, dtype=first), rand(2, dtype=second, seed=1)]
-    case = Case(torch.stack, (), {"tensors": tensors}) if as_keyword else Case(torch.stack, (tensors,), {"dim": 1})
-    assert_same_as_by_hand(casts.sequence_promote(torch.stack), case, widest)
+    one, other = rand(4, dtype=first), rand(4, dtype=second, seed=1)
+    for case in (Case(torch.dot, (one, other)), Case(torch.dot, (one,), {"tensor": other})):
+        assert_same_as_by_hand(casts.promote(torch.dot), case, widest)
+    for case in (Case(torch.stack, ([one, other],), {"dim": 1}), Case(torch.stack, (), {"tensors": [one, other]})):
+        assert_same_as_by_hand(casts.sequence_promote(torch.stack), case, widest)
 
 
 @pytest.mark.parametrize("rule", ["promote", "sequence_promote"])
@@ -430,8 +398,11 @@ def test_a_first_argument_that_is_no_sequence_reaches_the_op(casts: OpCasts) -> 
 # ---- match_self ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", FLOATS, ids=dtype_id)
-@pytest.mark.parametrize("target", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("target", "other"),
+    [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=dtype_id,
+)
 def test_an_op_in_place_runs_in_its_target_s_dtype(casts: OpCasts, target: torch.dtype, other: torch.dtype) -> None:
     x, y, z = rand(3, dtype=target), rand(3, dtype=other, seed=1), rand(3, dtype=other, seed=2)
     expected = x.clone().addcmul_(y.to(target), z.to(target), value=0.5)
@@ -454,8 +425,7 @@ def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
     args, kwargs = calls[0]
     seen = [*kwargs["others"]] if as_keyword else [*args[1], *args[2:]]
     assert (kwargs["input"] if as_keyword else args[0]) is x
-    assert [value.dtype for value in seen] == [target] * len(seen)
-    assert len(seen) == (3 if as_keyword else 6)
+    assert [value.dtype for value in seen] == [target] * (3 if as_keyword else 6)
 
 
 def test_gradients_flow_through_an_op_in_place_to_arguments_in_their_own_dtype(casts: OpCasts) -> None:
@@ -483,9 +453,7 @@ def test_beside_a_target_that_is_never_cast_the_others_stay(casts: OpCasts, targ
 def test_inplace_error_refuses_a_16_bit_target_and_names_the_way_out(casts: OpCasts, dtype: torch.dtype) -> None:
     x = rand(2, dtype=dtype)
     before = x.clone()
-    with pytest.raises(
-        BannedOpError, match=rf"^exp_ runs in float32 by the op lists.* {dtype} tensor\. Call exp instead"
-    ) as raised:
+    with pytest.raises(BannedOpError, match=rf"exp_ .* {dtype} tensor\. Call exp instead") as raised:
         casts.inplace_error(torch.Tensor.exp_)(x)
     assert isinstance(raised.value, (AmpError, NotImplementedError))
     assert torch.equal(x, before)
@@ -504,23 +472,15 @@ def test_inplace_error_refuses_a_16_bit_target_passed_by_keyword(casts: OpCasts)
 
 
 @ways
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("position", [0, 1], ids=["input", "target"])
+@pytest.mark.parametrize(("dtype", "position"), [(torch.float16, 0), (torch.bfloat16, 1)], ids=["input", "target"])
 def test_a_banned_op_refuses_any_16_bit_tensor(
     casts: OpCasts, dtype: torch.dtype, position: int, as_keyword: bool
 ) -> None:
     arguments = [torch.full((2,), 0.5), torch.ones(2)]
     arguments[position] = arguments[position].to(dtype)
     banned = casts.banned(F.binary_cross_entropy)
-    with pytest.raises(BannedOpError, match=r"^binary_cross_entropy is banned .*binary_cross_entropy_with_logits"):
+    with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         banned(input=arguments[0], target=arguments[1]) if as_keyword else banned(*arguments)
-
-
-def test_a_banned_op_runs_in_float32_as_ever(casts: OpCasts) -> None:
-    probabilities, target = torch.sigmoid(rand(4)), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    assert torch.equal(
-        casts.banned(F.binary_cross_entropy)(probabilities, target), F.binary_cross_entropy(probabilities, target)
-    )
 
 
 @pytest.mark.parametrize("rule", ["banned", "inplace_error"])
@@ -553,15 +513,6 @@ def test_while_casts_are_off_every_argument_arrives_as_itself(
         casts.wrap(rule, op)(low, full, values, keyword=values)
     args, kwargs = calls[0]
     assert (args[0] is low, args[1] is full, args[2] is values, kwargs["keyword"] is values) == (True,) * 4
-
-
-def test_a_region_that_turns_casts_on_again_inside_one_without_casts(casts: OpCasts) -> None:
-    exp = casts.blacklist(torch.exp)
-    with casts.switch.region(Mode.OFF):
-        assert exp(LOW_ROWS).dtype is torch.bfloat16
-        with casts.switch.region(Mode.BY_LISTS):
-            assert exp(LOW_ROWS).dtype is torch.float32
-        assert exp(LOW_ROWS).dtype is torch.bfloat16
 
 
 # ---- wrong arguments and the frame budget ----------------------------------------------------------------------------
@@ -611,21 +562,6 @@ def count_frames(function: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
-@pytest.mark.parametrize("has_bias", [True, False, None], ids=["bias", "bias-none", "bias-left-out"])
-def test_linear_with_cached_weights_takes_one_frame_and_one_for_a_cast_of_its_input(
-    has_bias: bool | None, dtype: torch.dtype
-) -> None:
-    cache = WeightCache(torch.bfloat16, "cpu")
-    parameters = [torch.nn.Parameter(rand(3, 4)), torch.nn.Parameter(rand(3))][: 1 + bool(has_bias)]
-    cache.own(parameters)
-    linear = make_casts(cache=cache).wrap("whitelist", F.linear)
-    x = rand(2, 4, dtype=dtype)
-    arguments = (x, *parameters) if has_bias is not False else (x, *parameters, None)
-    linear(*arguments)
-    assert count_frames(lambda: linear(*arguments)) == 1 + (dtype is torch.float32)
 
 
 def test_a_product_with_a_cached_weight_takes_one_frame_for_each_operand() -> None:

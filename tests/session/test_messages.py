@@ -55,15 +55,15 @@ def test_a_file_gets_the_lines_beside_stdout(add_console, capsys):
     assert line in capsys.readouterr().out and f"INFO:amp_patch:{line}" in stream.getvalue()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
 def test_the_announcement_is_aligned_and_in_words(level, capsys):
     make(level)
     lines = [line for line in capsys.readouterr().out.splitlines()[1:] if " : " in line and not line.startswith("this")]
     assert len({line.index(" : ") for line in lines}) == 1
     assert not any(word in line for line in lines for word in ("None", "True", "False", "(", "torch.", "'"))
     told = "\n".join(lines)
-    assert ("float16" in told.replace("bfloat16", "")) is (level in ("O1", "O2", "O3"))
-    assert ("bfloat16" in told) is (level in ("O4", "O5")) and ("compute" in told) is (level != "O0")
+    assert ("float16" in told.replace("bfloat16", "")) is (level == "O2")
+    assert ("bfloat16" in told) is (level == "O4") and ("compute" in told) is (level != "O0")
 
 
 def test_a_dtype_that_is_not_used_is_not_named(capsys):
@@ -71,9 +71,8 @@ def test_a_dtype_that_is_not_used_is_not_named(capsys):
     assert "patch_torch_functions_type" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_overflow_is_a_warning_with_step_and_parameters_at_verbosity_2(level, caplog, capsys):
-    model, optimizer = make(level, loss_scale="dynamic", verbosity=2)
+def test_each_overflow_is_a_warning_with_step_and_parameters_at_verbosity_2(caplog, capsys):
+    model, optimizer = make("O2", loss_scale="dynamic", verbosity=2)
     scales = iter((32768.0, 16384.0))
     for step in (1, 3):
         with amp.scale_loss(model(torch.ones(2, 3)).sum() * float("inf"), optimizer) as scaled_loss:

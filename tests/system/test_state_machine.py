@@ -454,7 +454,7 @@ class TrainingMachine(RuleBasedStateMachine):
         # by themselves
         self.patches, self.is_like_a_gpu, self.turns = pytest.MonkeyPatch(), is_like_a_gpu, itertools.count()
         if is_like_a_gpu:
-            self.patches.setattr(weight_cache, "are_kept_on", lambda device_type: True)
+            self.patches.setattr(weight_cache, "are_refreshed_on", lambda device_type: True)
             self.patches.setattr(EarlyReading, "is_here", lambda reading: False)
         self.norms, self.kind, self.level = norms[: 1 + is_pair], kind, None
         self.seeds = itertools.count()

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -120,9 +121,8 @@ def echo(value, level="O2"):
     return model.seen[0][0], result
 
 
-@pytest.mark.parametrize(
-    ("value", "get"),
-    [
+def test_containers_come_through_as_what_they_were():
+    for value, get in (
         (torch.ones(2), lambda v: v),
         ([torch.ones(2), 3], lambda v: v[0]),
         ((torch.ones(2), None), lambda v: v[0]),
@@ -131,13 +131,11 @@ def echo(value, level="O2"):
         (Output(logits=torch.ones(2)), lambda v: v.logits),
         (collections.defaultdict(list, a=torch.ones(2)), lambda v: v["a"]),
         ({"a": [{"b": torch.ones(2)}]}, lambda v: v["a"][0]["b"]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_containers_come_through_as_what_they_were(value, get):
-    inside, outside = echo(value)
-    assert type(inside) is type(value) is type(outside)
-    assert get(inside).dtype is F16 and get(outside).dtype is torch.float32 and get(value).dtype is torch.float32
+    ):
+        inside, outside = echo(value)
+        amp.reset()
+        assert type(inside) is type(value) is type(outside)
+        assert get(inside).dtype is F16 and get(outside).dtype is torch.float32 and get(value).dtype is torch.float32
 
 
 def test_what_holds_no_float_comes_through_as_the_same_object():
@@ -170,7 +168,7 @@ def test_generators_and_keywords_are_cast():
     assert keywords["mask"].dtype is F16 and keywords["flag"] is True
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_cast_model_outputs(level):
     model = nn.Linear(2, 2)
     amp.initialize(model, opt_level=level, cast_model_outputs="float16", verbosity=0)
@@ -183,7 +181,7 @@ def test_o0_takes_low_inputs():
     assert model(torch.ones(1, 2).half()).dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_recurrent_networks_train(level):
     torch.manual_seed(0)
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
@@ -194,7 +192,7 @@ def test_recurrent_networks_train(level):
         losses = []
         for _ in range(5):
             output, _ = model(inputs)
-            assert output.dtype is (LOWS[level] if level in ("O1", "O4") else torch.float32)
+            assert output.dtype is (F16 if level == "O1" else torch.float32)
             loss = F.mse_loss(output, targets)
             optimizer.zero_grad()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -216,7 +214,7 @@ def train(model, optimizer, batches):
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O3", "O5"])
 def test_state_dicts_are_float32_and_those_of_submodules_too(level):
     model = make_model()
     amp.initialize(model, opt_level=level, verbosity=0)
@@ -252,12 +250,10 @@ def test_loading_refreshes_the_masters_without_rounding():
     assert torch.equal(next(amp.master_params(optimizer)), make_model(2).conv1.weight)
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [lambda p: torch.optim.Adam(p, eps=1e-4), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)],
-    ids=["adam", "sgd"],
-)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+ADAM, SGD = functools.partial(torch.optim.Adam, eps=1e-4), functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize(("level", "make_optimizer"), [("O1", ADAM), ("O2", SGD), ("O3", SGD), ("O5", ADAM)])
 def test_resuming_from_three_checkpoints_is_bitwise(level, make_optimizer, tmp_path):
     batches = make_batches(12)
 
@@ -316,8 +312,7 @@ def floating(value):
     return [value] if isinstance(value, torch.Tensor) else [tensor for item in value for tensor in floating(item)]
 
 
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize(("name", "level"), [*((name, "O5") for name in PARTS), ("linear", "O3")])
 def test_parts_that_are_called_directly_take_float32_inputs(level, name):
     make, inputs = PARTS[name]
     torch.manual_seed(0)

@@ -9,12 +9,7 @@ from torch import nn
 
 import amp_patch as amp
 
-DYNAMIC = {
-    "O1": {"loss_scale": "dynamic"},
-    "O2": {"loss_scale": "dynamic"},
-    "O3": {"loss_scale": "dynamic"},
-    "O5": {"loss_scale": "dynamic"},
-}
+LEVELS = ["O1", "O2", "O3"]  # float32 weights, 16-bit ones with masters, and without
 
 
 def make(seed=0, **options):
@@ -52,7 +47,7 @@ def assert_equal(left, right):
         assert torch.equal(a, b)
 
 
-@pytest.fixture(params=DYNAMIC, ids=str)
+@pytest.fixture(params=LEVELS)
 def level(request):
     return request.param
 
@@ -90,7 +85,7 @@ def test_gradients_do_not_depend_on_the_scale(level):
 
 
 @pytest.mark.parametrize("delay_unscale", [False, True], ids=["plain", "delayed"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_accumulation_gives_the_sum_of_the_passes(level, delay_unscale):
     singles = []
     model, optimizer = make()
@@ -144,14 +139,13 @@ def test_losses_with_scalers_of_their_own_add_up():
 # ---- overflow --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("nan")], ids=str)
-def test_an_overflow_skips_one_step_and_halves_the_scale(level, factor, capsys):
+def test_an_overflow_skips_one_step_and_halves_the_scale(level, capsys):
     model, optimizer = make(momentum=0.9)
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic")
     model.eval()
     before = weights(model)
     capsys.readouterr()
-    backward(model, optimizer, factor=factor)
+    backward(model, optimizer, factor=float("inf"))
     assert optimizer.step_was_skipped is False
     optimizer.step()
     assert optimizer.step_was_skipped is True
@@ -189,8 +183,7 @@ def test_a_run_with_a_skip_equals_the_run_that_never_saw_the_batch(level):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("bad_pass", [0, 1, 2])
-@pytest.mark.parametrize("delay_unscale", [False, True], ids=["plain", "delayed"])
+@pytest.mark.parametrize(("bad_pass", "delay_unscale"), [(0, True), (1, True), (2, False)])
 def test_an_overflow_in_any_micro_batch_skips_the_step_once(level, bad_pass, delay_unscale):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
@@ -201,7 +194,7 @@ def test_an_overflow_in_any_micro_batch_skips_the_step_once(level, bad_pass, del
             model,
             optimizer,
             seed,
-            factor=float("inf") if seed == bad_pass else 1.0,
+            factor=float("nan") if seed == bad_pass else 1.0,
             delay_unscale=delay_unscale and seed < 2,
         )
     optimizer.step()
@@ -241,19 +234,6 @@ def test_all_optimizers_of_the_loss_are_skipped_and_no_other():
         "loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 1},
     }
-
-
-def test_with_one_scaler_an_overflow_does_not_skip_the_optimizer_of_another_loss():
-    first, first_optimizer = make(0)
-    second, second_optimizer = make(1)
-    amp.initialize(
-        [first, second], [first_optimizer, second_optimizer], opt_level="O1", loss_scale="dynamic", verbosity=0
-    )
-    backward(first, first_optimizer, factor=float("inf"))
-    backward(second, second_optimizer)
-    first_optimizer.step()
-    second_optimizer.step()
-    assert (first_optimizer.step_was_skipped, second_optimizer.step_was_skipped) == (True, False)
 
 
 def test_a_delayed_overflow_is_seen_by_every_optimizer_of_the_loss():
@@ -319,7 +299,7 @@ def test_a_hundred_skips_in_a_row_are_an_error_that_names_the_parameters(level):
     model.eval()
     with torch.no_grad():
         model[2].bias[0] = float("nan")
-    if level in ("O2", "O5"):
+    if level == "O2":
         list(amp.master_params(optimizer))[-1].data[0] = float("nan")
     with (
         contextlib.suppress(UserWarning),
@@ -348,9 +328,8 @@ def test_a_static_scale_warns_once_and_never_skips():
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_exception_in_the_body_leaves_the_next_iteration_correct(level, error, when):
+def test_an_exception_in_the_body_leaves_the_next_iteration_correct(level, when):
     results = []
     for with_error in (False, True):
         model, optimizer = make(momentum=0.9)
@@ -359,10 +338,10 @@ def test_an_exception_in_the_body_leaves_the_next_iteration_correct(level, error
         for seed in range(3):
             if with_error and seed == 1:
                 optimizer.zero_grad()
-                with pytest.raises(error), amp.scale_loss(compute_loss(model, 7), optimizer) as scaled_loss:
+                with pytest.raises(KeyboardInterrupt), amp.scale_loss(compute_loss(model, 7), optimizer) as scaled_loss:
                     if when == "after":
                         scaled_loss.backward()
-                    raise error
+                    raise KeyboardInterrupt
             optimizer.zero_grad()
             backward(model, optimizer, seed)
             optimizer.step()
@@ -412,33 +391,6 @@ def test_no_gradients_at_all_is_a_step_that_does_nothing(level):
     assert optimizer.step_was_skipped is False
 
 
-def test_bad_calls_say_what_is_wrong():
-    model, optimizer = make()
-    with (
-        pytest.raises(amp.SessionError, match="initialize has not been called"),
-        amp.scale_loss(torch.ones(()), optimizer),
-    ):
-        pass
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with pytest.raises(amp.OptimizerError, match="not passed to initialize"), amp.scale_loss(torch.ones(()), make()[1]):
-        pass
-    with pytest.raises(amp.ArgumentTypeError, match="not float"), amp.scale_loss(1.0, optimizer):
-        pass
-    with pytest.raises(amp.ArgumentTypeError, match="needs the optimizers"), amp.scale_loss(torch.ones(()), None):
-        pass
-    with (
-        pytest.raises(IndexError, match="loss_id 1 is out of range for 1 loss scalers"),
-        amp.scale_loss(torch.ones(()), optimizer, loss_id=1),
-    ):
-        pass
-    with (
-        pytest.raises(amp.SessionError, match="the loss is on meta"),
-        amp.scale_loss(torch.ones((), device="meta"), optimizer),
-    ):
-        pass
-    assert list(model.parameters())[0].grad is None
-
-
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
@@ -458,35 +410,27 @@ def test_state_survives_a_round_trip_through_a_file(tmp_path):
     assert amp.state_dict() == saved
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {},
-        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}},
-        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler2": {"loss_scale": 2.0, "unskipped": 0}},
-        {
-            "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0},
-            "loss_scaler1": {"loss_scale": float("nan"), "unskipped": 0},
-        },
-        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": {"unskipped": 0}},
-        {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": None},
-    ],
-    ids=["empty", "too-few", "other-names", "nan", "no-scale", "no-mapping"],
-)
-def test_a_state_that_does_not_fit_loads_nothing(bad):
+def test_a_state_that_does_not_fit_loads_nothing():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0)
-    before = amp.state_dict()
-    with pytest.raises(amp.CheckpointError):
-        amp.load_state_dict(bad)
-    assert amp.state_dict() == before
+    before, good = amp.state_dict(), {"loss_scale": 2.0, "unskipped": 0}
+    for bad in (
+        {},
+        {"loss_scaler0": good},
+        {"loss_scaler0": good, "loss_scaler2": good},
+        {"loss_scaler0": good, "loss_scaler1": {**good, "loss_scale": float("nan")}},
+        {"loss_scaler0": good, "loss_scaler1": {"unskipped": 0}},
+        {"loss_scaler0": good, "loss_scaler1": None},
+    ):
+        with pytest.raises(amp.CheckpointError):
+            amp.load_state_dict(bad)
+        assert amp.state_dict() == before
 
 
 OWN = ("clone", "mul", "add", "div", "reciprocal", "where", "stack", "isfinite", "count_nonzero", "zeros_like", "eq")
 
 
-@pytest.mark.parametrize("kind", ["whitelist", "blacklist"])
-@pytest.mark.parametrize("is_fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize(("kind", "is_fused"), [("whitelist", False), ("blacklist", True)])
 def test_lists_do_not_act_on_what_scaling_computes(kind, is_fused, tmp_path):
     def train(lists):
         torch.manual_seed(0)

@@ -33,7 +33,6 @@ OPTIMIZERS = {
     "FusedSGD": lambda p: FusedSGD(p, lr=0.1),
     "FusedSGD-momentum": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.1),
 }
-LEVELS = ("O1", "O2", "O5")
 OVERFLOWS = (2, 5, 6)
 
 
@@ -96,8 +95,9 @@ def values(model, optimizer):
     ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "level"), [*((name, "O2") for name in OPTIMIZERS), ("AdamW", "O1"), ("FusedSGD", "O1")]
+)
 def test_skipping_on_the_device_trains_as_skipping_on_the_host(name, level, late):
     late.is_done = True
     model, optimizer = train(OPTIMIZERS[name], level)
@@ -114,16 +114,17 @@ def test_skipping_on_the_device_trains_as_skipping_on_the_host(name, level, late
     assert (stats.steps, stats.steps_skipped, stats.loss_scales) == (5, 3, scales)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_overflow_in_the_very_first_step(name, late):
-    model, optimizer = train(OPTIMIZERS[name], "O1", overflows=(0, 1), steps=4)
-    amp.stats()
-    found = [value.clone() for value in model.state_dict().values()]
-    amp.reset()
-    model, optimizer = make(OPTIMIZERS[name])
-    for number in (2, 3):
-        step(model, optimizer, number)
-    assert all(torch.equal(a, b) for a, b in zip(found, model.state_dict().values(), strict=True))
+def test_an_overflow_in_the_very_first_step(late):
+    for build in OPTIMIZERS.values():
+        model, optimizer = train(build, "O1", overflows=(0, 1), steps=4)
+        amp.stats()
+        found = [value.clone() for value in model.state_dict().values()]
+        amp.reset()
+        model, optimizer = make(build)
+        for number in (2, 3):
+            step(model, optimizer, number)
+        assert all(torch.equal(a, b) for a, b in zip(found, model.state_dict().values(), strict=True))
+        amp.reset()
 
 
 def test_whether_a_step_was_skipped_is_known_when_it_is_asked(late):
