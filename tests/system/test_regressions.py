@@ -11,8 +11,6 @@ from torch_state import find_changes
 
 import amp_patch as amp
 
-FLOAT16 = {"O1": {"patch_torch_functions_type": "float16"}, "O2": {"cast_model_type": "float16"}}
-
 
 def make(level, *, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options):
     torch.manual_seed(0)
@@ -45,12 +43,12 @@ def gradient_by_hand(level):
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "one by one"])
-@pytest.mark.parametrize("level", FLOAT16)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
     """`if torch.isfinite(norm): optimizer.step()`: the scale must fall although no step is ever skipped by the
     optimizer.
     """
-    model, optimizer = make(level, **FLOAT16[level])
+    model, optimizer = make(level)
     for _ in range(14):
         if zero == "one by one":
             for parameter in (*model.parameters(), *amp.master_params(optimizer)):
@@ -68,7 +66,7 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
 @pytest.mark.parametrize(
     "zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"]
 )
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero):
     model, optimizer = make(level, loss_scale="dynamic")
     backward(model, optimizer, factor=float("inf"))
@@ -82,7 +80,7 @@ def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero)
 # ---- things done inside the block ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad()], ids=["optimizer", "model"])
 def test_zeroing_inside_the_block(level, zero):
     expected = gradient_by_hand(level)
@@ -94,7 +92,7 @@ def test_zeroing_inside_the_block(level, zero):
         assert torch.equal(next(amp.master_params(optimizer)).grad, expected)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_stepping_inside_the_block(level):
     results = []
     for inside in (False, True):
@@ -192,7 +190,7 @@ class Sam(torch.optim.Optimizer):
     [lambda g: torch.optim.SGD(g, lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1, fused=True)],
     ids=["sgd", "fused"],
 )
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_sam_learns(level, base):
     losses = []
     model, optimizer = make(level, make_optimizer=lambda p: Sam(p, base), loss_scale="dynamic")
@@ -217,9 +215,8 @@ def test_sam_learns(level, base):
     assert "step" not in vars(optimizer.base)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_edits_of_masters_show_in_the_model(level):
-    model, optimizer = make(level)
+def test_edits_of_masters_show_in_the_model():
+    model, optimizer = make("O5")
     with torch.no_grad():
         for master in amp.master_params(optimizer):
             master.zero_()
@@ -242,9 +239,8 @@ def test_edits_of_masters_show_in_the_model(level):
     ],
     ids=["init", "data", "vector"],
 )
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_edits_of_the_model_survive_the_next_step(level, edit):
-    model, optimizer = make(level, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+def test_edits_of_the_model_survive_the_next_step(edit):
+    model, optimizer = make("O2", make_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     edit(model)
     assert torch.count_nonzero(model.state_dict()["weight"]) == 0
     backward(model, optimizer)
@@ -273,7 +269,7 @@ def test_weights_swapped_in_for_a_method_call_and_out_again():
     assert torch.equal(model(X), expected)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
     import copy
 
@@ -287,7 +283,7 @@ def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
 @pytest.mark.parametrize(
     "make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adam", "sgd"]
 )
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     model = nn.Linear(4, 4)
     optimizer = make_optimizer(model.parameters())
@@ -308,7 +304,7 @@ def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     )
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_reset_in_the_middle_of_an_accumulation_keeps_true_gradients(level):
     expected = gradient_by_hand(level)
     model, optimizer = make(level, loss_scale=128.0)
@@ -483,9 +479,7 @@ def test_a_warm_up_step_without_gradients_is_not_told_of(level, recwarn):
     assert count_unscaled(recwarn) == 0
 
 
-@pytest.mark.parametrize(
-    ("level", "options"), [("O1", {"loss_scale": 8.0}), ("O4", {}), ("O5", {}), ("O0", {})], ids=str
-)
+@pytest.mark.parametrize(("level", "options"), [("O1", {"loss_scale": 8.0}), ("O5", {})], ids=str)
 def test_a_static_scale_that_nobody_uses_is_no_fault(level, options, recwarn):
     model, optimizer = make(level, **options)
     plain_backward(model)
@@ -505,7 +499,7 @@ def test_gradients_scaled_by_hand_are_scaled(recwarn):
 # ---- a run of NaN at a scale of 1 ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O3", "O5"])
 def test_nan_gradients_at_a_scale_of_one_are_told_of_once_by_name(level, recwarn):
     model, optimizer = make(level)
     for step in range(230):
@@ -547,7 +541,7 @@ class Delegating(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("is_wrapped_before", [True, False])
 def test_an_optimizer_that_delegates_to_another_trains_as_that(level, is_wrapped_before):
     options = {"loss_scale": {"init": 128}} if level in ("O1", "O2") else {}
@@ -611,8 +605,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) + self.base.offset
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.bfloat16), ("O4", torch.bfloat16)], ids=str)
 def test_a_frozen_base_in_16_bits_is_left_alone_and_what_is_beside_it_learns(level, dtype):
     torch.manual_seed(5)
     model = Adapted(dtype)
@@ -630,15 +623,15 @@ def test_a_frozen_base_in_16_bits_is_left_alone_and_what_is_beside_it_learns(lev
     assert changed == {"down.weight", "up.weight"}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_trained_parameters_in_16_bits_are_refused_as_before(level):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_trained_parameters_in_16_bits_are_refused(level):
     model = Adapted(torch.bfloat16)
     model.up.bfloat16()
     with pytest.raises(amp.ModelError, match=r"in 16 bits already \((up.weight\)|base.0.weight)"):
         amp.initialize(model, opt_level=level, verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_complex_weight_that_is_conjugated_gets_the_gradient_of_the_float32_run(level):
     torch.manual_seed(4)
     model = nn.Linear(3, 1)
