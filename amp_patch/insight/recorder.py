@@ -13,9 +13,10 @@ from ..errors import SessionError
 from ..interrupts import UndoStack
 from ..reporting import find_rank
 from ..session import Session, current
+from .faults import FaultFinder
 from .folding import Folding
 from .observe import Observer
-from .records import Recording, RunRecord, StepRecord
+from .records import Record, Recording, RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
 
@@ -23,41 +24,28 @@ from .runs import Probe, check_count, check_function
 class Recorder(Probe):
     """Records steps `first` up to and without `last` of whatever session is opened.
 
-    A step ends with `step()` of the optimizer that steps first: a GAN's two optimizers take one step together.
-
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
         on_end: called when step `last` begins.
     """
 
     def __init__(self, first: int = 0, last: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_end)
         self._first = first
         self._last = last
-        self._on_end = on_end
         self._folding = Folding()
+        self._finder: FaultFinder | None = None
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._optimizer: int | None = None
-        self._count = 0
-        self.run: RunRecord | None = None
 
-    @property
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
-        if self.run is None:
-            raise SessionError("nothing was recorded: amp.initialize has not been called")
-        return Recording(self.run, [*self._folding.ops(), *self._folding.undone(), *self._steps])
+    def _records(self) -> list[Record]:
+        return [*self._folding.ops(), *self._folding.undone(), *self._steps]
 
     @property
     def is_recording(self) -> bool:
         """Whether ops are recorded now."""
         return self._observer is not None
-
-    @property
-    def steps(self) -> int:
-        """How many steps have ended since the session was opened, recorded or not."""
-        return self._count
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
@@ -65,11 +53,6 @@ class Recorder(Probe):
         self.stop()
         if self._is_in_window():
             self._observe(session)
-
-    def session_closing(self, session: Session) -> None:
-        """End: nothing of ours may be on patches that are to be taken out."""
-        self.stop()
-        self._optimizer = None
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """The step before may have been left by an exception."""
@@ -85,9 +68,7 @@ class Recorder(Probe):
         """Count a step."""
         if self._observer is not None:
             self._observer.go_on()
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if id(optimizer) != self._optimizer:
+        if not self._is_counted(optimizer):
             return
         session = current.require()
         if self._is_in_window():
@@ -116,12 +97,9 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _observe(self, session: Session) -> None:
-        self._observer = self._make_observer(session)
+        self._observer = Observer(session, self._folding, self._finder)
         self._observers.append(self._observer)
         self._observer.start()
-
-    def _make_observer(self, session: Session) -> Observer:
-        return Observer(session, self._folding)
 
 
 def describe_run(session: Session) -> RunRecord:
