@@ -69,11 +69,6 @@ class Tracer(Recorder):
         """Those of the steps that have ended."""
         return list(self._faults)
 
-    @property
-    def looked_at(self) -> int:
-        """How many ops were looked at."""
-        return self._finder.looked_at
-
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         self._session = session

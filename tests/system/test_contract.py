@@ -72,43 +72,6 @@ def test_a_gan_does_not_depend_on_the_scale(level):
     assert_equal(train_gan(amp.scale_loss, opt_level=level, loss_scale="dynamic", max_loss_scale=1024.0), scaled)
 
 
-@pytest.mark.parametrize("scales", [(1.0, 64.0), ("dynamic", "dynamic")], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-def test_scale_loss_inside_scale_loss(level, scales):
-    """The inner block must not unscale, or leave unscaled, what the outer one is still to add to."""
-    results = []
-    for nested in (False, True):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        other = nn.Linear(10, 2)
-        other.load_state_dict({"weight": torch.ones(2, 10), "bias": torch.zeros(2)})
-        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        options = {"opt_level": level, "loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
-        amp.initialize([model, other], [optimizer, other_optimizer], **options)
-        if scales[0] != "dynamic":
-            amp.load_state_dict(
-                {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)}
-            )
-        model.eval()
-        images, targets = make_batches(1)[0]
-        logits = model(images)
-        first, second = F.cross_entropy(logits, targets), other(logits.detach()).float().pow(2).mean()
-        if nested:
-            with amp.scale_loss(first, optimizer) as outer:
-                with amp.scale_loss(second, other_optimizer, loss_id=1) as inner:
-                    inner.backward()
-                outer.backward()
-        else:
-            for loss, loss_optimizer, loss_id in ((first, optimizer, 0), (second, other_optimizer, 1)):
-                with amp.scale_loss(loss, loss_optimizer, loss_id=loss_id) as scaled_loss:
-                    scaled_loss.backward()
-        optimizer.step()
-        other_optimizer.step()
-        results.append(weights(model, other))
-        amp.reset()
-    assert_equal(*results)
-
-
 @pytest.mark.parametrize("shares_optimizer", [False, True], ids=["own optimizer", "the same optimizer"])
 @pytest.mark.parametrize("inner_is_first", [False, True], ids=["outer backward first", "inner backward first"])
 def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first, shares_optimizer):
@@ -393,32 +356,3 @@ def test_the_recipe_with_saved_masters_resumes_bitwise():
         parameter.data.copy_(saved.data)
     train(model, optimizer, batches[4:])
     assert_equal(weights(model), expected)
-
-
-@pytest.mark.parametrize(("saved_at", "resumed_at"), [("O2", "O0"), ("O1", "O2"), ("O5", "O4"), ("O0", "O5")])
-def test_a_checkpoint_resumes_at_another_level(saved_at, resumed_at):
-    batches = make_batches(6)
-
-    def start(level):
-        model = make_model()
-        return amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level=level, verbosity=0)
-
-    def step(model, optimizer, images, targets):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    model, optimizer = start(saved_at)
-    for batch in batches[:5]:
-        step(model, optimizer, *batch)
-    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    expected = step(model, optimizer, *batches[5])
-    amp.reset()
-    model, optimizer = start(resumed_at)
-    for target, state in zip((model, optimizer, amp), checkpoint, strict=True):
-        target.load_state_dict(state)
-    assert_equal(list(model.state_dict().values()), list(checkpoint[0].values()))
-    assert step(model, optimizer, *batches[5]) == pytest.approx(expected, rel=0.05)

@@ -63,33 +63,7 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
     assert len(optimizer._amp_stash.window.passes()) <= 1
 
 
-@pytest.mark.parametrize(
-    "zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"]
-)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero):
-    model, optimizer = make(level, loss_scale="dynamic")
-    backward(model, optimizer, factor=float("inf"))
-    zero(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
-    assert optimizer.step_was_skipped is False
-    assert amp.stats().loss_scales == (32768.0,)
-
-
 # ---- things done inside the block ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad()], ids=["optimizer", "model"])
-def test_zeroing_inside_the_block(level, zero):
-    expected = gradient_by_hand(level)
-    model, optimizer = make(level, loss_scale="dynamic", max_loss_scale=1024.0)
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            zero(model, optimizer)
-            scaled_loss.backward()
-        assert torch.equal(next(amp.master_params(optimizer)).grad, expected)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -215,39 +189,6 @@ def test_sam_learns(level, base):
     assert "step" not in vars(optimizer.base)
 
 
-def test_edits_of_masters_show_in_the_model():
-    model, optimizer = make("O5")
-    with torch.no_grad():
-        for master in amp.master_params(optimizer):
-            master.zero_()
-    assert torch.count_nonzero(model(X)) == 0
-    for master in amp.master_params(optimizer):
-        master.data.fill_(1.0)
-    amp.refresh()
-    assert torch.equal(model(X), torch.full((2, 4), 5.0))
-    for master in amp.master_params(optimizer):
-        master.data = torch.zeros_like(master)
-    assert torch.count_nonzero(model(X)) == 0
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda m: nn.init.zeros_(m.weight),
-        lambda m: setattr(m.weight, "data", torch.zeros_like(m.weight)),
-        lambda m: torch.nn.utils.vector_to_parameters(torch.zeros(20, dtype=m.weight.dtype), m.parameters()),
-    ],
-    ids=["init", "data", "vector"],
-)
-def test_edits_of_the_model_survive_the_next_step(edit):
-    model, optimizer = make("O2", make_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
-    edit(model)
-    assert torch.count_nonzero(model.state_dict()["weight"]) == 0
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.count_nonzero(model.weight) == 0 and torch.count_nonzero(model.state_dict()["weight"]) == 0
-
-
 def test_weights_swapped_in_for_a_method_call_and_out_again():
     class Sampler(nn.Linear):
         def sample(self, x):
@@ -311,12 +252,6 @@ def test_reset_in_the_middle_of_an_accumulation_keeps_true_gradients(level):
     backward(model, optimizer, delay_unscale=True)
     amp.reset()
     assert torch.equal(model.weight.grad, expected)
-
-
-def test_a_static_scale_is_not_replaced_by_that_of_another_run():
-    _model, _optimizer = make("O4")
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 5}})
-    assert amp.stats().loss_scales == (1.0,)
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
@@ -413,14 +348,6 @@ def test_registered_static_and_class_methods():
 
 
 # ---- found by random sequences of calls ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("first", "second"), [("O1", "O4"), ("O1", "O1"), ("O4", "O1")])
-def test_a_level_that_patches_can_be_replaced_by_one(first, second):
-    model, optimizer = make(first, loss_scale="dynamic")
-    amp.initialize(model, optimizer, opt_level=second, loss_scale=4.0, replace=True, verbosity=0)
-    low = torch.float16 if second == "O1" else torch.bfloat16
-    assert amp.stats().opt_level == second and torch.matmul(X, X.t()).dtype is low
 
 
 def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass():

@@ -96,31 +96,6 @@ def test_the_choices_of_an_optimizer_are_kept(make_optimizer):
     assert optimizer.defaults == defaults
 
 
-@pytest.mark.parametrize("first_pass_zeroes", [True, False])
-def test_no_gradient_is_lost_at_scale_one_with_masters(first_pass_zeroes):
-    """In the first window, in BatchNorm, with and without a zero_grad before it, delayed or not: the sum of two equal
-    passes is twice one.
-    """
-    images, targets = make_batches(1)[0]
-    sums = []
-    for passes, delay in ((1, False), (2, False), (2, True)):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level="O5", loss_scale=1.0, verbosity=0)
-        if first_pass_zeroes:
-            optimizer.zero_grad()
-        for index in range(passes):
-            with amp.scale_loss(
-                F.cross_entropy(model(images), targets), optimizer, delay_unscale=delay and index == 0
-            ) as scaled_loss:
-                scaled_loss.backward()
-        sums.append([p.grad.clone() for p in amp.master_params(optimizer)])
-        amp.reset()
-    for once, twice, delayed in zip(*sums, strict=True):
-        assert torch.equal(once * 2, twice) and torch.equal(once * 2, delayed)
-        assert torch.count_nonzero(once) > 0 or once.dim() == 1
-
-
 def test_one_non_finite_gradient_among_a_thousand_parameters_is_found_and_named():
     model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(1000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
