@@ -3,7 +3,6 @@
 import copy
 import gc
 import pydoc
-import subprocess
 import sys
 import threading
 
@@ -273,9 +272,9 @@ def test_no_tensor_is_kept():
         assert count() == first
 
 
-def test_importing_the_package_imports_no_insight():
+def test_importing_the_package_imports_no_insight(fork_server, tmp_path):
     code = "import sys, amp_patch; amp_patch.initialize; print(any('insight' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert fork_server.run("-c", code, cwd=tmp_path).stdout == "False\n"
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------

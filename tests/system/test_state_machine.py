@@ -419,7 +419,7 @@ BATCH = st.integers(0, len(DATA) - 1)
 NUM_LOSSES = st.integers(1, 2)
 BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12)])
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
 COMPUTE = st.sampled_from(["native", "float32"])
 THEN = st.sampled_from(["nothing", "step", "step and zero"])
 
