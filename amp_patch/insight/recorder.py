@@ -38,6 +38,7 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
+        self.is_in_block = False  # and then watches one session alone
 
     def _records(self) -> list[Record]:
         return [*self._folding.ops(), *self._folding.undone(), *self._steps]
@@ -53,6 +54,18 @@ class Recorder(Probe):
         self.stop()
         if self._is_in_window():
             self._observe(session)
+
+    def session_closing(self, session: Session) -> None:
+        """Stop: nothing of ours may be on patches that are to be taken out."""
+        super().session_closing(session)
+        if self.is_in_block:
+            self.leave_block()
+
+    def leave_block(self) -> None:
+        """Stop, and be told nothing more. Harmless twice."""
+        self.stop()
+        if self in events.watchers:
+            events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """The step before may have been left by an exception."""
@@ -145,12 +158,12 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     Raises SessionError if there is none, or if another block is open.
     """
     session, undo = current.require(), UndoStack()
-    if any(isinstance(watcher, _Block) for watcher in events.watchers):
+    if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
         raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
-    block = _Block(recorder)
-    undo.callback(block.end)
+    recorder.is_in_block = True
+    undo.callback(recorder.leave_block)
     try:
-        events.watch(block)
+        events.watch(recorder)
         recorder.session_opened(session)
         yield
     finally:
@@ -159,26 +172,6 @@ def in_block(recorder: Recorder) -> Iterator[None]:
         except BaseException:  # an interrupt
             undo.close()
             raise
-
-
-class _Block(events.Watcher):
-    """Tells a recorder what there is to tell of one session."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.session_opened = recorder.session_opened  # type: ignore[method-assign]
-        self.loss_scaled = recorder.loss_scaled  # type: ignore[method-assign]
-        self.step_begun = recorder.step_begun  # type: ignore[method-assign]
-        self.step_ended = recorder.step_ended  # type: ignore[method-assign]
-
-    def session_closing(self, session: Session) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Stop, and tell nothing more. Harmless twice."""
-        self._recorder.stop()
-        if self in events.watchers:
-            events.watchers.remove(self)
 
 
 def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:
