@@ -124,26 +124,11 @@ def an_optimizer_deleted_between_delayed_passes(net, initialize, backward):
         step(late)
 
 
-def an_exception_after_a_backward_pass(net, initialize, backward):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    initialize(net, optimizer)
-
-    def fail(loss):
-        backward(loss, optimizer)
-        raise KeyError
-
-    try:
-        fail(net(X).float().square().mean())
-    except KeyError:
-        step(optimizer)
-
-
 SCRIPTS = [
     second_optimizer_of_a_later_stage,
     encoder_with_two_heads,
     optimizers_joined_by_a_third,
     a_group_added_between_delayed_passes,
-    an_exception_after_a_backward_pass,
 ]
 
 
@@ -194,17 +179,6 @@ def test_an_overflow_before_an_exception_in_the_block_skips_the_step(level):
     optimizer.step()
     assert optimizer.step_was_skipped and torch.equal(weights_of(net)[0], before[0])
     assert amp.stats().loss_scales[0] == scale / 2
-
-
-def test_an_exception_before_the_backward_pass_counts_for_nothing():
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level="O1", loss_scale={"init": 4.0, "growth_interval": 1}, verbosity=0)
-    block = amp.scale_loss(net(X).float().sum(), optimizer)
-    with pytest.raises(KeyError), block:
-        raise KeyError
-    optimizer.step()
-    assert amp.stats().loss_scales == (4.0,)
 
 
 def test_refresh_keeps_what_was_done_to_the_parameters():
