@@ -1,6 +1,8 @@
 """Fixtures of every test: after each one, torch must be exactly as it was."""
 
 import gc
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,28 +20,35 @@ hypothesis.settings.register_profile("repository", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repository")
 torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each core
 
-# Tables of ops to be tested hold originals on purpose, where sessions would say, in every other test, that they cannot
-# exchange them.
-search._PASSED_OVER |= {
-    "list_error_cases",
-    "list_errors",
+# Each session looks through all packages that are imported, which would take most of the time of most tests: other
+# people's packages, and of ours those that hold originals on purpose, which sessions would say they cannot exchange.
+LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
+PASSED_OVER = search._PASSED_OVER | LARGE_PACKAGES | {"list_error_cases", "list_errors", "constructs", "torch_state"}
+HOLDING_ORIGINALS = {
     "test_wrappers",
     "test_conformance",
-    "constructs",
     "test_list_errors",
     "test_state_machine",
     "test_weight_cache",
 }
 
-# Each session would look through these packages: hundreds of modules, once any test has imported them.
-LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
-search._PASSED_OVER |= LARGE_PACKAGES
-
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage, which many tests ask for, look only at what tests have made."""
+    """Pass over what collecting has imported, but for support modules. Collections of garbage look only at what tests
+    have made.
+    """
+    global PASSED_OVER
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    imported = {name for name, file in files.items() if "site-packages" in file or Path(file).name.startswith("test_")}
+    PASSED_OVER |= {name.partition(".")[0] for name in imported}
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have sessions look through the module of the test."""
+    own = item.module.__name__.partition(".")[0]
+    search._PASSED_OVER = PASSED_OVER - ({own} - HOLDING_ORIGINALS)
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,6 @@ class FaultFinder:
         self._written: dict[int, _Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
-        self.looked_at = 0
 
     def end_step(self) -> None:
         """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
@@ -115,7 +114,6 @@ class FaultFinder:
         if overload.is_in_bulk:
             self._pass_on(op, node, outputs)
             return
-        self.looked_at += 1
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
         for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):

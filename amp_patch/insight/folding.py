@@ -44,11 +44,14 @@ class Call:
 
 
 class Folding:
-    """The records so far, in the order in which the first of each kind came. Calls come from any thread."""
+    """The records so far, in the order in which the first of each kind came. Calls come from any thread.
 
-    keeps_ops = True
+    Args:
+        keeps_ops: False: nothing is recorded.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_ops: bool = True) -> None:
+        self.keeps_ops = keeps_ops
         self.step = 0
         self._ops: dict[tuple[Any, ...], list[int]] = {}  # what makes records differ: calls, casts, avoided
         self._undone: dict[UndoneCastRecord, int] = {}
@@ -56,6 +59,8 @@ class Folding:
 
     def add(self, call: Call) -> None:
         """Take in a call that has ended."""
+        if not self.keeps_ops:
+            return
         target = None if call.target is None else short(call.target)
         is_cast = target in call.ran or target in call.out  # else it ran as it was written: with out=, say
         avoided = len(call.sources - call.copied) if is_cast else 0
@@ -71,6 +76,8 @@ class Folding:
 
     def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:
         """Take in a cast that undoes one of the call before."""
+        if not self.keeps_ops:
+            return
         record = UndoneCastRecord(self.step, consumer.module, producer.op, consumer.op, outside, between)
         with self._lock:
             self._undone[record] = self._undone.get(record, 0) + 1

@@ -13,9 +13,10 @@ from ..errors import SessionError
 from ..interrupts import UndoStack
 from ..reporting import find_rank
 from ..session import Session, current
+from .faults import FaultFinder
 from .folding import Folding
 from .observe import Observer
-from .records import Recording, RunRecord, StepRecord
+from .records import Record, Recording, RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
 
@@ -23,41 +24,29 @@ from .runs import Probe, check_count, check_function
 class Recorder(Probe):
     """Records steps `first` up to and without `last` of whatever session is opened.
 
-    A step ends with `step()` of the optimizer that steps first: a GAN's two optimizers take one step together.
-
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
         on_end: called when step `last` begins.
     """
 
     def __init__(self, first: int = 0, last: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_end)
         self._first = first
         self._last = last
-        self._on_end = on_end
         self._folding = Folding()
+        self._finder: FaultFinder | None = None
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._optimizer: int | None = None
-        self._count = 0
-        self.run: RunRecord | None = None
+        self.is_in_block = False  # and then watches one session alone
 
-    @property
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
-        if self.run is None:
-            raise SessionError("nothing was recorded: amp.initialize has not been called")
-        return Recording(self.run, [*self._folding.ops(), *self._folding.undone(), *self._steps])
+    def _records(self) -> list[Record]:
+        return [*self._folding.ops(), *self._folding.undone(), *self._steps]
 
     @property
     def is_recording(self) -> bool:
         """Whether ops are recorded now."""
         return self._observer is not None
-
-    @property
-    def steps(self) -> int:
-        """How many steps have ended since the session was opened, recorded or not."""
-        return self._count
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
@@ -67,9 +56,16 @@ class Recorder(Probe):
             self._observe(session)
 
     def session_closing(self, session: Session) -> None:
-        """End: nothing of ours may be on patches that are to be taken out."""
+        """Stop: nothing of ours may be on patches that are to be taken out."""
+        super().session_closing(session)
+        if self.is_in_block:
+            self.leave_block()
+
+    def leave_block(self) -> None:
+        """Stop, and be told nothing more. Harmless twice."""
         self.stop()
-        self._optimizer = None
+        if self in events.watchers:
+            events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """The step before may have been left by an exception."""
@@ -85,9 +81,7 @@ class Recorder(Probe):
         """Count a step."""
         if self._observer is not None:
             self._observer.go_on()
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if id(optimizer) != self._optimizer:
+        if not self._is_counted(optimizer):
             return
         session = current.require()
         if self._is_in_window():
@@ -116,12 +110,9 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _observe(self, session: Session) -> None:
-        self._observer = self._make_observer(session)
+        self._observer = Observer(session, self._folding, self._finder)
         self._observers.append(self._observer)
         self._observer.start()
-
-    def _make_observer(self, session: Session) -> Observer:
-        return Observer(session, self._folding)
 
 
 def describe_run(session: Session) -> RunRecord:
@@ -167,12 +158,12 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     Raises SessionError if there is none, or if another block is open.
     """
     session, undo = current.require(), UndoStack()
-    if any(isinstance(watcher, _Block) for watcher in events.watchers):
+    if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
         raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
-    block = _Block(recorder)
-    undo.callback(block.end)
+    recorder.is_in_block = True
+    undo.callback(recorder.leave_block)
     try:
-        events.watch(block)
+        events.watch(recorder)
         recorder.session_opened(session)
         yield
     finally:
@@ -181,26 +172,6 @@ def in_block(recorder: Recorder) -> Iterator[None]:
         except BaseException:  # an interrupt
             undo.close()
             raise
-
-
-class _Block(events.Watcher):
-    """Tells a recorder what there is to tell of one session."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.session_opened = recorder.session_opened  # type: ignore[method-assign]
-        self.loss_scaled = recorder.loss_scaled  # type: ignore[method-assign]
-        self.step_begun = recorder.step_begun  # type: ignore[method-assign]
-        self.step_ended = recorder.step_ended  # type: ignore[method-assign]
-
-    def session_closing(self, session: Session) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Stop, and tell nothing more. Harmless twice."""
-        self._recorder.stop()
-        if self in events.watchers:
-            events.watchers.remove(self)
 
 
 def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:

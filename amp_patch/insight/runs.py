@@ -7,14 +7,19 @@ import abc
 import contextlib
 import importlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import events
 from ..errors import ArgumentTypeError, ArgumentValueError, SessionError
 from ..script_settings import Settings, in_force
-from .records import Recording
+from .records import Record, Recording, RunRecord
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +40,52 @@ class Run:
 
 
 class Probe(events.Watcher, abc.ABC):
-    """What watches a run. It is made with `on_end`, to be called when it has seen enough; that does not return."""
+    """What watches a run, and counts its steps: those of the optimizer that steps first, since a GAN's two optimizers
+    take one step together.
+
+    Args:
+        on_end: called when it has seen enough; that does not return.
+    """
 
     ends_alone: ClassVar[bool] = False
     """Whether one process of several may have seen enough while the others go on."""
 
-    @property
-    @abc.abstractmethod
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._count = 0
+        self._counted_optimizer: int | None = None
+        self.run: RunRecord | None = None
 
     @property
-    @abc.abstractmethod
+    def recording(self) -> Recording:
+        """What there is so far. Raises SessionError where there was no session."""
+        if self.run is None:
+            raise SessionError("nothing was recorded: amp.initialize has not been called")
+        return Recording(self.run, list(self._records()))
+
+    @property
     def steps(self) -> int:
         """How many steps have ended."""
+        return self._count
+
+    def session_closing(self, session: "Session") -> None:
+        """Stop: the next session has optimizers and patches of its own."""
+        self.stop()
+        self._counted_optimizer = None
 
     @abc.abstractmethod
     def stop(self) -> None:
         """Watch no more. Harmless twice."""
+
+    @abc.abstractmethod
+    def _records(self) -> Iterable[Record]:
+        """Return the records so far, after that of the run."""
+
+    def _is_counted(self, optimizer: "Optimizer") -> bool:
+        """Tell whether the steps of an optimizer are counted: those of the first that asks."""
+        if self._counted_optimizer is None:
+            self._counted_optimizer = id(optimizer)
+        return self._counted_optimizer == id(optimizer)
 
 
 Runner = Callable[[Run], Recording]

@@ -14,11 +14,10 @@ from ..reporting import find_rank
 from ..session import Session
 from .fault_text import find_scale, format_fault
 from .faults import FaultFinder
-from .folding import Call, Folding
+from .folding import Folding
 from .naming import name_tensors
-from .observe import Observer
 from .recorder import Recorder, in_block
-from .records import FaultRecord, Recording, RunRecord
+from .records import FaultRecord, Record, Recording
 from .runs import check_count, check_function, check_names
 from .tensors import storage_of
 
@@ -47,9 +46,9 @@ class Tracer(Recorder):
         ignore: Sequence[str] = (),
     ) -> None:
         super().__init__(first, last, on_end)
-        self._folding = _Nothing()
+        self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._session: Session | None = None
-        self._finder = FaultFinder(underflow, ignore, self._find_name, self._get_scale)
+        self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._get_scale)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
@@ -61,21 +60,14 @@ class Tracer(Recorder):
         self._of = 0
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set()}
 
-    @property
-    def recording(self) -> Recording:
-        """The faults so far, those that are no search for a loss scale first."""
-        run: RunRecord = super().recording.run
-        return Recording(run, [*self._faults, *self._finder.faults, *self._searched])
+    def _records(self) -> list[Record]:
+        """Return the faults so far, those that are no search for a loss scale first."""
+        return [*self._faults, *self._finder.faults, *self._searched]
 
     @property
     def faults(self) -> list[FaultRecord]:
         """Those of the steps that have ended."""
         return list(self._faults)
-
-    @property
-    def looked_at(self) -> int:
-        """How many ops were looked at."""
-        return self._finder.looked_at
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
@@ -99,8 +91,7 @@ class Tracer(Recorder):
         if self._looked_for != id(optimizer):  # a step with a closure does not tell of its beginning
             self.step_begun(optimizer)
         self._looked_for = None
-        is_counted = self._optimizer in (None, id(optimizer)) and self.is_recording
-        if is_counted:
+        if self._is_counted(optimizer) and self.is_recording:
             self._finish_faults(bool(getattr(optimizer, "step_was_skipped", False)))
         super().step_ended(optimizer)
         self._finder.step = self._count
@@ -158,9 +149,6 @@ class Tracer(Recorder):
         is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
         return bool(is_dynamic and fault.skipped and (find_scale(fault) or 0.0) >= 1.0)
 
-    def _make_observer(self, session: Session) -> Observer:
-        return Observer(session, self._folding, self._finder)
-
     def _find_name(self, storage: int) -> str:
         models: list[nn.Module] = [] if self._session is None else self._session.models()
         return next((name for name, tensor in name_tensors(models) if storage_of(tensor) == storage), "")
@@ -180,18 +168,6 @@ def _is_harmless(fault: FaultRecord) -> bool:
 def _is_aside(fault: FaultRecord) -> bool:
     """Tell whether a fault is in gradients that nobody steps by: those of the discriminator in a generator's pass."""
     return fault.phase == "backward" and fault.reach == "swallowed"
-
-
-class _Nothing(Folding):
-    """Keeps no records of ops: there may be many steps."""
-
-    keeps_ops = False
-
-    def add(self, call: Call) -> None:
-        """Take in nothing."""
-
-    def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:
-        """Take in nothing."""
 
 
 @contextlib.contextmanager

@@ -107,15 +107,19 @@ class Search:
         packages: dict[str, list[tuple[str, types.ModuleType]]] = {}
         evidence = {*self._ids, id(torch.Tensor)}
         for name, module in list(sys.modules.items()):
-            if issubclass(type(module), types.ModuleType):
-                top = name.partition(".")[0]
-                if top in self._homes:
-                    evidence.add(id(module))
-                table = namespace_of(module).get(FUNCTION_TABLES.get(name, ""))
-                if type(table) is dict and self._is_first_visit(table):
-                    self._search_keys(table)
-                if top not in _PASSED_OVER:
-                    packages.setdefault(top, []).append((name, module))
+            top = name.partition(".")[0]
+            is_home, is_passed_over = top in self._homes, top in _PASSED_OVER
+            if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
+                continue
+            if is_home:
+                evidence.add(id(module))
+            if not is_passed_over:
+                packages.setdefault(top, []).append((name, module))
+        for name, key in FUNCTION_TABLES.items():
+            holder = sys.modules.get(name)
+            table = namespace_of(holder).get(key) if issubclass(type(holder), types.ModuleType) else None
+            if type(table) is dict and self._is_first_visit(table):
+                self._search_keys(table)
         for self._package, modules in packages.items():
             if len(modules) == 1 or any(
                 not evidence.isdisjoint(map(id, list(namespace_of(module).values()))) for _, module in modules

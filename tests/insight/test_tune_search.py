@@ -51,7 +51,7 @@ def test_every_answer_over_every_monotone_test_of_four_units_is_a_smallest_one()
             assert find_fewest(Counting(), units[:size], units[size:]) is None
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 9, 30])
+@pytest.mark.parametrize("length", [0, 1, 8, 9, 30])
 def test_a_prefix_is_the_shortest_and_costs_logarithms(length):
     for needed in range(1, length + 2):
         asked = []
@@ -142,8 +142,8 @@ def test_a_list_that_is_written_is_read_as_meant(tmp_path):
 # ---- sketches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (64, 64), (SIZE + 1,), (100, 1000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (64, 64), (SIZE + 1,), (100, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_distance_of_sketches_is_that_of_gradients(shape, dtype):
     generator = torch.Generator().manual_seed(1)
     one = torch.randn(shape, generator=generator).to(dtype)

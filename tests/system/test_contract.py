@@ -12,7 +12,7 @@ from torch import nn
 import amp_patch as amp
 from amp_patch.apex.contrib.clip_grad import clip_grad_norm_
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+LEVELS = ["O1", "O5"]  # casts of calls in float16; casts of the model, with masters, in bfloat16
 
 
 def weights(*models):
@@ -64,49 +64,12 @@ def train_gan(scaled, steps=5, **options):
 def test_a_gan_does_not_depend_on_the_scale(level):
     expected = train_gan(amp.scale_loss, opt_level=level, loss_scale=1.0)
     scaled = train_gan(amp.scale_loss, opt_level=level, loss_scale=256.0)
-    if level in ("O1", "O2"):  # without a scale, some gradients of these vanish in float16
+    if level == "O1":  # without a scale, some gradients of these vanish in float16
         torch.testing.assert_close(scaled, expected, rtol=0, atol=1e-5)
     else:
         assert_equal(scaled, expected)
     # 2**16 is more than float16 can hold
     assert_equal(train_gan(amp.scale_loss, opt_level=level, loss_scale="dynamic", max_loss_scale=1024.0), scaled)
-
-
-@pytest.mark.parametrize("scales", [(1.0, 64.0), (64.0, 64.0), ("dynamic", "dynamic")], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-def test_scale_loss_inside_scale_loss(level, scales):
-    """The inner block must not unscale, or leave unscaled, what the outer one is still to add to."""
-    results = []
-    for nested in (False, True):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        other = nn.Linear(10, 2)
-        other.load_state_dict({"weight": torch.ones(2, 10), "bias": torch.zeros(2)})
-        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        options = {"opt_level": level, "loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
-        amp.initialize([model, other], [optimizer, other_optimizer], **options)
-        if scales[0] != "dynamic":
-            amp.load_state_dict(
-                {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)}
-            )
-        model.eval()
-        images, targets = make_batches(1)[0]
-        logits = model(images)
-        first, second = F.cross_entropy(logits, targets), other(logits.detach()).float().pow(2).mean()
-        if nested:
-            with amp.scale_loss(first, optimizer) as outer:
-                with amp.scale_loss(second, other_optimizer, loss_id=1) as inner:
-                    inner.backward()
-                outer.backward()
-        else:
-            for loss, loss_optimizer, loss_id in ((first, optimizer, 0), (second, other_optimizer, 1)):
-                with amp.scale_loss(loss, loss_optimizer, loss_id=loss_id) as scaled_loss:
-                    scaled_loss.backward()
-        optimizer.step()
-        other_optimizer.step()
-        results.append(weights(model, other))
-        amp.reset()
-    assert_equal(*results)
 
 
 @pytest.mark.parametrize("shares_optimizer", [False, True], ids=["own optimizer", "the same optimizer"])
@@ -150,8 +113,8 @@ def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first
 # ---- gradient penalty ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0, "dynamic"], ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("scale", [1024.0, "dynamic"], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_gradient_penalty_does_not_depend_on_the_scale(level, scale):
     results = []
     for loss_scale in (1.0, scale):
@@ -214,9 +177,8 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("has_block", [False, True])
+@pytest.mark.parametrize(("level", "has_block"), [("O2", True), ("O5", False)])
 @pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_clipping_the_models_parameters_clips_what_the_optimizer_steps_on(level, name, has_block):
     norms, gradients = [], []
     for choose in (lambda model, _: model.parameters(), lambda _, optimizer: amp.master_params(optimizer)):
@@ -254,17 +216,6 @@ def test_clipping_inside_the_block_is_warned_of():
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_clipping_by_value_reaches_the_masters():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    images, targets = make_batches(1)[0]
-    with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
-    assert max(p.grad.abs().max().item() for p in amp.master_params(optimizer)) == pytest.approx(1e-3)
-
-
 # ---- modules that compute their weights ------------------------------------------------------------------------------
 
 
@@ -285,30 +236,24 @@ class Symmetric(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "parametrize"])
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_computed_weights_train_like_casts_written_by_hand(kind, level):
+def test_computed_weights_train_like_casts_written_by_hand(kind):
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     results = []
     for ours in (False, True):
         model = parametrized(kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if ours:
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
         for _ in range(4):
             optimizer.zero_grad()
-            output = (
-                model(x)
-                if ours or level == "O0"
-                else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
-            )
+            output = model(x) if ours else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
             F.mse_loss(output.float(), y).backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
         amp.reset()
+    tolerance = 0 if kind == "parametrize" else 1e-2
     for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(
-            left, right, rtol=0 if kind == "parametrize" else 1e-2, atol=0 if kind == "parametrize" else 1e-2
-        )
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -330,7 +275,7 @@ def test_functional_call_and_replicas_run_the_weights_they_are_given(level):
     assert torch.equal(model(images), expected)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
 def test_an_averaged_model_follows_and_swaps(level):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -411,32 +356,3 @@ def test_the_recipe_with_saved_masters_resumes_bitwise():
         parameter.data.copy_(saved.data)
     train(model, optimizer, batches[4:])
     assert_equal(weights(model), expected)
-
-
-@pytest.mark.parametrize(("saved_at", "resumed_at"), [("O2", "O0"), ("O1", "O2"), ("O5", "O4"), ("O0", "O5")])
-def test_a_checkpoint_resumes_at_another_level(saved_at, resumed_at):
-    batches = make_batches(6)
-
-    def start(level):
-        model = make_model()
-        return amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level=level, verbosity=0)
-
-    def step(model, optimizer, images, targets):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    model, optimizer = start(saved_at)
-    for batch in batches[:5]:
-        step(model, optimizer, *batch)
-    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    expected = step(model, optimizer, *batches[5])
-    amp.reset()
-    model, optimizer = start(resumed_at)
-    for target, state in zip((model, optimizer, amp), checkpoint, strict=True):
-        target.load_state_dict(state)
-    assert_equal(list(model.state_dict().values()), list(checkpoint[0].values()))
-    assert step(model, optimizer, *batches[5]) == pytest.approx(expected, rel=0.05)

@@ -83,8 +83,7 @@ def deterministic():
 # ---- syncs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("name", "level"), [*zip(FUSED, LEVELS, strict=True), ("SGD-momentum", "O1")])
 def test_twenty_steps_of_a_fused_optimizer_wait_for_nothing(name, level):
     model, optimizer = make(FUSED[name])
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -159,14 +158,13 @@ def test_o1_by_autocasts_lists_is_autocast_with_its_scaler_to_the_bit(determinis
     assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "level"), [*((name, "O4") for name in KINDS), ("AdamW", "O1")])
 def test_kept_copies_train_as_fresh_casts(name, level, deterministic):
     losses = []
     for is_cached in (True, False):
         model, optimizer = make(KINDS[name])
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        cache = current.require()._links
+        cache = current.require()._cache
         if not is_cached:
             cache.disown_all()
         losses.append(torch.stack([take_step(model, optimizer, batch(seed)) for seed in range(10)]))
@@ -189,7 +187,7 @@ def test_weights_are_refreshed_in_one_call_a_step():
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains_as_an_eager_one(mode, level):
     losses = []

@@ -71,9 +71,8 @@ HOWS = ["as made", "loaded", "loaded and evaluated", "edited", "second DDP", "Re
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_all_ranks_get_the_masters_of_the_first(ranks, level, how):
-    (expected, first), (_, second) = ranks(wrap_ones_own, level, how)
+def test_all_ranks_get_the_masters_of_the_first(ranks, how):
+    (expected, first), (_, second) = ranks(wrap_ones_own, "O5", how)
     if expected is None:
         expected = [torch.full_like(first[0], 0.5), *first[1:]]
     for want, one, other in zip(expected, first, second, strict=True):
@@ -115,7 +114,7 @@ def reduce_by_hand(rank, level):
     return own, averaged, found
 
 
-@pytest.mark.parametrize("level", ["O1", *LEVELS])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_reducer_finds_gradients_in_the_masters(ranks, level):
     (own, averaged, weights), (others, averaged_there, weights_there) = ranks(reduce_by_hand, level)
     for one, other, average, there in zip(own, others, averaged, averaged_there, strict=True):
@@ -137,6 +136,6 @@ def count_reductions(rank, level):
     return len(calls)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_ddp_needs_no_reduction_beside_its_own(ranks, level):
     assert ranks(count_reductions, level) == [0, 0]

@@ -74,8 +74,9 @@ def load(net, optimizer, folder, **options):
 # ---- in one process --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "kind"), [*((level, "AdamW") for level in LEVELS), ("O1", "SGD"), ("O5", "SGD"), ("O2", "momentum")]
+)
 def test_training_goes_on_as_without(level, kind, tmp_path):
     net, optimizer, run = make(level, kind, loss_scale=SCALE)
     train(run, optimizer, 3)
@@ -94,7 +95,7 @@ def test_training_goes_on_as_without(level, kind, tmp_path):
     assert all(map(torch.equal, expected, weights_of(optimizer))) and amp.stats().loss_scales == scales
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize(
     "options", [{"full_state_dict": True}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}], ids=str
 )
@@ -149,7 +150,7 @@ def go_on(rank, level, how, folder, is_resumed):
 
 @needs_fsdp2
 @pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")])
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 def test_ddp_and_fully_shard_read_each_others_checkpoints(ranks, level, saved, loaded, tmp_path):
     wrote = ranks(go_on, level, saved, tmp_path, False)
     read = ranks(go_on, level, loaded, tmp_path, True)
@@ -187,7 +188,7 @@ def load_and_train(rank, level, how, folder):
 
 @pytest.mark.skipif(VERSION < (2, 7), reason="async_save of torch 2.6 writes tensors of a CPU as they are later")
 @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2)])
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_training_goes_on_while_a_checkpoint_is_written(ranks, level, how, tmp_path):
     (saved, saved_state), end = ranks(save_aside, level, how, tmp_path)[0]
     for (loaded, state), resumed in ranks(load_and_train, level, how, tmp_path):
@@ -215,7 +216,7 @@ def load_here(rank, level, folder):
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 def test_a_checkpoint_goes_to_one_process_and_back(ranks, level, tmp_path):
     first, _ = ranks(save_here, level, tmp_path / "two")
     net, optimizer, run = make(level, seed=1, loss_scale=SCALE)

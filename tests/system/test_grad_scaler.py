@@ -13,7 +13,6 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
     # without momentum: torch leaves its buffer uninitialised when it skips the first step
     "fused-sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.125, fused=True),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.0625),
     "fused-adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.0625, fused=True),
 }
 KNOBS = st.fixed_dictionaries(
@@ -55,7 +54,7 @@ def train_by_grad_scaler(knobs, steps, make_optimizer):
 
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen to")  # some start below 1
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(knobs=KNOBS, steps=st.lists(st.booleans(), max_size=14))
 def test_scales_skips_and_weights_are_those_of_grad_scaler(name, knobs, steps):
     make_optimizer = OPTIMIZERS[name]
@@ -111,18 +110,3 @@ def test_a_run_with_hysteresis_resumes_where_it_was(level):
     model, optimizer = prepare()
     amp.load_state_dict(saved)
     assert run(model, optimizer, rest) == expected
-
-
-def test_what_is_said_of_an_overflow_does_not_promise_a_smaller_scale(capsys):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale={"init": 32, "hysteresis": 2})
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model, False), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Gradient overflow")]
-    assert said == [
-        "Gradient overflow.  Skipping step, loss scaler 0 goes on with loss scale 32.0",
-        "Gradient overflow.  Skipping step, loss scaler 0 goes on with loss scale 16.0",
-    ]

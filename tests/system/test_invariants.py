@@ -1,7 +1,5 @@
-"""The promises of the package, one test each, in the order in which they are usually asked about.
-
-Most are tested in depth where their module is; this file makes sure that each has a test at all, and that the checks
-themselves can fail.
+"""Promises of the package as a whole: names are restored, calls enter few frames, weights are never frozen, copies run
+their own; and that the check of every other test can fail.
 """
 
 import copy
@@ -30,15 +28,7 @@ def initialize(level="O4", **options):
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
-def test_1_importing_changes_no_torch_name(fork_server):
-    script = (
-        "import torch; before = dict(vars(torch)); import amp_patch; assert all(vars(torch)[n] is v for n, v in"
-        " before.items())"
-    )
-    assert fork_server.run("-c", script, cwd=Path(PACKAGE).parent).returncode == 0
-
-
-def test_2_reset_restores_the_identity_of_every_patched_name():
+def test_reset_restores_the_identity_of_every_patched_name():
     for name in ("apex", "float16", "bfloat16"):
         _model, _optimizer = initialize("O1", lists=name)
         assert len(find_changes()) > 100
@@ -47,7 +37,7 @@ def test_2_reset_restores_the_identity_of_every_patched_name():
 
 
 @pytest.mark.parametrize("damage", ["replace", "delete", "shadow"])
-def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
+def test_the_check_of_identity_can_fail(damage, monkeypatch):
     if damage == "replace":
         monkeypatch.setattr(torch, "matmul", lambda *args: None)
     elif damage == "delete":
@@ -61,11 +51,6 @@ def test_2_the_check_of_identity_can_fail(damage, monkeypatch):
     assert find_changes() != []
     monkeypatch.undo()
     assert find_changes() == []
-
-
-def test_3_modules_import_downwards():
-    tests = (Path(__file__).parent / "test_layers.py").read_text()
-    assert tests.count("assert find_faults(name_of(path), imported_modules(path)) == []") == 1
 
 
 def count_frames(call):
@@ -85,7 +70,7 @@ def count_frames(call):
     return len(frames)
 
 
-def test_4_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
+def test_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
     model, _optimizer = initialize(compute="native")
     x = torch.randn(2, model.fc.in_features).bfloat16()
     images = torch.randn(2, 1, 8, 8).bfloat16()
@@ -98,67 +83,8 @@ def test_4_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
     assert count_frames(lambda: torch.relu(x)) == 0
 
 
-CONTEXTS = {
-    "disable_casts": lambda _: amp.disable_casts(),
-    "scale_loss": lambda o: amp.scale_loss(torch.ones((), requires_grad=True), o),
-}
-
-
-@pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
-def test_5_context_managers_end_normally_by_exception_nested_and_again(make):
-    _model, optimizer = initialize(loss_scale=8.0)
-
-    def dtype():
-        return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
-
-    for _ in range(2):
-        with make(optimizer), make(optimizer):
-            pass
-        with pytest.raises(KeyError), make(optimizer):
-            raise KeyError
-        with pytest.raises(KeyError), make(optimizer), make(optimizer):
-            raise KeyError
-        assert dtype() is torch.bfloat16
-    parameter = optimizer.param_groups[0]["params"][0]
-    with amp.scale_loss((parameter * 3).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0))
-
-
-def test_6_an_error_says_what_was_given_what_is_allowed_and_what_to_do():
-    with pytest.raises(amp.PolicyError) as raised:
-        initialize("o1")
-    assert (
-        str(raised.value)
-        == "opt_level 'o1' is not a preset (O0, O1, O2, O3, O4, O5). Did you mean 'O1'? The first character is the"
-        " letter O."
-    )
-
-
-def test_7_results_and_gradients_equal_those_of_casts_written_by_hand():
-    x, w = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
-    twin = w.detach().clone().requires_grad_()
-    _model, _optimizer = initialize()
-    ours = F.softmax(F.linear(x, w), -1)
-    (ours * ours).sum().backward()
-    amp.reset()
-    theirs = F.softmax(F.linear(x.bfloat16(), twin.bfloat16()).float(), -1)
-    (theirs * theirs).sum().backward()
-    assert torch.equal(ours, theirs) and torch.equal(w.grad, twin.grad)
-
-
-def test_8_the_state_of_scalers_survives_a_round_trip():
-    _model, _optimizer = initialize(loss_scale="dynamic", num_losses=2)
-    state = {
-        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 3},
-        "loss_scaler1": {"loss_scale": 2.0**20, "unskipped": 1999},
-    }
-    amp.load_state_dict(state)
-    assert amp.state_dict() == state
-
-
 @pytest.mark.parametrize("name", shipped_names())
-def test_9_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
+def test_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
     oplists = load_oplists(["float16", name] if name == "fast" else name)  # an overlay, of a few ops
     assert len(oplists.spellings) > 100
     assert [entry.op for entry in oplists.missing] == []  # on the pinned torch
@@ -169,13 +95,13 @@ OPTIMIZERS = {
     f"{kind.__name__}-{way}": lambda p, kind=kind, way=way: kind(
         p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})
     )
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    for kind in (torch.optim.SGD, torch.optim.AdamW)
     for way in ("loop", "foreach", "fused")
 }
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_10_weights_are_never_frozen(make_optimizer):
+def test_weights_are_never_frozen(make_optimizer):
     batches = make_batches(15)
     model, optimizer = initialize(make_optimizer=make_optimizer, compute="native")
     losses = train(model, optimizer, batches)
@@ -189,8 +115,8 @@ def test_10_weights_are_never_frozen(make_optimizer):
     assert len(set(losses)) == len(losses) and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_11_copies_and_pickles_of_a_bound_model_run_their_own_weights(level):
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_copies_and_pickles_of_a_bound_model_run_their_own_weights(level):
     model, _optimizer = initialize(level)
     model.eval()
     images = make_batches(1)[0][0]

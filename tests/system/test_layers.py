@@ -3,29 +3,9 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 import amp_patch
 
 PACKAGE = Path(amp_patch.__file__).parent
-
-GROUND = (
-    "dtypes",
-    "errors",
-    "events",
-    "hardware",
-    "interrupts",
-    "multi_tensor",
-    "reporting",
-    "script_settings",
-    "synonyms",
-    "tables",
-    "terminal",
-    "torch_dispatch",
-    "torch_distributed",
-    "torch_private",
-)
-"""Modules that every wing may import, and that import no wing."""
 
 FLOORS = (
     "patching",
@@ -45,15 +25,15 @@ FLOORS = (
     "cli",
     "__main__",
 )
-"""Wings, and the modules of public names between them, from the bottom up. Each imports from those before it."""
+"""Wings, and the modules of public names between them, from the bottom up. Each imports from those before it. All other
+modules beside the wings are the ground: every wing may import them, and they import no wing.
+"""
 
 WINGS = frozenset(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
-DOOR_WIDTH = 10  # names that leave through the `__init__` of a wing
-WIDE_DOORS = {"insight": 14}  # five functions for users, and what as many commands need of their results
-PORT_WIDTH = 15  # names that the stand-in has from its port
-STAND_IN = {"apex"}  # has the rooms and the names of the package that it stands in for
-BY_MODULE = {"integrations"}  # has no names but those of its modules
+STAND_IN = "apex"  # has the rooms and the names of the package that it stands in for
 PORT = "apex._core"  # the one module of the stand-in that imports wings
+LONGEST_FILE, LONGEST_FUNCTION = 500, 60  # lines: of a function those of its body, without the docstring
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path, root: Path = PACKAGE) -> str:
@@ -86,86 +66,31 @@ def imported_modules(path: Path, root: Path = PACKAGE) -> set[str]:
     return {".".join(name) or "__init__" for name in found}
 
 
-def room_of(name: str) -> str:
-    return name.partition(".")[0]
+def names_at_door(wing: str) -> set[str]:
+    """The names that the `__init__` of a wing hands out."""
+    door = ast.parse((PACKAGE / wing / "__init__.py").read_text())
+    imports = [node for node in ast.walk(door) if isinstance(node, ast.ImportFrom) and node.level]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def floor_of(room: str) -> int:
-    return -1 if room in GROUND else FLOORS.index(room)
+    return FLOORS.index(room) if room in FLOORS else -1
 
 
 def find_faults(name: str, imported: set[str]) -> list[str]:
     """What a module of that name may not import of `imported`: higher wings, and lower ones past their door."""
-    own, faults = room_of(name), []
+    own, faults = name.partition(".")[0], []
     for other in sorted(imported):
         room, _, inside = other.partition(".")
         if room == own:
             continue
-        if own in STAND_IN and name != PORT and room not in GROUND:
+        if own == STAND_IN and name != PORT and floor_of(room) >= 0:
             faults.append(f"{name} imports {other} past the port {PORT}")
-        if floor_of(room) >= floor_of(own) and not (own in GROUND and room in GROUND):
+        if floor_of(room) >= floor_of(own) and floor_of(room) >= 0:
             faults.append(f"{name} imports {other}, from a wing that is not below its own")
-        elif inside and room in WINGS and not is_at_door(room, inside):
+        elif inside and room in WINGS and inside not in names_at_door(room):
             faults.append(f"{name} imports {other} past the door of {room}")
     return faults
-
-
-def names_at_door(path: Path) -> set[str]:
-    """The names that the `__init__` of a wing hands out."""
-    return {
-        alias.asname or alias.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-    }
-
-
-def is_at_door(wing: str, inside: str) -> bool:
-    return inside in names_at_door(PACKAGE / wing / "__init__.py")
-
-
-MODULES = sorted(PACKAGE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_from_lower_wings_through_their_doors(path):
-    assert find_faults(name_of(path), imported_modules(path)) == []
-
-
-@pytest.mark.parametrize("wing", sorted(WINGS - STAND_IN - BY_MODULE))
-def test_a_door_is_narrow(wing):
-    assert 0 < len(names_at_door(PACKAGE / wing / "__init__.py")) <= WIDE_DOORS.get(wing, DOOR_WIDTH)
-
-
-def test_the_port_is_narrow():
-    nodes = [
-        node for path in MODULES if room_of(name_of(path)) in STAND_IN for node in ast.walk(ast.parse(path.read_text()))
-    ]
-    ports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == PORT.rpartition(".")[2]]
-    assert 0 < len({alias.name for node in ports for alias in node.names}) <= PORT_WIDTH
-
-
-def test_every_wing_and_every_module_beside_them_has_its_floor():
-    beside = {path.stem for path in PACKAGE.glob("*.py")}
-    assert WINGS | beside == {*GROUND, *FLOORS}
-
-
-def test_a_planted_import_is_found():
-    assert find_faults("casting.mode", {"casting.compiling", "config", "errors", "config.op_lists"}) == []
-    assert find_faults("casting.mode", {"training"}) == [
-        "casting.mode imports training, from a wing that is not below its own"
-    ]
-    assert find_faults("training.model", {"casting.mode"}) == [
-        "training.model imports casting.mode past the door of casting"
-    ]
-    assert find_faults("errors", {"api"}) == ["errors imports api, from a wing that is not below its own"]
-    assert find_faults("errors", {"dtypes"}) == []
-    assert find_faults("apex.amp.handle", {"errors", "apex._core"}) == []
-    assert find_faults("apex._core", {"session", "api"}) == []
-    assert find_faults("apex.amp.handle", {"session", "api"}) == [
-        "apex.amp.handle imports api past the port apex._core",
-        "apex.amp.handle imports session past the port apex._core",
-    ]
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
@@ -187,12 +112,50 @@ def find_cycle(imports: dict[str, set[str]]) -> list[str]:
     return next((ring for name in sorted(imports) if (ring := visit(name, []))), [])
 
 
+def find_too_long(path: Path) -> list[str]:
+    source, name = path.read_text(), path.stem
+    found = [name] if source.count("\n") > LONGEST_FILE else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            if body and body[-1].end_lineno - body[0].lineno + 1 > LONGEST_FUNCTION:
+                found.append(f"{name}.{node.name}")
+    return found
+
+
+def test_modules_import_from_lower_wings_through_their_doors():
+    assert set(FLOORS) >= WINGS
+    assert [fault for path in MODULES for fault in find_faults(name_of(path), imported_modules(path))] == []
+
+
 def test_modules_import_each_other_in_no_ring():
     """The door of a wing imports all of its rooms; a room that imported its own door would be a ring too."""
     assert find_cycle({name_of(path): imported_modules(path) for path in MODULES}) == []
 
 
-def test_the_readers_of_imports_see_what_is_wrong(tmp_path):
+def test_files_and_functions_have_a_length_that_can_be_read():
+    assert [found for path in MODULES for found in find_too_long(path)] == []
+
+
+def test_a_planted_import_is_found():
+    assert find_faults("casting.mode", {"casting.compiling", "config", "errors", "config.op_lists"}) == []
+    assert find_faults("casting.mode", {"training"}) == [
+        "casting.mode imports training, from a wing that is not below its own"
+    ]
+    assert find_faults("training.model", {"casting.mode"}) == [
+        "training.model imports casting.mode past the door of casting"
+    ]
+    assert find_faults("errors", {"api"}) == ["errors imports api, from a wing that is not below its own"]
+    assert find_faults("errors", {"dtypes"}) == []
+    assert find_faults("apex.amp.handle", {"errors", "apex._core"}) == []
+    assert find_faults("apex._core", {"session", "api"}) == []
+    assert find_faults("apex.amp.handle", {"session", "api"}) == [
+        "apex.amp.handle imports api past the port apex._core",
+        "apex.amp.handle imports session past the port apex._core",
+    ]
+
+
+def test_the_readers_see_what_is_wrong(tmp_path):
     (tmp_path / "apex" / "inner").mkdir(parents=True)
     source = tmp_path / "errors.py"
     source.write_text(
@@ -200,9 +163,10 @@ def test_the_readers_of_imports_see_what_is_wrong(tmp_path):
         "    from .sessions import Session\n"
         "    import amp_patch\n"
         "    from amp_patch.api import reset\n"
-        "    import torch.nn\n"
+        "    import torch.nn\n" + "    pass\n" * 500
     )
     assert imported_modules(source, tmp_path) == {"sessions", "__init__", "api"}
+    assert find_too_long(source) == ["errors", "errors.f"]
     init, first, second = (tmp_path / "apex" / "inner" / name for name in ("__init__.py", "first.py", "second.py"))
     init.write_text("from .first import f\nfrom . import second\n")
     first.write_text(
@@ -235,31 +199,3 @@ def test_importing_the_package_changes_no_torch_name(fork_server):
     )
     done = fork_server.run("-c", script, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
-
-
-LIMITS = {"module": 350, "class": 250, "function": 40}
-"""Lines: of a function those of its body, without the docstring; `initialize` has as many as it has arguments."""
-
-
-def find_too_long(path: Path) -> list[str]:
-    source = path.read_text()
-    found = [f"module {path.stem}"] if source.count("\n") > LIMITS["module"] else []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno + 1 > LIMITS["class"]:
-            found.append(f"class {node.name}")
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            if body and body[-1].end_lineno - body[0].lineno + 1 > LIMITS["function"]:
-                found.append(f"function {node.name}")
-    return found
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_outgrows_its_limit(path):
-    assert find_too_long(path) == []
-
-
-def test_what_outgrows_its_limit_is_found(tmp_path):
-    path = tmp_path / "long.py"
-    path.write_text("class C:\n    def f():\n" + "        pass\n" * 41 + "    x = 1\n" * 210 + "y = 1\n" * 100)
-    assert find_too_long(path) == ["module long", "class C", "function f"]

@@ -16,8 +16,6 @@ from amp_patch.apex.parallel import DistributedDataParallel as ApexDDP
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
-FLOAT16 = {"O1": {"patch_torch_functions_type": "float16"}, "O2": {"cast_model_type": "float16"}}
-
 
 def make():
     torch.manual_seed(0)
@@ -74,12 +72,9 @@ def train(rank, level, options, how, delay, micro_batches=3, steps=2):
 
 
 LEVELS = {
-    "O0": ("O0", {}),
     "O1": ("O1", {}),
     "O2": ("O2", {}),
-    "O2-float16-dynamic": ("O2", {**FLOAT16["O2"], "loss_scale": "dynamic"}),
     "O2-static": ("O2", {"loss_scale": 256.0}),
-    "O4": ("O4", {}),
     "O5": ("O5", {}),
     "O5-dynamic": ("O5", {"loss_scale": "dynamic"}),
 }
@@ -137,7 +132,7 @@ def step_too_early(rank, level, options):
     return said, before, amp.stats().steps
 
 
-@pytest.mark.parametrize("name", ["O2", "O2-float16-dynamic", "O5"])
+@pytest.mark.parametrize("name", ["O2", "O5"])
 def test_a_step_before_the_gradients_are_reduced_is_refused(ranks, name):
     for said, before, steps in ranks(step_too_early, *LEVELS[name]):
         assert "never reduced over the ranks" in said and steps == 1
@@ -147,8 +142,7 @@ def test_a_step_before_the_gradients_are_reduced_is_refused(ranks, name):
 def overflow(rank, bad_rank, bad_micro):
     """An overflow in a pass that is not reduced is found where it is reduced, by all ranks."""
     model, optimizer = make()
-    options = {**FLOAT16["O2"], "loss_scale": "dynamic"}
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     wrapped = wrap(model, "no_sync")
     for micro in range(2):
         with unsynced(wrapped, "no_sync", micro == 1):

@@ -139,9 +139,9 @@ def train(rank, how, level, options, steps, has_spikes):
 
 FSDP2 = pytest.param("fsdp2", marks=needs_fsdp2)
 CASES = [
-    *(("ddp", level) for level in ("O1", "O2", "O4", "O5")),
-    *(pytest.param("fsdp2", level, marks=needs_fsdp2) for level in ("O1", "O2", "O4", "O5")),
-    *((how, level) for how in ("fsdp1", "sharded first", "replicated first", "mixed") for level in ("O1", "O4")),
+    *(("ddp", level) for level in ("O1", "O2", "O5")),
+    *(pytest.param("fsdp2", level, marks=needs_fsdp2) for level in ("O1", "O2", "O5")),
+    *((how, "O1") for how in ("fsdp1", "sharded first", "replicated first", "mixed")),
 ]
 
 
@@ -167,7 +167,7 @@ def test_without_a_common_decision_nothing_is_reduced(ranks, how, options):
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_fully_shard_gives_what_ddp_gives(ranks, level):
     options = {"loss_scale": SCALE} if level == "O2" else {}
     (sharded, *_), _ = ranks(train, "fsdp2", level, options, 6, False)
@@ -253,8 +253,9 @@ def train_unsplit(level, steps):
 
 
 @pytest.mark.skipif(VERSION < (2, 7), reason="plain torch 2.6, too, comes to other weights in stages than unsplit")
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize(
+    ("schedule", "level"), [("ScheduleGPipe", "O2"), ("Schedule1F1B", "O1"), ("Schedule1F1B", "O5")]
+)
 def test_schedules_of_torch_run_in_one_block(ranks, schedule, level):
     (first, history), (second, history_there) = ranks(train_pipeline, schedule, level)
     assert history == history_there
@@ -333,7 +334,7 @@ def accumulate(rank, level, micro_batches):
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_accumulation_without_reduction_carries_the_scale_once(ranks, level, micro_batches):
     for ratios in ranks(accumulate, level, micro_batches):
@@ -408,10 +409,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_a_level_cannot_do_is_refused_before_anything_changes(ranks, how, level):
-    for said, is_unchanged in ranks(refusal, how, level):
+def test_what_a_level_cannot_do_is_refused_before_anything_changes(ranks, how):
+    for said, is_unchanged in ranks(refusal, how, "O2"):
         assert said is not None and REFUSED[how] in said and is_unchanged
 
 

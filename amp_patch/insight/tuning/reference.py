@@ -19,9 +19,9 @@ from ...session import Session
 from ...torch_dispatch import get_current_node
 from ...torch_private import BatchNormBase
 from ..naming import ModuleStack
-from ..records import ModulesRecord, Recording
+from ..records import ModulesRecord, Record
 from ..rules import RuleFinder
-from ..tensors import tensors_in
+from ..tensors import storage_of, tensors_in
 from .check import Check
 from .shadow import Function, Shadow
 
@@ -40,13 +40,11 @@ class Reference(Check):
         super().__init__(steps, is_off=is_off, on_end=on_end)
         self._shadowing: _Shadowing | None = None
 
-    @property
-    def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
-        found = super().recording
+    def _records(self) -> list[Record]:
+        records = super()._records()
         if self._shadowing is not None:
-            found.records += [*self._shadowing.shadow.records(), self._shadowing.modules()]
-        return found
+            records += [*self._shadowing.shadow.records(), self._shadowing.modules()]
+        return records
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
@@ -194,10 +192,10 @@ class _Shadowing:
         if kind in ("banned", "inplace_error"):
             return False
         arrays = [one for one in inputs if one.dim()] or inputs
-        return all(_storage(one) in self._low_storages for one in arrays)
+        return all(storage_of(one) in self._low_storages for one in arrays)
 
     def _mark(self, result: Any, is_low: bool) -> None:
-        storages = {_storage(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
+        storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
         if is_low:
             self._low_storages |= storages
         else:
@@ -255,10 +253,3 @@ def _name(function: Any) -> str:
         found = resolve_name(function) or ""
     name = found or str(getattr(function, "__name__", function))
     return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-    except (RuntimeError, NotImplementedError):
-        return 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ...casting import cast_tree
 from ..records import LowOpRecord
 from ..tensors import tensors_in
 
@@ -79,7 +80,8 @@ class Shadow:
             return result
         sums = self._sums.setdefault((module, op), _Sums(is_listed))
         with _random_state(device, before), torch.no_grad(), contextlib.suppress(Exception):
-            shadow = function(*_exchange(args, rounded), **_exchange(kwargs, rounded))
+            given_low = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
+            shadow = function(*given_low[0], **given_low[1])
             sums.calls += 1
             sums.overflow_in = max((sums.overflow_in, *shares))
             for tensor, other in zip(tensors_in([result]), tensors_in([shadow]), strict=True):
@@ -135,17 +137,6 @@ def _share(mask: Tensor) -> float:
 def _relative(error: Tensor, exact: Tensor) -> float:
     whole = float(torch.linalg.vector_norm(torch.where(exact.isfinite(), exact, 0.0)))
     return float(torch.linalg.vector_norm(error)) / whole if whole else 0.0
-
-
-def _exchange(value: Any, others: dict[int, Tensor]) -> Any:
-    """Return a value with others in the place of some tensors, in lists, tuples and dictionaries too."""
-    if isinstance(value, Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: _exchange(one, others) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_exchange(one, others) for one in value)
-    return value
 
 
 def _get_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
