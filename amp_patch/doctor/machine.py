@@ -38,7 +38,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ApexInstall:
-    """What `import apex` would find: "none", "with amp", "without amp", "pyramid", "stand-in" or "other"."""
+    """What `import apex` would find: "none", "with amp", "without amp", "stand-in" or "other"."""
 
     kind: str
     location: str | None
@@ -163,26 +163,20 @@ def _kind(folders: Sequence[Path]) -> str:
         return "with amp"
     if any((folder / name).is_dir() for folder in folders for name in _INSTALLED_BY_NVIDIA):
         return "without amp"
-    try:
-        described = str(importlib.metadata.metadata("apex")["Summary"]).lower()
-    except (importlib.metadata.PackageNotFoundError, KeyError):
-        return "other"
-    return "pyramid" if "pyramid" in described or "velruse" in described else "other"
+    return "other"
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------
-
-_FOREIGN = {
-    "pyramid": "the package installed as apex is the web toolkit for Pyramid of that name from PyPI, and has no amp",
-    "other": "what is found under the name apex is not NVIDIA's: it has no amp",
-}
 
 
 def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
     """Return what is wrong with what is installed, here or as it is said."""
     found = apex or find_apex()
-    if found.kind not in _FOREIGN:
+    if found.kind != "other":
         return []
     where = f" ({found.location})" if found.location else ""
+    message = (
+        f"what is found under the name apex{where} is not NVIDIA's, and has no amp: PyPI has another package so named"
+    )
     advice = "Take it away (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
-    return [Finding("AMP901", "warning", _FOREIGN[found.kind] + where, advice)]
+    return [Finding("AMP901", "warning", message, advice)]

@@ -16,7 +16,6 @@ _SPELLINGS = (
     ("torch.nn.parallel.distributed.", "torch.nn.parallel."),
     ("torch.nn.parallel.data_parallel.", "torch.nn."),
     ("torch.nn.parallel.DataParallel", "torch.nn.DataParallel"),
-    ("torch.nn.modules.loss.", "torch.nn."),
 )
 """Second spellings of one thing. The functions of Apex's amp and of amp_patch both become `amp.name`."""
 

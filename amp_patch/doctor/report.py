@@ -14,7 +14,6 @@ _APEX = {
     "none": "not installed",
     "with amp": "NVIDIA's, with amp",
     "without amp": "NVIDIA's, without amp (as since May 2025)",
-    "pyramid": "the Pyramid web toolkit of that name",
     "stand-in": "amp_patch's stand-in",
     "other": "another package of that name",
 }

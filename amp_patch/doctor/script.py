@@ -360,10 +360,6 @@ class Script:
         for reset in self.calls_of("amp.reset"):
             if self.is_before(reset, node) and not any(self.is_before(reset, call) for call in self.initializations):
                 return True
-        for text, pairs in self.conditions(node).items():
-            known = self._conditions_of_amp.get(text, set())
-            if known and all(_exclude(mine, theirs) for mine in pairs for theirs in known):
-                return True
         return False
 
     @cached_property

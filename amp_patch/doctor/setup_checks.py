@@ -158,14 +158,12 @@ def initialize_in_loop(context: Context) -> Iterator[Fault]:
         if loop is None or script.parent_statement(call) not in loop.body:
             continue  # under an `if` it may run once
         given = {name for model in parts_of(argument_of(call, "models", 0)) for name in names_in(model)}
-        made_before = [
-            name
-            for one in script.nodes
-            if isinstance(getattr(one, "ctx", None), ast.Store) and script.is_inside(one, loop)
-            for name in [text_of(one)]
-            if position(one) < position(script.parent_statement(call))
-        ]
-        if given and not given & set(made_before):
+        made_before: set[str] = set()
+        for one in script.nodes:
+            is_bound = isinstance(getattr(one, "ctx", None), ast.Store) and script.is_inside(one, loop)
+            if is_bound and position(one) < position(script.parent_statement(call)):
+                made_before.add(text_of(one))
+        if given and not given & made_before:
             message = "amp.initialize in a loop, for a model that the loop does not make"
             yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")
 

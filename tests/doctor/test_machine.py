@@ -47,9 +47,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-PYRAMID = "Pyramid toolkit to add Velruse, Flash Messages,CSRF, ReCaptcha and Sessions"
-
-
 @pytest.mark.parametrize(
     ("files", "summary", "kind", "codes"),
     [
@@ -67,7 +64,6 @@ PYRAMID = "Pyramid toolkit to add Velruse, Flash Messages,CSRF, ReCaptcha and Se
             [],
             id="without-amp",
         ),
-        pytest.param(["__init__.py", "models.py", "lib/libapex.py"], PYRAMID, "pyramid", ["AMP901"], id="pyramid"),
         pytest.param(["__init__.py"], "Something else", "other", ["AMP901"], id="other"),
         pytest.param(["__init__.py"], None, "other", ["AMP901"], id="no-metadata"),
         pytest.param(["setup.txt"], None, "other", ["AMP901"], id="folder-without-init"),
@@ -153,7 +149,7 @@ def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.low_dtypes[1].verdict for device in devices[:2]] == ["slow", "fast"]
 
 
-@pytest.mark.parametrize("kind", ["none", "with amp", "without amp", "pyramid", "stand-in", "other"])
+@pytest.mark.parametrize("kind", ["none", "with amp", "without amp", "stand-in", "other"])
 def test_every_kind_of_apex_has_its_words(kind: str) -> None:
     found = replace(SOUND, apex=ApexInstall(kind, "/somewhere", None))
     assert "/somewhere" in Report([], 0, machine=found).as_text()

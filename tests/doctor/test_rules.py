@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
+import amp_patch
 from amp_patch.doctor import Project, Selection, explain, get_coverage, sorted_rules
+from amp_patch.doctor.levels import LEVELS, expect
 from amp_patch.doctor.rules import RETIRED
+from amp_patch.doctor.script import Script
 from amp_patch.errors import SettingsError
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\nimport amp_patch as amp\n"
@@ -197,6 +201,31 @@ def test_a_file_without_initialize_takes_the_levels_of_those_with_it(tmp_path):
     engine = HEAD + "def step(loss):\n    " + SCALE.replace("\n", "\n    ") + "loss.backward()\n"
     assert diagnose(tmp_path, engine) == diagnose(tmp_path, engine, OWN) == [("AMP301", 7)]
     assert diagnose(tmp_path, engine, OWN.replace("O1", "O4")) == []
+
+
+def test_levels_with_a_loss_scale_are_those_of_the_shipped_presets():
+    table = yaml.safe_load((Path(amp_patch.__file__).parent / "../lists/presets.yaml").read_bytes())
+    scales = {name: {**table.get(own.get("extends"), {}), **own}["loss_scale"] for name, own in table.items()}
+    assert {name: scale == "dynamic" for name, scale in scales.items()} == LEVELS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", (True, True)),
+        ("opt_level=args.level", (True, True)),
+        ("opt_level='O4'", (False, False)),
+        ("opt_level='O4', loss_scale='dynamic'", (True, True)),
+        ("opt_level='O2', loss_scale=128.0", (True, False)),
+        ("opt_level='O2', loss_scale=1", (False, False)),
+        ("enabled=False", (False, False)),
+        ("**options", (True, True)),
+    ],
+)
+def test_what_initialize_is_asked_for_decides_whether_losses_are_scaled_and_steps_skipped(arguments, expected):
+    script = Script("script.py", f"{HEAD}amp.initialize(model, optimizer, {arguments})")
+    found = expect([script])
+    assert (found.scales, found.skips) == expected
 
 
 # ---- the table of rules ----------------------------------------------------------------------------------------------
