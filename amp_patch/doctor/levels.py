@@ -4,7 +4,8 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .script import Script, argument_of
+from .script import Script
+from .tree import argument_of
 
 LEVELS = {"O0": False, "O1": True, "O2": True, "O3": False, "O4": False, "O5": False}
 """Whether a level has a dynamic loss scale; those that have none do not scale."""

@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
-from .script import Block, Script, end, function_of, names_in, position, text_of
+from .script import Block, Script
+from .tree import end, function_of, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 _CLIPPERS = tuple(

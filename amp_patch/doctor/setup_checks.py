@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
-from .script import Script, argument_of, function_of, names_in, parts_of, position, text_of
+from .script import Script
+from .tree import argument_of, function_of, names_in, parts_of, position, text_of
 
 _WRAPPERS = frozenset(
     {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
