@@ -60,18 +60,18 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
 def models_moved_late(context: Context) -> Iterator[Fault]:
     """`initialize` prepares casts for the device that the model is on: `scale_loss` refuses a loss on another one."""
     script = context.script
+    if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
+        return  # models are made on their device
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
         for model in _models(call):
             made = script.assigned_before(model, call)
-            is_new = isinstance(made, ast.Call) and _makes_model(made)
-            is_moved = any(
-                script.is_before(move, call) and (model in names_in(receiver) or script.is_inside(move, made))
-                for move, receiver in moves
-                if made is not None
-            )
-            late = [move for move, receiver in moves if text_of(receiver) == model and script.is_before(call, move)]
-            if is_new and not is_moved and late and not _is_moved_by_default(script):
+            if not isinstance(made, ast.Call) or not _makes_model(made):
+                continue
+            of_model = [move for move, receiver in moves if model in names_in(receiver)]
+            is_moved = any(script.is_before(move, call) for move in of_model)
+            late = [move for move in of_model if script.is_before(call, move)]
+            if late and not is_moved:
                 message = f"{model} moves to its device after amp.initialize, which prepared it for the one it was on"
                 yield Fault(late[0], "error", message, "Move the model first, then call amp.initialize.")
 
@@ -80,11 +80,6 @@ def _makes_model(call: ast.Call) -> bool:
     """Whether a call surely makes a model on the CPU: a class does, or `from_pretrained`; a function may move it."""
     name = function_of(call)
     return name[:1].isupper() or name == "from_pretrained"
-
-
-def _is_moved_by_default(script: Script) -> bool:
-    """Whether tensors are made on another device from the start."""
-    return bool(script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"))
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
@@ -127,8 +122,9 @@ def optimizers_made_anew(context: Context) -> Iterator[Fault]:
 
 
 def _makes_optimizer(call: ast.Call) -> bool:
-    """Whether a call makes an optimizer of parameters."""
-    return any("parameters" in text_of(value) or "param" in text_of(value) for value in call.args[:1])
+    """Whether a call makes an optimizer of parameters, whatever its class is."""
+    params = argument_of(call, "params", 0)
+    return params is not None and "param" in text_of(params)
 
 
 @rule(
