@@ -60,7 +60,7 @@ class Project:
         for file in files:
             self._read(file)
         self._scripts = [script for script, _ in self._documents]
-        self._expected = expect(self._scripts)
+        self._expected = expect([script for script in self._scripts if script.uses_amp])
 
     @property
     def uses_amp(self) -> bool:
