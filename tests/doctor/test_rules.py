@@ -68,6 +68,12 @@ BAD = {
     "unscaled-in-block-reached-through-args": OWN
     + "with args.amp.scale_loss(loss, optimizer) as scaled_loss:\n    loss.backward()  # AMP301",
     "second-loss-unscaled": OWN + SCALE + "scaled_loss.backward()\nadversarial.backward()  # AMP303\noptimizer.step()",
+    "unscaled-behind-a-loop-that-goes-on": OWN
+    + "for loss in losses:\n    if first:\n        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+    + "            scaled_loss.backward()\n        continue\nlast.backward()  # AMP303\noptimizer.step()",
+    "unscaled-adversarial-loss": OWN
+    + SCALE
+    + "scaled_loss.backward()\nif args.do_adv:\n    adversarial.backward()  # AMP303\noptimizer.step()",
     "unscaled-under-the-flag-of-amp": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "if args.fp16:\n    loss.backward()  # AMP303\noptimizer.step()",
@@ -98,6 +104,15 @@ GOOD = {
     + "model = nn.DataParallel(model)\nmodel = model.module\nmodel, optimizer = amp.initialize(model, optimizer)",
     "wrapper-on-the-other-arm": HEAD
     + "if args.plain:\n    model = nn.DataParallel(model)\nelse:\n    model = amp.initialize(model)",
+    "wrapper-in-a-function-that-returns": HEAD
+    + "def main():\n    if args.plain:\n        model = nn.DataParallel(model)\n        return train(model)\n"
+    + "    model, optimizer = amp.initialize(model, optimizer)",
+    "wrapper-for-another-choice": HEAD
+    + "if math == 'fp32':\n    model = nn.DataParallel(model)\n"
+    + "if math == 'amp' and args.fast:\n    model, optimizer = amp.initialize(model, optimizer)",
+    "wrapper-where-apex-is-absent": HEAD
+    + "try:\n    model, optimizer = amp.initialize(model, optimizer)\n"
+    + "except ImportError:\n    model = nn.DataParallel(model)",
     "model-moved-twice": HEAD
     + "model = Net().cuda()\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.cuda()",
     "model-made-by-a-function": HEAD
