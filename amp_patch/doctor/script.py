@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .names import Names
-from .tree import SCOPES, Conditions, Tree, argument_of, function_of, names_in, parts_of, position, text_of
+from .tree import SCOPES, Tree, argument_of, function_of, names_in, parts_of, position, text_of
 
 _OTHER_AMP = re.compile(r"amp|scaler|fp16|half|precision|native", re.IGNORECASE)
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
@@ -179,13 +179,9 @@ class Script(Tree):
         return False
 
     @cached_property
-    def _conditions_of_amp(self) -> Conditions:
-        """The conditions of all calls of amp together."""
-        found: Conditions = {}
-        for call in self.calls_of(*_CORE):
-            for text, pairs in self.conditions(call).items():
-                found.setdefault(text, set()).update(pairs)
-        return found
+    def _flags_of_amp(self) -> set[str]:
+        """The expressions that the conditions of calls of amp speak of."""
+        return {text for call in self.calls_of(*_CORE) for text in self.conditions(call)}
 
     def is_beside_amp(self, node: ast.AST) -> bool:
         """Tell whether a node runs in a way of training that no call of amp has a part in.
@@ -194,7 +190,7 @@ class Script(Tree):
         condition speaks of another kind of mixed precision.
         """
         for outer, field in self._arms(node):
-            if not isinstance(outer, ast.If) or names_in(outer.test) & {*self._conditions_of_amp}:
+            if not isinstance(outer, ast.If) or names_in(outer.test) & self._flags_of_amp:
                 continue
             if field == "orelse" or _OTHER_AMP.search(text_of(outer.test)):
                 return True
