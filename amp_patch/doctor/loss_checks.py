@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
-from .script import Block, Script
-from .tree import end, function_of, names_in, position, text_of
+from .script import Script
+from .tree import function_of, names_in, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 _CLIPPERS = tuple(
@@ -65,8 +65,8 @@ def scaled_after_block(context: Context) -> Iterator[Fault]:
     """Gradients are divided by the loss scale when the block ends: those that come later stay multiplied by it."""
     script = context.script
     for call, loss in _backward_calls(script):
-        block = _block_before(script, text_of(loss), call)
-        if context.expected.scales and block is not None and script.block_around(call) is None:
+        is_behind = script.block_around(call) is None and _holds_scaled_loss(script, text_of(loss), call)
+        if context.expected.scales and is_behind:
             message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
             yield Fault(call, "error", message, f"Move it into the block: `{_BLOCK}`.")
 
@@ -120,22 +120,14 @@ def _may_be_scaled_by_callers(script: Script, loss: ast.expr, call: ast.Call) ->
     return bool(names_in(loss) & (parameters - {"self"}))
 
 
-def _block_before(script: Script, name: str, node: ast.AST) -> Block | None:
-    """Return the last block that gave a name its scaled loss before a node; None if the name was bound again since."""
-    for block in reversed(script.blocks):
-        if block.name != name or not script.is_before(block.call, node):
-            continue
-        bound_again = [
-            one
-            for one in script.nodes
-            if isinstance(one, ast.Name)
-            and isinstance(one.ctx, ast.Store)
-            and one.id == name
-            and end(block.statement.items[-1].context_expr) < position(one) < position(node)
-            and script.parent(one) not in block.statement.items
-        ]
-        return None if bound_again else block
-    return None
+def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
+    """Whether a name was bound last, before a node, by a block."""
+    last: ast.AST | None = None
+    for one in script.nodes:
+        is_bound = isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
+        if is_bound and script.is_before(one, node):
+            last = one
+    return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
 
 
 @rule(
@@ -155,8 +147,7 @@ def _block_before(script: Script, name: str, node: ast.AST) -> Block | None:
 def clips_in_block(context: Context) -> Iterator[Fault]:
     """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
     for call in context.script.calls_of(*_CLIPPERS):
-        block = context.script.block_around(call)
-        if block is not None and context.expected.scales:
+        if context.expected.scales and context.script.block_around(call) is not None:
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
             yield Fault(call, "error", message, "Move it behind the block that unscales, the last one before the step.")
 
@@ -183,7 +174,7 @@ def logged_scaled_losses(context: Context) -> Iterator[Fault]:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
         reader = _reader_of(script, name)
-        if reader is not None and _block_before(script, name.id, name) is not None:
+        if reader is not None and _holds_scaled_loss(script, name.id, name):
             message = f"{text_of(reader)} is the scaled loss: the loss times the loss scale"
             yield Fault(reader, "warning", message, "Log the loss that scale_loss was given.")
 

@@ -243,6 +243,16 @@ def test_what_initialize_is_asked_for_decides_whether_losses_are_scaled_and_step
     assert (found.scales, found.skips) == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "is_known"),
+    [("LEVEL = 'O4'", True), ("LEVEL = 'O4'\nLEVEL = choose()", False), ("LEVEL = 'O4'\ndef main(LEVEL): ...", False)],
+    ids=["once", "twice", "argument"],
+)
+def test_a_name_stands_for_the_one_constant_that_it_is_assigned(before, is_known):
+    script = Script("script.py", f"{HEAD}{before}\namp.initialize(model, optimizer, opt_level=LEVEL)")
+    assert expect([script]).scales is not is_known
+
+
 # ---- the table of rules ----------------------------------------------------------------------------------------------
 
 
