@@ -222,14 +222,15 @@ def _may_lose_scale(context: Context, function: str) -> bool:
 def _holds_state(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
     """Whether the receiver of `state_dict` or `load_state_dict` is an optimizer under amp.
 
-    Not one that may keep its own loss scale (`FP16_Optimizer`), that was loaded itself, that a wrapper delegates to, or
-    that a script uses where amp is off.
+    Not one that may keep its own loss scale (`FP16_Optimizer`), that was loaded itself, that a wrapper delegates to,
+    that a script uses where amp is off, or on a TPU, where it cannot be on.
     """
     frame = script.frame(call)
     is_delegated = isinstance(frame, ast.FunctionDef) and frame.name == function_of(call)
     makers = {function_of(value) for value in script.values_of(text_of(receiver)) if isinstance(value, ast.Call)}
     has_own_scale = any(function_of(one).startswith("FP16_Optimizer") for one in script.calls)
-    is_other = "load" in makers or has_own_scale
+    is_on_tpu = any("tpu" in text and (True, "") in pairs for text, pairs in script.conditions(call).items())
+    is_other = "load" in makers or has_own_scale or is_on_tpu
     return script.is_optimizer(receiver) and not is_delegated and not is_other and not script.is_without_amp(call)
 
 

@@ -152,6 +152,7 @@ GOOD = {
     + "save()",
     "optimizer-with-its-own-scale": OWN
     + "optimizer = FP16_Optimizer(optimizer)\ntorch.save(optimizer.state_dict(), path)",
+    "state-on-a-tpu": OWN + "if is_tpu_available():\n    xm.save(optimizer.state_dict(), path)",
     "state-in-another-function": HEAD
     + "def resume():\n    amp.load_state_dict(c)\ndef main():\n    model, optimizer = amp.initialize(model, optimizer)",
     "not-under-amp": "import torch\nloss.backward()\ntorch.save(optimizer.state_dict(), path)",
