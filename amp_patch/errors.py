@@ -108,7 +108,7 @@ class RecordError(AmpError, ValueError):
 
 
 class SettingsError(AmpError, ValueError):
-    """A setting of the doctor, in `pyproject.toml` or on its command line, cannot be used."""
+    """A rule that the doctor is told to follow, to leave out or to explain does not exist."""
 
 
 class MissingExtraError(AmpError, ModuleNotFoundError):

@@ -4,13 +4,11 @@ import ast
 from collections.abc import Iterator
 
 from ..errors import did_you_mean
-from . import edits
-from .context import Context
-from .coverage import EXTENSIONS, closest, has_public_name, public_names
-from .findings import Edits, Fault
-from .rules import rule
+from .coverage import EXTENSIONS, public_names
+from .rules import Context, Fault, rule
 from .script import Script
-from .structure import bound_in
+
+_ROOTS = {"apex", "amp_patch", *EXTENSIONS}
 
 
 @rule(
@@ -18,18 +16,16 @@ from .structure import bound_in
     "an import of apex that the stand-in covers",
     bad="from apex import amp  # AMP101",
     good="import amp_patch as amp",
-    is_for_all=True,
 )
 def covered_imports(context: Context) -> Iterator[Fault]:
     """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
         if names and all(map(context.coverage.has, names)):
-            is_amp = any(name == "apex.amp" or name.startswith("apex.amp.") for name in names)
-            advice = (
-                f"Run it by `amp-patch run {context.script.path}`{', or write `import amp_patch as amp`' * is_amp}."
-            )
-            yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", advice)
+            advice = f"Run it by `amp-patch run {context.script.path}`"
+            if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
+                advice += ", or write `import amp_patch as amp`"
+            yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", f"{advice}.")
 
 
 @rule(
@@ -45,14 +41,10 @@ def covered_imports(context: Context) -> Iterator[Fault]:
 
         amp.initialize(model, optimizer)
     """,
-    is_for_all=True,
-    mends=True,
 )
 def uncovered_names(context: Context) -> Iterator[Fault]:
     """The script would fail where it imports or uses the name, which may be late."""
     script, told = context.script, set[str]()
-    if not any(name.partition(".")[0] in {"apex", "amp_patch", *EXTENSIONS} for name in script.imported_modules):
-        return
     for node in _import_statements(script):
         for name in _apex_names(node):
             if not context.coverage.has(name):
@@ -60,25 +52,27 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
                 yield _uncovered(context, node, name)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
-                if alias.name != "*" and not has_public_name(alias.name):
-                    yield _absent(script, node, alias.name)
+                if alias.name != "*" and alias.name not in public_names():
+                    yield _absent(node, alias.name)
     for attribute in script.nodes:
-        if not isinstance(attribute, ast.Attribute) or isinstance(script.structure.parent(attribute), ast.Attribute):
+        if not isinstance(attribute, ast.Attribute) or isinstance(script.parent(attribute), ast.Attribute):
             continue  # the whole of a chain is looked up, or nothing
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        if len(names) != 1 or name in told or any(name.startswith(f"{one}.") for one in told):
+        if len(names) != 1 or any(f"{name}.".startswith(f"{one}.") for one in told):
             continue
-        if name.startswith("apex.") and not context.coverage.has(name, is_imported=False):
+        root, _, rest = name.partition(".")
+        if root in {"apex", *EXTENSIONS} and not context.coverage.has(name, is_imported=False):
             told.add(name)
             yield _uncovered(context, attribute, name)
-        elif name.startswith("amp_patch.") and not has_public_name(name.split(".")[1]):
+        elif root == "amp_patch" and rest.partition(".")[0] not in public_names():
             told.add(name)
-            yield _absent(script, attribute, name.split(".")[1])
+            yield _absent(attribute, rest.partition(".")[0])
 
 
 def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
-    return (node for node in ast.walk(script.tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    if _ROOTS & {name.partition(".")[0] for name in script.names.imported}:
+        yield from (node for node in script.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
 def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -97,35 +91,21 @@ def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
     advice = f"It was {known}." if known else did_you_mean(wrong, allowed).strip()
     advice = advice or "The stand-in has no such name, and knows of none in Apex: look in today's torch."
     if _has_fallback(context.script, node):
-        return Fault(
-            node, "note", f"{name}: not in the stand-in for apex, so the script takes its own way round", advice
-        )
-    change = () if known else _respell(context.script, node, wrong, closest(wrong, allowed))
-    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice, change)
-
-
-def _respell(script: Script, node: ast.AST, wrong: str, right: str | None) -> Edits:
-    """Write a name as it should be: where it is imported, also wherever it is used, if nothing else has either name."""
-    change = edits.rename(script, node, wrong, right) if right else ()
-    if not right or not change or isinstance(node, ast.Attribute):
-        return change
-    if bound_in(set(ast.walk(script.tree)).difference(ast.walk(node))) & {wrong, right}:
-        return ()
-    uses = [one for one in script.nodes if isinstance(one, ast.Name) and one.id == wrong]
-    return (*change, *(edit for one in uses for edit in edits.replace(script, one, right)))
+        message = f"{name}: not in the stand-in for apex, so the script takes its own way round"
+        return Fault(node, "note", message, advice)
+    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)
 
 
 def _has_fallback(script: Script, node: ast.AST) -> bool:
     """Whether a node stands in a `try` that catches what it raises."""
     child = node
-    for outer in script.structure.around(node):
-        if isinstance(outer, ast.Try) and outer.handlers and script.structure.field(child) == "body":
+    for outer in script.around(node):
+        if isinstance(outer, ast.Try) and outer.handlers and script.field(child) == "body":
             return True
         child = outer
     return False
 
 
-def _absent(script: Script, node: ast.AST, name: str) -> Fault:
+def _absent(node: ast.AST, name: str) -> Fault:
     advice = did_you_mean(name, public_names()).strip() or "See `help(amp_patch)` for the names there are."
-    change = _respell(script, node, name, closest(name, public_names()))
-    return Fault(node, "error", f"amp_patch has no {name!r}", advice, change)
+    return Fault(node, "error", f"amp_patch has no {name!r}", advice)

@@ -16,23 +16,12 @@ _SPELLINGS = (
     ("torch.nn.parallel.distributed.", "torch.nn.parallel."),
     ("torch.nn.parallel.data_parallel.", "torch.nn."),
     ("torch.nn.parallel.DataParallel", "torch.nn.DataParallel"),
-    ("torch.nn.modules.loss.", "torch.nn."),
-    ("torch.amp.autocast_mode.", "torch.amp."),
-    ("torch.amp.grad_scaler.", "torch.amp."),
-    ("torch.cuda.amp.autocast_mode.", "torch.cuda.amp."),
-    ("torch.cuda.amp.grad_scaler.", "torch.cuda.amp."),
 )
 """Second spellings of one thing. The functions of Apex's amp and of amp_patch both become `amp.name`."""
 
 
-LOW = frozenset({"torch.float16", "torch.half", "torch.bfloat16"})
-AUTOCASTS = {"torch.autocast": 2, "torch.amp.autocast": 2, "torch.cuda.amp.autocast": 0, "torch.cpu.amp.autocast": 0}
-SCALERS = {f"torch.{name}GradScaler": at for name, at in {"": 5, "amp.": 5, "cuda.amp.": 4, "cpu.amp.": 4}.items()}
-"""Both with the position of `enabled` among the arguments."""
-
-
 def canonical(dotted: str) -> str:
-    """Return the one spelling under which the checks know a dotted name."""
+    """Return the one spelling under which the rules know a dotted name."""
     for prefix, spelling in _SPELLINGS:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
@@ -49,48 +38,41 @@ class Names:
         self._targets: dict[str, set[str]] = {}
         self._stars: set[str] = set()
         self._bound: set[str] = set()
-        assignments: list[ast.Assign] = []
+        self.imported: set[str] = set()
+        """The dotted names of modules, and of their members, in import statements; relative ones start with dots."""
+        aliases: list[tuple[str, ast.expr]] = []
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
+            if isinstance(node, ast.Import):
                 self._add_import(node)
-            elif isinstance(node, ast.Assign):
-                assignments.append(node)
+            elif isinstance(node, ast.ImportFrom):
+                self._add_import_from(node)
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 self._bound.add(node.name)
             elif isinstance(node, ast.arg):
                 self._bound.add(node.arg)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self._bound.add(node.id)
-        for assignment in assignments:
-            target = assignment.targets[0]
-            if (
-                len(assignment.targets) == 1
-                and isinstance(target, ast.Name)
-                and isinstance(assignment.value, (ast.Name, ast.Attribute))
-            ):
-                self._targets.setdefault(target.id, set()).update(self.dotted(assignment.value))
+            elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
+                aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
+        for name, value in aliases:
+            self._targets.setdefault(name, set()).update(self.dotted(value))
 
-    def _add_import(self, node: ast.Import | ast.ImportFrom) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                self._targets.setdefault(name, set()).add(alias.name if alias.asname else name)
-            return
+    def _add_import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            self._targets.setdefault(name, set()).add(alias.name if alias.asname else name)
+            self.imported.add(alias.name)
+
+    def _add_import_from(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
+        self.imported.add(module)
         for alias in node.names:
             if alias.name == "*":
                 self._stars.add(module)
-            else:
-                self._targets.setdefault(alias.asname or alias.name, set()).add(
-                    f"{module.rstrip('.') or '.'}.{alias.name}"
-                )
-
-    def find_amp(self) -> str | None:
-        """Return what the script calls the module amp, Apex's or this package; None if it imports functions only."""
-        for name, targets in self._targets.items():
-            if targets <= {"apex.amp", "amp_patch", "amp_patch.amp", "amp_patch.apex.amp"}:
-                return name
-        return "apex.amp" if self._targets.get("apex") == {"apex"} else None
+                continue
+            dotted = f"{module.rstrip('.') or '.'}.{alias.name}"
+            self._targets.setdefault(alias.asname or alias.name, set()).add(dotted)
+            self.imported.add(dotted)
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
         """Return the dotted names, as imported, that a name or a chain of attributes may stand for.
@@ -108,5 +90,5 @@ class Names:
         return frozenset(f"{module}.{node.id}" for module in self._stars)
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
-        """Return what an expression may stand for, in the checks' spelling."""
+        """Return what an expression may stand for, in the rules' spelling."""
         return frozenset(canonical(name) for name in self.dotted(node))

@@ -1,28 +1,79 @@
 """The rules: what each is called, why it is there, an example with its fault and one without, and what finds it.
 
 A rule is a generator of faults with the decorator `rule`; its docstring says why. The examples are its test: the lines
-of `bad` that end in its code are found, `good` has no finding, and where there are edits they make `good` of `bad`.
-A code is for good: people select it, and silence it by `# amp-patch: ignore[CODE]`.
+of `bad` that end in its code are found, and `good` has no finding. A code is for good: people select it, and silence it
+by `# amp-patch: ignore[CODE]`.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import indent
+from typing import Literal, NamedTuple
 
 from ..errors import SettingsError, did_you_mean
-from .context import Context
-from .findings import Fault
+from .coverage import Coverage
+from .levels import Expected
+from .script import Script
+
+Severity = Literal["error", "warning", "note"]
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""error: breaks, or gives wrong numbers. warning: does so at some levels or in some runs. note: worth knowing."""
+
+
+class Context(NamedTuple):
+    """One script to check, what amp may do in it, and what the stand-in for `apex` has.
+
+    `expected` comes from the script's own calls of `initialize`, or from those of the files that were given with it.
+    """
+
+    script: Script
+    expected: Expected
+    coverage: Coverage
+
+
+class Fault(NamedTuple):
+    """One fault at a node, as a rule yields it."""
+
+    node: ast.AST
+    severity: Severity
+    message: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report: a fault with its code and place.
+
+    `line` and `column` start at 1 and count characters, in a notebook within `cell`, the number of a code cell from 1;
+    findings about the machine have no place.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    advice: str
+    path: str | None = None
+    line: int | None = None
+    column: int | None = None
+    cell: int | None = None
+
+    def place(self) -> str:
+        """Return `path:line:column`, `path:cell 2:line:column`, or `machine`."""
+        if self.path is None:
+            return "machine"
+        cell = "" if self.cell is None else f"cell {self.cell}:"
+        return f"{self.path}:{cell}{self.line}:{self.column}"
+
 
 Find = Callable[[Context], Iterator[Fault]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. Those without `find` come from reading a file and from the look at the machine.
-
-    `mends`: it makes `good` of `bad`. `is_for_all`: for scripts that do not run under amp, too.
-    """
+    """One rule. Those without `find` come from reading a file and from the look at the machine."""
 
     code: str
     summary: str
@@ -30,8 +81,6 @@ class Rule:
     bad: str = ""
     good: str = ""
     find: Find | None = None
-    mends: bool = False
-    is_for_all: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -40,28 +89,33 @@ RULES: dict[str, Rule] = {
         Rule("AMP001", "a file that cannot be read or parsed", "What cannot be parsed is not checked."),
         Rule("AMP002", "an ignore comment with an unknown code", "Such a comment silences nothing."),
         Rule("AMP901", "another package under the name apex", "`from apex import amp` would fail, or find it."),
-        Rule("AMP902", "a torch, wrapt or PyYAML that is too old", "No test runs amp_patch with it."),
     )
 }
 
 _SAYS_SO = "the run says so itself"
+_OTHER_PATH = "scripts that use both kinds of amp choose one of them at run time"
 RETIRED = {
-    **dict.fromkeys(("AMP202", "AMP205", "AMP209", "AMP903"), _SAYS_SO),
+    **dict.fromkeys(("AMP201", "AMP202", "AMP204", "AMP205", "AMP206", "AMP209", "AMP310", "AMP903"), _SAYS_SO),
+    **dict.fromkeys(("AMP307", "AMP308"), _OTHER_PATH),
+    "AMP207": "scripts that cast by hand know why",
+    "AMP304": "a step inside the block works: amp_patch divides the gradients before it",
     "AMP306": "torch's clip functions take masters where they are given the model's parameters",
+    "AMP309": "the steps that a dynamic scale skips are few; `optimizer.step_was_skipped` tells of them",
     "AMP311": "step(closure) works under a dynamic loss scale",
+    "AMP312": "few gradient penalties need it; `amp.scale` and `amp.unscale` are there for those that do",
+    "AMP402": "Apex's list bans it, as the run says; elsewhere it depends on dtypes that only a run shows",
+    "AMP902": "pip sees to the versions of torch, wrapt and PyYAML",
     "AMP401": f"initialize replaces functions in tables, defaults, closures and layers; of the rest {_SAYS_SO}",
 }
 """Codes of rules that are gone, with the reason."""
 
 
-def rule(
-    code: str, summary: str, *, bad: str, good: str, mends: bool = False, is_for_all: bool = False
-) -> Callable[[Find], Find]:
+def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
     """Enter a function into the rules; its docstring says why there is one."""
 
     def enter(find: Find) -> Find:
-        examples = inspect.cleandoc(bad), inspect.cleandoc(good)
-        RULES[code] = Rule(code, summary, inspect.cleandoc(find.__doc__ or ""), *examples, find, mends, is_for_all)
+        why = inspect.cleandoc(find.__doc__ or "")
+        RULES[code] = Rule(code, summary, why, inspect.cleandoc(bad), inspect.cleandoc(good), find)
         return find
 
     return enter
@@ -81,8 +135,7 @@ def explain(code: str) -> str:
     one = RULES[code]
     parts = [f"{code}: {one.summary}", one.why]
     if one.bad:
-        mended = " (what --fix makes of it)" if one.mends else ""
-        parts += [f"Bad:\n{indent(one.bad, '    ')}", f"Good{mended}:\n{indent(one.good, '    ')}"]
+        parts += [f"Bad:\n{indent(one.bad, '    ')}", f"Good:\n{indent(one.good, '    ')}"]
     return "\n\n".join([*parts, f"Silence it on a line by `# amp-patch: ignore[{code}]`."])
 
 
@@ -109,14 +162,3 @@ class Selection:
 
 def _longest(code: str, prefixes: Sequence[str]) -> int:
     return max((len(prefix) for prefix in prefixes if code.startswith(prefix)), default=0)
-
-
-_IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\nimport amp_patch as amp\n\n"
-_SETUP = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
-
-
-def complete(example: str) -> str:
-    """Return an example with the imports, and the call of `initialize`, that it leaves out."""
-    if example.startswith(("import ", "from ")):
-        return f"{example}\n"
-    return f"{_IMPORTS}{'' if 'initialize' in example else _SETUP}{example}\n"

@@ -1,38 +1,37 @@
-"""One training script, read and never run: its tree, its names, its lines, and the calls of amp in it."""
+"""One training script, read and never run: its names, its assignments, and its calls of amp."""
 
 import ast
-import io
 import re
-import tokenize
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from .names import Names
-from .places import Places
-from .structure import Atoms, Structure, contradict, end, position, text_of
+from .tree import SCOPES, Tree, argument_of, function_of, names_in, parts_of, position, text_of
 
-AMP_FUNCTIONS = frozenset(
-    f"amp.{name}"
-    for name in (
-        "initialize",
-        "scale_loss",
-        "master_params",
-        "init",
-        "session",
-        "state_dict",
-        "load_state_dict",
-        "disable_casts",
-    )
-)
+_OTHER_AMP = re.compile(r"amp|scaler|fp16|half|precision|native", re.IGNORECASE)
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
-_IGNORE = re.compile(r"#\s*(?:amp-patch:\s*ignore(?:\[([^\]]*)\])?|noqa(?::\s*([A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*)|(?!:)))")
-_AMP_WORD = re.compile(r"\b(amp|apex|amp_patch)\b")  # a script that calls amp has one of these somewhere
-_EVERY_CODE = "*"
+_AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
 
-class Script(Places):
+class Block(NamedTuple):
+    """One `with ... scale_loss(...) as name:`; the name is None where the block binds none, or more than a name."""
+
+    statement: ast.With | ast.AsyncWith
+    call: ast.Call
+    name: str | None
+
+
+class Assignment(NamedTuple):
+    """One `target = value`, the target as text."""
+
+    target: str
+    value: ast.expr
+    statement: ast.stmt
+
+
+class Script(Tree):
     """A parsed script.
 
     Args:
@@ -42,10 +41,10 @@ class Script(Places):
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
-        super().__init__(text)
+        self.text = text
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
-            self.tree = ast.parse(text)
+            super().__init__(ast.parse(text))
 
     # Cached properties, because most files of a directory need none of them.
 
@@ -54,32 +53,19 @@ class Script(Places):
         """What the names stand for."""
         return Names(self.tree)
 
-    @cached_property
-    def structure(self) -> Structure:
-        """Where the nodes stand."""
-        return Structure(self.tree)
+    def place(self, node: ast.AST) -> tuple[int, int]:
+        """Return the line and the column of a node, both from 1, the column in characters."""
+        line, byte_column = position(node)
+        lines = self.text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        before = lines[line - 1].encode()[:byte_column] if line else b""
+        return max(line, 1), len(before.decode(errors="ignore")) + 1
 
-    @cached_property
-    def nodes(self) -> list[ast.AST]:
-        """Every node that has a place, in the order of the text."""
-        return sorted((node for node in ast.walk(self.tree) if hasattr(node, "lineno")), key=position)
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def calls(self) -> list[ast.Call]:
         """Every call, in the order of the text."""
         return [node for node in self.nodes if isinstance(node, ast.Call)]
-
-    @cached_property
-    def ignored(self) -> dict[int, frozenset[str]]:
-        """The codes that comments silence, by line."""
-        return _read_ignore_comments(self.text) if _IGNORE.search(self.text) else {}
-
-    # ---- calls -------------------------------------------------------------------------------------------------------
-
-    def calls_of(self, *names: str) -> list[ast.Call]:
-        """Return the calls of functions of these canonical names, in the order of the text."""
-        found = [call for name in dict.fromkeys(names) for call in self._calls_by_name.get(name, ())]
-        return sorted(dict.fromkeys(found), key=position)
 
     @cached_property
     def _calls_by_name(self) -> dict[str, list[ast.Call]]:
@@ -89,24 +75,26 @@ class Script(Places):
                 by_name.setdefault(name, []).append(call)
         return by_name
 
+    def calls_of(self, *names: str) -> list[ast.Call]:
+        """Return the calls of functions of these names, in the rules' spelling, in the order of the text."""
+        found = {call for name in names for call in self._calls_by_name.get(name, ())}
+        return sorted(found, key=position)
+
     def is_call_of(self, node: ast.AST | None, names: Iterable[str]) -> bool:
-        """Tell whether `node` is a call of a function of these canonical names."""
+        """Tell whether `node` is a call of a function of these names."""
         return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""
         for call in self.calls:
-            if (
-                isinstance(call.func, ast.Attribute)
-                and call.func.attr in names
-                and not self.names.dotted(call.func.value)
-            ):
-                yield call, call.func.value
+            function = call.func
+            if isinstance(function, ast.Attribute) and function.attr in names and not self.names.dotted(function.value):
+                yield call, function.value
 
     @cached_property
     def uses_amp(self) -> bool:
         """Whether the script calls amp, Apex's or this package's."""
-        return bool(_AMP_WORD.search(self.text)) and bool(self.calls_of(*AMP_FUNCTIONS))
+        return "amp" in self.text and bool(self.calls_of(*_AMP))
 
     @cached_property
     def initializations(self) -> list[ast.Call]:
@@ -114,159 +102,106 @@ class Script(Places):
         return self.calls_of("amp.initialize")
 
     @cached_property
-    def _core_calls(self) -> list[ast.Call]:
-        return self.calls_of(*_CORE)
+    def blocks(self) -> list[Block]:
+        """The `scale_loss` blocks, in the order of the text, by whatever name the script reaches amp (`args.amp`)."""
+        found = []
+        for statement in self.nodes:
+            if not isinstance(statement, (ast.With, ast.AsyncWith)):
+                continue
+            for item in statement.items:
+                call = item.context_expr
+                if isinstance(call, ast.Call) and function_of(call) == "scale_loss":
+                    name = item.optional_vars.id if isinstance(item.optional_vars, ast.Name) else None
+                    found.append(Block(statement, call, name))
+        return found
+
+    def block_around(self, node: ast.AST) -> Block | None:
+        """Return the innermost block in whose body a node runs."""
+        by_statement = {block.statement: block for block in self.blocks}
+        for outer in self.around(node):
+            if isinstance(outer, (ast.With, ast.AsyncWith)) and outer in by_statement:
+                return by_statement[outer]
+            if isinstance(outer, SCOPES):
+                return None
+        return None
 
     @cached_property
-    def _core_atoms(self) -> list[Atoms]:
-        return [self.structure.atoms(call) for call in self._core_calls]
+    def optimizers(self) -> frozenset[str]:
+        """The expressions that stand for an optimizer in a call of `initialize` or `scale_loss`."""
+        given = [argument_of(call, "optimizers", 1) for call in self.initializations]
+        given += [argument_of(block.call, "optimizers", 1) for block in self.blocks]
+        return frozenset(text_of(one) for argument in given for one in parts_of(argument))
+
+    def is_optimizer(self, node: ast.AST) -> bool:
+        """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
+        text = text_of(node)
+        return text in self.optimizers or "optim" in text.rpartition(".")[2].lower()
+
+    # ---- assignments -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def assignments(self) -> list[Assignment]:
+        """Every assignment; tuples of equal length are taken apart."""
+        found: list[Assignment] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    found += [Assignment(text_of(one), value, node) for one, value in _pairs(target, node.value)]
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                found.append(Assignment(text_of(node.target), node.value, node))
+        return found
+
+    def values_of(self, name: str) -> list[ast.expr]:
+        """Return everything that is assigned to a name, anywhere in the script."""
+        return [one.value for one in self.assignments if one.target == name]
+
+    def assigned_before(self, name: str, node: ast.AST) -> ast.expr | None:
+        """Return what `name` was assigned last, in the function of `node` and before it; None if nothing was."""
+        for one in reversed(self.assignments):
+            if one.target == name and self.is_before(one.statement, node):
+                return one.value
+        return None
+
+    # ---- amp or not --------------------------------------------------------------------------------------------------
 
     def is_without_amp(self, node: ast.AST) -> bool:
         """Tell whether a node runs only where amp is switched off.
 
-        It is on the other arm of an `if`, behind the negation of the same flag, or behind `amp.reset()`.
+        It is on the other arm of an `if`, behind `amp.reset()`, or under a condition that contradicts those under which
+        the script calls amp.
         """
-        is_before = self.structure.is_before
-        for reset in self.calls_of("amp.reset"):
-            again = (one for one in self.initializations if is_before(reset, one) and is_before(one, node))
-            if is_before(reset, node) and next(again, None) is None:
-                return True
-        if any(self.structure.are_exclusive(node, call) for call in self._core_calls):
+        core = self.calls_of(*_CORE)
+        if any(self.are_exclusive(node, call) for call in core):
             return True
-        return contradict(self.structure.atoms(node), self._core_atoms)
+        for reset in self.calls_of("amp.reset"):
+            if self.is_before(reset, node) and not any(self.is_before(reset, call) for call in self.initializations):
+                return True
+        return False
 
     @cached_property
-    def imported_modules(self) -> frozenset[str]:
-        """The dotted names of modules and their members that the script imports; relative ones start with dots."""
-        found: set[str] = set()
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                module = "." * node.level + (node.module or "")
-                found.add(module)
-                found.update(f"{module}{'' if module.endswith('.') else '.'}{alias.name}" for alias in node.names)
-        return frozenset(found)
+    def _flags_of_amp(self) -> set[str]:
+        """The expressions that the conditions of calls of amp speak of."""
+        return {text for call in self.calls_of(*_CORE) for text in self.conditions(call)}
 
-    def has_flag_of_its_own(self, node: ast.AST) -> bool:
-        """Tell whether a node runs only under a condition on something that no condition on amp speaks of."""
-        known = {text for atoms in self._core_atoms for text in atoms}
-        return any(text not in known for text in self.structure.atoms(node))
+    def is_beside_amp(self, node: ast.AST) -> bool:
+        """Tell whether a node runs in a way of training that no call of amp has a part in.
 
-    # ---- bindings ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
-        """Every `target = value` as (target's text, value, statement); tuples of equal length are taken apart."""
-        found: list[tuple[str, ast.expr, ast.stmt]] = []
-        for node in self.nodes:
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    found.extend((text_of(one), value, node) for one, value in _pairs(target, node.value))
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                found.append((text_of(node.target), node.value, node))
-        return found
-
-    def assigned_before(self, name: str, node: ast.AST) -> ast.expr | None:
-        """Return what `name` was assigned last, in the scope of `node` and before it; None if nothing was."""
-        for value, statement in reversed(self._assignments_by_target.get(name, ())):
-            if self.structure.is_before(statement, node):
-                return value
-        return None
-
-    @cached_property
-    def _assignments_by_target(self) -> dict[str, list[tuple[ast.expr, ast.stmt]]]:
-        by_target: dict[str, list[tuple[ast.expr, ast.stmt]]] = {}
-        for target, value, statement in self.assignments:
-            by_target.setdefault(target, []).append((value, statement))
-        return by_target
-
-    def constant(self, name: str) -> ast.expr | None:
-        """Return the value of a name that is assigned once in the whole script; None for any other."""
-        values = [value for value, _ in self._assignments_by_target.get(name, ())]
-        return values[0] if len(values) == 1 and self._binding_counts[name] == 1 else None
-
-    @cached_property
-    def _binding_counts(self) -> Counter[str]:
-        """How often each name is bound by a statement or as an argument."""
-        stores = (node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        return Counter(stores) + Counter(node.arg for node in self.nodes if isinstance(node, ast.arg))
-
-    # ---- places ------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def lines_in_strings(self) -> frozenset[int]:
-        """The lines that start inside a string, or between parts of one."""
-        strings = [node for node in self.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
-        return frozenset(line for node in strings for line in range(position(node)[0] + 1, end(node)[0] + 1))
-
-    def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that a node is or stands in."""
-        return next(one for one in (node, *self.structure.around(node)) if isinstance(one, ast.stmt))
-
-    def siblings(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statements of the body that one stands in."""
-        parent = self.structure.parent(statement)
-        found: list[ast.stmt] = getattr(parent, self.structure.field(statement), [])
-        return found
-
-    def ancestor_beside(self, statement: ast.stmt, node: ast.AST) -> ast.stmt | None:
-        """Return the statement that holds a node among the siblings of another; None if none does."""
-        siblings = self.siblings(statement)
-        around = [one for one in (node, *self.structure.around(node)) if isinstance(one, ast.stmt)]
-        return next((one for one in around if one in siblings), None)
-
-    def indentation(self, statement: ast.stmt) -> str:
-        """Return what stands before a statement on its first line."""
-        return self.text[self.offset(statement.lineno) : self.span(statement)[0]]
-
-    def lines_of(self, statement: ast.stmt) -> tuple[int, int] | None:
-        """Return the span of a statement's lines with their ends; None if something else stands on them."""
-        start, last = self.span(statement)
-        first = self.offset(min(position(one)[0] for one in (statement, *getattr(statement, "decorator_list", []))))
-        stop = self.offset((statement.end_lineno or 0) + 1)
-        behind = self.text[last:stop].strip()
-        is_alone = not self.indentation(statement).strip() and (not behind or behind.startswith("#"))
-        return (first, stop) if is_alone else None
-
-    def is_ignored(self, code: str, node: ast.AST) -> bool:
-        """Tell whether a comment on a line of this node silences the code.
-
-        For a node with a body only its first line counts.
+        It is on the `else` of an `if` on something that no condition of a call of amp speaks of, or under one whose
+        condition speaks of another kind of mixed precision.
         """
-        first = position(node)[0]
-        last = first if hasattr(node, "body") else getattr(node, "end_lineno", None) or first
-        return any({code, _EVERY_CODE} & self.ignored.get(line, frozenset()) for line in range(first, last + 1))
+        for outer, field in self._arms(node):
+            if not isinstance(outer, ast.If) or names_in(outer.test) & self._flags_of_amp:
+                continue
+            if field == "orelse" or _OTHER_AMP.search(text_of(outer.test)):
+                return True
+        return False
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    if isinstance(target, (ast.Tuple, ast.List)):
-        values = (
-            value.elts
-            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
-            else [value] * len(target.elts)
-        )
-        for one, part in zip(target.elts, values, strict=True):
-            yield from _pairs(one, part)
-    else:
+    if not isinstance(target, (ast.Tuple, ast.List)):
         yield target, value
-
-
-def _read_ignore_comments(text: str) -> dict[int, frozenset[str]]:
-    """Return the codes that `# amp-patch: ignore[CODE, ...]` and `# noqa: CODE, ...` name, by line.
-
-    A comment without codes means all; of those in noqa, only ours are looked at.
-    """
-    found: dict[int, frozenset[str]] = {}
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-            if comment:
-                ours, shared = comment[1], comment[2]
-                codes = set(re.split(r"[,\s]+", ours)) if ours is not None else {_EVERY_CODE}
-                if shared is not None:
-                    codes = {code for code in re.split(r"[,\s]+", shared) if code.startswith("AMP")}
-                found[token.start[0]] = frozenset(codes - {""})
-    except (tokenize.TokenError, SyntaxError):
-        pass  # what ast accepts and tokenize does not has no comments worth reading
-    return found
+        return
+    is_parallel = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+    for index, one in enumerate(target.elts):
+        part = value.elts[index] if is_parallel and isinstance(value, (ast.Tuple, ast.List)) else value
+        yield from _pairs(one, part)

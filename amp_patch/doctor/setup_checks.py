@@ -1,82 +1,20 @@
-"""Rules of levels, and of models before and after `initialize`: wrappers, TorchScript, casts and moves."""
+"""Rules of models and optimizers around `initialize`, and of checkpoints."""
 
 import ast
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 
-from ..errors import did_you_mean
-from . import edits
-from .context import WRAPPERS, Context, parts
-from .findings import Edits, Fault
-from .levels import arguments_of, destinations, levels_for, literal
-from .names import LOW
-from .rules import rule
+from .rules import Context, Fault, rule
 from .script import Script
-from .structure import argument_of, end, function_of, position, text_of
+from .tree import argument_of, function_of, names_in, parts_of, position, text_of
 
-
-@rule(
-    "AMP201",
-    "an opt_level that is no level",
-    bad='amp.initialize(model, optimizer, opt_level="o1")  # AMP201',
-    good='amp.initialize(model, optimizer, opt_level="O1")',
-    mends=True,
+_WRAPPERS = frozenset(
+    {"torch.nn.DataParallel", "torch.nn.parallel.DistributedDataParallel", "apex.parallel.DistributedDataParallel"}
 )
-def unknown_levels(context: Context) -> Iterator[Fault]:
-    """A level is the letter O and a digit. The default of an option may be wrong for long before a run takes it."""
-    script = context.script
-    for call in script.initializations:
-        arguments, levels = arguments_of(call), levels_for(script, call)
-        given = arguments.get("opt_level")
-        if given is not None and "presets" not in arguments:
-            yield from _judge_level(script, given, levels)
-            if isinstance(given, ast.Attribute):
-                yield from _judge_option(script, given, levels)
 
 
-def _judge_level(script: Script, node: ast.AST, levels: tuple[str, ...]) -> Iterator[Fault]:
-    level = literal(script, node)
-    if not isinstance(level, (str, int)) or level in levels:
-        return
-    spelled = re.sub(r"^[oO0]?(?=\d$)", "O", str(level))
-    change = edits.replace(script, node, f'"{spelled}"') if spelled in levels and isinstance(node, ast.Constant) else ()
-    advice = f"Use one of {', '.join(levels)}."
-    yield Fault(node, "error", f"opt_level {level!r} is not a level.{did_you_mean(str(level), levels)}", advice, change)
-
-
-def _judge_option(script: Script, given: ast.Attribute, levels: tuple[str, ...]) -> Iterator[Fault]:
-    """Judge the default and the choices of the option that `initialize` takes, if it takes them as they are.
-
-    One that is looked at elsewhere is not changed, and may have values that are for there, such as "none".
-    """
-    uses = [one for one in script.nodes if isinstance(one, ast.Attribute) and one.attr == given.attr]
-    readers = [script.structure.parent(one) for one in uses]
-    is_only_passed = all(
-        isinstance(one, (ast.keyword, ast.FormattedValue)) or one in script.initializations for one in readers
-    )
-    compared = [text_of(one) for reader in readers if isinstance(reader, ast.Compare) for one in ast.walk(reader)]
-    for option, _ in script.method_calls("add_argument"):
-        kind = argument_of(option, "type")
-        is_taken = given.attr in destinations(option) and (kind is None or text_of(kind) == "str")
-        if not is_taken or any(isinstance(one.ctx, ast.Store) for one in uses):
-            continue
-        for value in (*parts(argument_of(option, "default")), *parts(argument_of(option, "choices"))):
-            for fault in _judge_level(script, value, levels):
-                if is_only_passed:
-                    yield fault
-                elif fault.edits or text_of(value) not in compared:
-                    yield replace(fault, edits=())
-
-
-def _made_by(context: Context, call: ast.Call, names: frozenset[str]) -> Iterator[ast.Call]:
-    """Yield the call of one of `names` that made a model given to `initialize`, as in `DDP(model).cuda()`."""
-    for model in context.models(call):
-        value = model if isinstance(model, ast.Call) else context.script.assigned_before(text_of(model), call)
-        while isinstance(value, ast.Call):
-            if context.script.is_call_of(value, names):
-                yield value
-            value = value.func.value if isinstance(value.func, ast.Attribute) else None
+def _models(call: ast.Call) -> list[str]:
+    """Return the models in a call of `initialize`, as text."""
+    return [text_of(model) for model in parts_of(argument_of(call, "models", 0))]
 
 
 @rule(
@@ -90,169 +28,19 @@ def _made_by(context: Context, call: ast.Call, names: frozenset[str]) -> Iterato
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
         model = nn.parallel.DistributedDataParallel(model)
     """,
-    mends=True,
 )
 def wrapped_models(context: Context) -> Iterator[Fault]:
     """`initialize` changes the weights that a wrapper would have taken hold of, and refuses one that comes first."""
     script = context.script
     for call in script.initializations:
-        for wrapper in _made_by(context, call, WRAPPERS):
-            name = min(script.names.resolve(wrapper.func) & WRAPPERS).rpartition(".")[2]
-            message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
-            advice = "Give the bare model to amp.initialize and wrap what it returns."
-            yield Fault(wrapper, "error", message, advice, _wrap_later(script, wrapper, call))
-
-
-def _wrap_later(script: Script, wrapper: ast.Call, call: ast.Call) -> Edits:
-    """Move `x = Wrapper(x)`, or the `if` that holds no other, behind `initialize`; nothing between may unwrap it."""
-    wrapping = script.statement(wrapper)
-    model = text_of(wrapper.args[0]) if wrapper.args else ""
-    if text_of(wrapping) != f"{model} = {text_of(wrapper)}":
-        return ()
-    outer = script.structure.parent(wrapping)
-    moved = outer if isinstance(outer, ast.If) and outer.body == [wrapping] and not outer.orelse else wrapping
-    is_left_alone = _is_left_alone(script, model, wrapping, script.statement(call))
-    return edits.move(script, moved, call, model=model) if is_left_alone else ()
-
-
-def _is_left_alone(script: Script, model: str, first: ast.AST, second: ast.AST) -> bool:
-    """Tell whether nothing between two places has to do with a model but for handing its parameters to an optimizer."""
-    between = [one for one in script.nodes if end(first) <= position(one) and end(one) <= position(second)]
-    takers = [script.structure.parent(one) for one in between if text_of(one) == model]
-    return all(isinstance(one, ast.Attribute) and one.attr == "parameters" for one in takers)
-
-
-@rule(
-    "AMP204",
-    "TorchScript of a model that amp has changed",
-    bad="torch.jit.script(model).save(path)  # AMP204",
-    good="""
-        amp.reset()
-        torch.jit.script(model).save(path)
-    """,
-)
-def scripted_models(context: Context) -> Iterator[Fault]:
-    """TorchScript cannot compile the hooks on the model, which comes out at the end of a training, when it is saved."""
-    script = context.script
-    for compiled in script.calls_of("torch.jit.script"):
-        target = text_of(compiled.args[0]) if compiled.args else ""
-        calls = [call for call in script.initializations if target in map(text_of, context.models(call))]
-        is_later = any(script.structure.is_before(call, compiled) for call in calls)
-        if is_later and not script.is_without_amp(compiled):
-            message = "torch.jit.script of a model after amp.initialize: TorchScript cannot compile the hooks on it"
-            yield Fault(compiled, "error", message, "Call amp.reset() first, or use torch.jit.trace or torch.compile.")
-
-
-@rule(
-    "AMP206",
-    "a model cast to 16 bits before initialize",
-    bad="""
-        model = model.cuda().half()  # AMP206
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    """,
-    good="""
-        model = model.cuda()
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    """,
-    mends=True,
-)
-def low_models(context: Context) -> Iterator[Fault]:
-    """`initialize` starts from float32 weights, of which 16 bits have lost a part, and refuses them but for O3."""
-    if context.expected.takes_low_model:
-        return
-    for cast, model in _casts_of_models(context):
-        message = f"{model} is cast to 16 bits before amp.initialize, which refuses it (but for O3)"
-        advice = "Leave the cast out: initialize casts the model where the level asks for it."
-        yield Fault(cast, "error", message, advice, _take_out_cast(context, cast, model))
-
-
-def _take_out_cast(context: Context, cast: ast.Call, model: str) -> Edits:
-    """Take a cast out where `initialize` stands beside it, whatever is asked for, and nothing lies between."""
-    script = context.script
-    call = next(one for one in script.initializations if script.structure.is_before(cast, one))
-    statement, initialize = script.statement(cast), script.statement(call)
-    is_beside = script.ancestor_beside(statement, call) is initialize and "enabled" not in arguments_of(call)
-    if not is_beside or not _is_left_alone(script, model, statement, initialize):
-        return ()
-    receiver = cast.func.value if isinstance(cast.func, ast.Attribute) else cast
-    low = [value for value in (*cast.args, *(one.value for one in cast.keywords)) if script.names.resolve(value) & LOW]
-    if len(cast.args) + len(cast.keywords) > 1:
-        return edits.remove_argument(script, cast, low[0])
-    statement = script.statement(cast)
-    is_all = isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is cast
-    targets = list(map(text_of, statement.targets)) if isinstance(statement, ast.Assign) else [text_of(receiver)]
-    if is_all and isinstance(receiver, (ast.Name, ast.Attribute)) and targets == [text_of(receiver)]:
-        return edits.remove(script, statement)
-    return edits.replace(script, cast, script.text[slice(*script.receiver_span(cast))])
-
-
-def _casts_of_models(context: Context) -> Iterator[tuple[ast.Call, str]]:
-    """Yield (call, model) for each cast of a model to 16 bits that comes before `initialize`."""
-    script, structure = context.script, context.script.structure
-    for cast, _ in low_casts(script):
-        for call in script.initializations:
-            for model in map(text_of, context.models(call)):
-                is_cast = _root(cast) == model or script.assigned_before(model, call) is _outermost(script, cast)
-                is_widened = any(
-                    text_of(receiver) == model and structure.is_before(cast, one) and structure.is_before(one, call)
-                    for one, receiver in script.method_calls("float")
-                )
-                if is_cast and structure.is_before(cast, call) and not is_widened:
-                    yield cast, model
-                    break
-
-
-@rule(
-    "AMP207",
-    "a cast to 16 bits by hand",
-    bad="output = model(images.half())  # AMP207",
-    good="output = model(images)",
-)
-def casts_by_hand(context: Context) -> Iterator[Fault]:
-    """amp casts what its level says; float32 ops behind another cast get rounded values, and weights lose bits."""
-    if not context.script.uses_amp or not context.expected.may_use_low:
-        return
-    before = {cast for cast, _ in _casts_of_models(context)}
-    for cast, receiver in low_casts(context.script):
-        if cast not in before and not context.script.is_without_amp(cast):
-            is_model = text_of(receiver) in context.model_texts()
-            what = "the model is cast to 16 bits by hand" if is_model else "a cast to 16 bits by hand"
-            message = f"{what}: {'its weights lose' if is_model else 'float32 ops behind it miss'} what float32 held"
-            advice = "Leave the cast out, or put the code under `with amp.disable_casts():` if it must run in 16 bits."
-            yield Fault(cast, "warning", message, advice)
-
-
-def low_casts(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield (call, receiver) for `.half()`, `.bfloat16()`, and `.to()` or `.type()` with a literal 16-bit dtype."""
-    for call, receiver in script.method_calls("half", "bfloat16"):
-        if not call.args and not call.keywords:
-            yield call, receiver
-    for call, receiver in script.method_calls("to", "type"):
-        values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dtype")]
-        if any(script.names.resolve(value) & LOW for value in values):
-            yield call, receiver
-
-
-_OF_ITSELF = ("to", "type", "cuda", "cpu", "half", "bfloat16", "float", "double", "train", "eval", "requires_grad_")
-
-
-def _root(call: ast.Call) -> str:
-    """Return what a chain of methods that give the model itself starts from: `model` of `model.cuda().half()`."""
-    value: ast.expr = call
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _OF_ITSELF:
-        value = value.func.value
-    return text_of(value)
-
-
-def _outermost(script: Script, call: ast.Call) -> ast.AST:
-    """Return the whole of the chain of method calls that a call stands in."""
-    node: ast.AST = call
-    while isinstance(script.structure.parent(node), ast.Attribute):
-        outer = script.structure.parent(script.structure.parent(node) or node)
-        if not isinstance(outer, ast.Call):
-            break
-        node = outer
-    return node
+        for model in parts_of(argument_of(call, "models", 0)):
+            value = model if isinstance(model, ast.Call) else script.assigned_before(text_of(model), call)
+            while isinstance(value, ast.Call):
+                if script.is_call_of(value, _WRAPPERS):
+                    name = min(script.names.resolve(value.func) & _WRAPPERS).rpartition(".")[2]
+                    message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
+                    yield Fault(value, "error", message, "Give amp.initialize the bare model and wrap what it returns.")
+                value = value.func.value if isinstance(value.func, ast.Attribute) else None
 
 
 @rule(
@@ -268,41 +56,203 @@ def _outermost(script: Script, call: ast.Call) -> ast.AST:
         model.cuda()
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     """,
-    mends=True,
 )
 def models_moved_late(context: Context) -> Iterator[Fault]:
-    """`initialize` prepares casts for the device that the model is on: on another one nothing is cast."""
-    script, structure = context.script, context.script.structure
-    moves = [one for one in script.method_calls("cuda", "to") if _is_move(script, one[0])]
+    """`initialize` prepares casts for the device that the model is on: `scale_loss` refuses a loss on another one."""
+    script = context.script
+    if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
+        return  # models are made on their device
+    moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
-        for model in map(text_of, context.models(call)):
+        for model in _models(call):
             made = script.assigned_before(model, call)
-            early = any(structure.is_before(move, call) and _root(move) == model for move, _ in moves)
-            if not isinstance(made, ast.Call) or early or any(structure.is_inside(move, made) for move, _ in moves):
+            if not isinstance(made, ast.Call) or not _makes_model(made):
                 continue
-            if not function_of(made)[:1].isupper():
-                continue  # a function may move what it makes
-            late = [move for move, one in moves if text_of(one) == model and structure.is_before(call, move)]
-            for move in late[:1]:
+            of_model = [move for move, receiver in moves if model in names_in(receiver)]
+            is_moved = any(script.is_before(move, call) for move in of_model)
+            late = [move for move in of_model if script.is_before(call, move)]
+            if late and not is_moved:
                 message = f"{model} moves to its device after amp.initialize, which prepared it for the one it was on"
-                advice = "Move the model first, then call amp.initialize."
-                yield Fault(move, "error", message, advice, _move_earlier(script, move, model, call))
+                yield Fault(late[0], "error", message, "Move the model first, then call amp.initialize.")
 
 
-def _move_earlier(script: Script, move: ast.Call, model: str, call: ast.Call) -> Edits:
-    statement = script.statement(move)
-    siblings, initialize = script.siblings(statement), script.statement(call)
-    is_next = initialize in siblings and siblings.index(statement) == siblings.index(initialize) + 1
-    if not isinstance(statement, (ast.Expr, ast.Assign)) or statement.value is not move or not is_next:
-        return ()
-    return edits.move(script, statement, call, is_before=True, model=model)
+def _makes_model(call: ast.Call) -> bool:
+    """Whether a call surely makes a model on the CPU: a class does, or `from_pretrained`; a function may move it."""
+    name = function_of(call)
+    return name[:1].isupper() or name == "from_pretrained"
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+    """Whether a call of `cuda` or `to` moves to a device that is, or may be, other than the CPU."""
+    if function_of(call) == "cuda":
         return True
-    if not call.args or any(name.startswith("torch.") for name in script.names.resolve(call.args[0])):
+    place = argument_of(call, "device", 0)
+    if place is None or any(name.startswith("torch.") for name in script.names.resolve(place)):
         return False
-    place = literal(script, call.args[0])
-    is_named = any(word in text_of(call.args[0]).lower() for word in ("dev", "cuda", "gpu", "rank"))
-    return place != "cpu" if isinstance(place, (str, int)) else is_named
+    if isinstance(place, ast.Constant):
+        return place.value != "cpu"
+    return any(word in text_of(place).lower() for word in ("dev", "cuda", "gpu", "rank"))
+
+
+@rule(
+    "AMP210",
+    "an optimizer made anew after initialize",
+    bad="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        optimizer = torch.optim.Adam(model.parameters())  # AMP210
+    """,
+    good="""
+        optimizer = torch.optim.Adam(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+)
+def optimizers_made_anew(context: Context) -> Iterator[Fault]:
+    """amp knows the optimizers that `initialize` was given: `scale_loss` refuses another one, which has no masters."""
+    script = context.script
+    for call in script.initializations:
+        optimizers = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
+        for one in script.assignments:
+            is_anew = one.target in optimizers and isinstance(one.value, ast.Call) and _makes_optimizer(one.value)
+            if not is_anew or not script.is_before(call, one.statement) or one.target in names_in(one.value):
+                continue
+            again = [other for other in script.initializations if script.is_before(one.statement, other)]
+            if not again and not script.is_without_amp(one.statement):
+                message = f"{one.target} is made anew after amp.initialize, which was given another one"
+                yield Fault(one.value, "error", message, "Make the optimizer first, then call amp.initialize.")
+
+
+def _makes_optimizer(call: ast.Call) -> bool:
+    """Whether a call makes an optimizer of parameters, whatever its class is."""
+    params = argument_of(call, "params", 0)
+    return params is not None and "param" in text_of(params)
+
+
+@rule(
+    "AMP211",
+    "initialize inside the training loop",
+    bad="""
+        for images, target in loader:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # AMP211
+            loss = F.mse_loss(model(images), target)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        for images, target in loader:
+            loss = F.mse_loss(model(images), target)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    """,
+)
+def initialize_in_loop(context: Context) -> Iterator[Fault]:
+    """Each call starts anew: from the first loss scale, and at O2 and O5 from masters that are rounded to 16 bits."""
+    script = context.script
+    for call in script.initializations:
+        loop = script.loop(call)
+        if loop is None or script.parent_statement(call) not in loop.body:
+            continue  # under an `if` it may run once
+        given = {name for model in parts_of(argument_of(call, "models", 0)) for name in names_in(model)}
+        made_before: set[str] = set()
+        for one in script.nodes:
+            is_bound = isinstance(getattr(one, "ctx", None), ast.Store) and script.is_inside(one, loop)
+            if is_bound and position(one) < position(script.parent_statement(call)):
+                made_before.add(text_of(one))
+        if given and not given & made_before:
+            message = "amp.initialize in a loop, for a model that the loop does not make"
+            yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")
+
+
+@rule(
+    "AMP501",
+    "a checkpoint without amp's state",
+    bad="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # AMP501
+    """,
+    good="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, path)
+    """,
+)
+def saves_without_amp(context: Context) -> Iterator[Fault]:
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    script = context.script
+    if not _may_lose_scale(context, "amp.state_dict") or not any("save" in function_of(one) for one in script.calls):
+        return
+    for call, receiver in script.method_calls("state_dict"):
+        if _holds_state(script, call, receiver):
+            message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
+            yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
+            return
+
+
+@rule(
+    "AMP502",
+    "a checkpoint loaded without amp's state",
+    bad="""
+        optimizer.load_state_dict(checkpoint["optimizer"])  # AMP502
+    """,
+    good="""
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if "amp" in checkpoint:
+            amp.load_state_dict(checkpoint["amp"])
+    """,
+)
+def loads_without_amp(context: Context) -> Iterator[Fault]:
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    script = context.script
+    if not _may_lose_scale(context, "amp.load_state_dict"):
+        return
+    for call, receiver in script.method_calls("load_state_dict"):
+        if _holds_state(script, call, receiver):
+            message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
+            yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
+            return
+
+
+def _may_lose_scale(context: Context, function: str) -> bool:
+    """Whether a script has a dynamic loss scale, and neither calls a function of amp nor reads the scalers itself."""
+    script = context.script
+    is_kept = bool(script.calls_of(function)) or "loss_scalers" in script.text
+    is_trained = bool(script.initializations or script.blocks)
+    return is_trained and script.uses_amp and context.expected.skips and not is_kept
+
+
+def _holds_state(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
+    """Whether the receiver of `state_dict` or `load_state_dict` is an optimizer under amp.
+
+    Not one that may keep its own loss scale (`FP16_Optimizer`), that was loaded itself, that a wrapper delegates to,
+    that a script uses where amp is off, or on a TPU, where it cannot be on.
+    """
+    frame = script.frame(call)
+    is_delegated = isinstance(frame, ast.FunctionDef) and frame.name == function_of(call)
+    makers = {function_of(value) for value in script.values_of(text_of(receiver)) if isinstance(value, ast.Call)}
+    has_own_scale = any(function_of(one).startswith("FP16_Optimizer") for one in script.calls)
+    is_on_tpu = any("tpu" in text and (True, "") in pairs for text, pairs in script.conditions(call).items())
+    is_other = "load" in makers or has_own_scale or is_on_tpu
+    return script.is_optimizer(receiver) and not is_delegated and not is_other and not script.is_without_amp(call)
+
+
+@rule(
+    "AMP503",
+    "amp's state before initialize",
+    bad="""
+        amp.load_state_dict(checkpoint["amp"])  # AMP503
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        amp.load_state_dict(checkpoint["amp"])
+    """,
+)
+def state_before_initialize(context: Context) -> Iterator[Fault]:
+    """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
+    script = context.script
+    for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
+        is_after = any(script.is_before(one, call) for one in script.initializations)
+        is_before = any(script.is_before(call, one) for one in script.initializations)
+        if is_before and not is_after and script.loop(call) is None:
+            message = "amp has no state before amp.initialize: this raises SessionError"
+            advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."
+            yield Fault(call, "error", message, advice)

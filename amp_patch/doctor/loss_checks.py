@@ -1,0 +1,195 @@
+"""Rules of losses: which loss goes backward, in which `scale_loss` block, and what may stand in one."""
+
+import ast
+from collections.abc import Iterator
+
+from .rules import Context, Fault, rule
+from .script import Script
+from .tree import function_of, names_in, text_of
+
+_BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+_CLIPPERS = tuple(
+    f"{module}.{name}"
+    for module in ("torch.nn.utils", "apex.contrib.clip_grad", "apex.fp16_utils")
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+)
+_READERS = ("item", "detach", "cpu", "numpy", "tolist")
+"""Methods that take a value out of its graph: for a log, not for a backward pass."""
+
+
+def _backward_calls(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield (call, loss) for each `loss.backward()`, and not for `engine.backward(loss)` and `scaler.scale(loss)`."""
+    for call, loss in script.method_calls("backward"):
+        is_own = isinstance(loss, ast.Name) and loss.id in ("self", "cls", "ctx")
+        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
+        if not call.args and not is_own and not made_by & {"scale", "super"}:
+            yield call, loss
+
+
+@rule(
+    "AMP301",
+    "an unscaled loss inside scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            loss.backward()  # AMP301
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    """,
+)
+def unscaled_in_block(context: Context) -> Iterator[Fault]:
+    """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
+    script = context.script
+    scaled = _scaled_names(script)
+    for call, loss in _backward_calls(script):
+        if context.expected.scales and script.block_around(call) is not None and not names_in(loss) & scaled:
+            message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
+            yield Fault(call, "error", message, f"Write `{_BLOCK}`.")
+
+
+@rule(
+    "AMP302",
+    "a scaled loss after its scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            pass
+        scaled_loss.backward()  # AMP302
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    """,
+)
+def scaled_after_block(context: Context) -> Iterator[Fault]:
+    """Gradients are divided by the loss scale when the block ends: those that come later stay multiplied by it."""
+    script = context.script
+    for call, loss in _backward_calls(script):
+        is_behind = script.block_around(call) is None and _holds_scaled_loss(script, text_of(loss), call)
+        if context.expected.scales and is_behind:
+            message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
+            yield Fault(call, "error", message, f"Move it into the block: `{_BLOCK}`.")
+
+
+@rule(
+    "AMP303",
+    "a backward pass without scale_loss",
+    bad="""
+        loss = F.mse_loss(model(images), target)
+        loss.backward()  # AMP303
+        optimizer.step()
+    """,
+    good="""
+        loss = F.mse_loss(model(images), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    """,
+)
+def unscaled_losses(context: Context) -> Iterator[Fault]:
+    """Small float16 gradients become 0 unless the loss is scaled, and no overflow is noticed outside of a block."""
+    script = context.script
+    if not script.initializations or not context.expected.scales:
+        return
+    scaled = _scaled_names(script)
+    for call, loss in _backward_calls(script):
+        is_scaled = script.block_around(call) is not None or bool(names_in(loss) & scaled)
+        is_stepped = any(script.frame(step) is script.frame(call) for step, _ in script.method_calls("step"))
+        has_other_path = script.is_without_amp(call) or script.is_beside_amp(call)
+        if is_stepped and not is_scaled and not has_other_path and not _may_be_scaled_by_callers(script, loss, call):
+            message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
+            yield Fault(call, "warning", message, f"Write `{_BLOCK}`.")
+
+
+def _scaled_names(script: Script) -> set[str]:
+    """Return the names that hold a scaled loss, or something made of one, and the functions that give one."""
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    scaled |= {block.name for block in script.blocks if block.name} | {text_of(one.call.func) for one in script.blocks}
+    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
+        if names_in(one.value) & scaled:
+            scaled.add(one.target)
+    return scaled
+
+
+def _may_be_scaled_by_callers(script: Script, loss: ast.expr, call: ast.Call) -> bool:
+    """Whether a loss is a parameter of its function, whose callers may have scaled it."""
+    function = script.frame(call)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    return bool(names_in(loss) & (parameters - {"self"}))
+
+
+def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
+    """Whether a name was bound last, before a node, by a block."""
+    last: ast.AST | None = None
+    for one in script.nodes:
+        is_bound = isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
+        if is_bound and script.is_before(one, node):
+            last = one
+    return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
+
+
+@rule(
+    "AMP305",
+    "clipping inside scale_loss",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # AMP305
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """,
+)
+def clips_in_block(context: Context) -> Iterator[Fault]:
+    """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
+    for call in context.script.calls_of(*_CLIPPERS):
+        if context.expected.scales and context.script.block_around(call) is not None:
+            message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
+            yield Fault(call, "error", message, "Move it behind the block that unscales, the last one before the step.")
+
+
+@rule(
+    "AMP313",
+    "a scaled loss in a log",
+    bad="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        total += scaled_loss.item()  # AMP313
+    """,
+    good="""
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        total += loss.item()
+    """,
+)
+def logged_scaled_losses(context: Context) -> Iterator[Fault]:
+    """The scaled loss is the loss times the loss scale, which is 65536 at first and changes during the run."""
+    script = context.script
+    names = {block.name for block in script.blocks}
+    for name in script.nodes if context.expected.scales else ():
+        if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
+            continue
+        reader = _reader_of(script, name)
+        if reader is not None and _holds_scaled_loss(script, name.id, name):
+            message = f"{text_of(reader)} is the scaled loss: the loss times the loss scale"
+            yield Fault(reader, "warning", message, "Log the loss that scale_loss was given.")
+
+
+def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:
+    """Return the expression that takes the value of a name for a log, if it is not told or taken for scaled there."""
+    outer = script.parent(name)
+    reader: ast.expr | None = None
+    if isinstance(outer, ast.Attribute) and outer.attr in _READERS:
+        call = script.parent(outer)
+        reader = call if isinstance(call, ast.Call) else None
+    elif isinstance(outer, ast.Call) and name in outer.args and text_of(outer.func) in ("float", "print"):
+        reader = outer
+    elif isinstance(outer, ast.AugAssign):
+        reader = name
+    words = {str(one.value) for one in ast.walk(script.parent_statement(name)) if isinstance(one, ast.Constant)}
+    is_divided = any(isinstance(one, ast.BinOp) for one in script.around(name))
+    return None if is_divided or any("scale" in word for word in words) else reader

@@ -1,0 +1,155 @@
+"""Files that are read together, and what the rules find in each."""
+
+import io
+import os
+import platform
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from . import import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
+from .coverage import Coverage
+from .documents import Document
+from .levels import expect
+from .rules import RETIRED, RULES, Context, Finding, Selection
+from .script import Script
+
+_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
+_SUFFIXES = (".py", ".ipynb")
+_IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
+_OURS = re.compile(r"amp|apex")
+_EVERY_CODE = "*"
+
+
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files among `paths`, and the scripts and notebooks below the directories, each once and in order.
+
+    Hidden directories, virtual environments and build output are passed over; links to directories are not followed.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        for file in _code_files(path) if path.is_dir() else [path]:
+            found.setdefault(file)
+    return list(found)
+
+
+def _code_files(directory: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(directory):
+        folders[:] = sorted(name for name in folders if _is_of_interest(Path(here, name)))
+        for name in sorted(files):
+            path = Path(here, name)
+            if name.endswith(_SUFFIXES) and path.is_file():
+                yield path
+
+
+def _is_of_interest(folder: Path) -> bool:
+    return not folder.name.startswith(".") and folder.name not in _SKIPPED and not (folder / "pyvenv.cfg").exists()
+
+
+class Project:
+    """Files that are read together: those without a call of `initialize` are judged by the calls in the others.
+
+    Nothing of them is run or imported.
+    """
+
+    def __init__(self, files: Sequence[Path], coverage: Coverage) -> None:
+        self._coverage = coverage
+        self._documents: list[tuple[Script, Document]] = []
+        self._unreadable: list[Finding] = []
+        for file in files:
+            self._read(file)
+        self._scripts = [script for script, _ in self._documents]
+        self._expected = expect([script for script in self._scripts if script.uses_amp])
+
+    @property
+    def uses_amp(self) -> bool:
+        """Whether any file calls amp."""
+        return any(script.uses_amp for script in self._scripts)
+
+    def _read(self, file: Path) -> None:
+        shown, document = str(file), None
+        try:
+            document = Document(file)
+            self._documents.append((Script(shown, document.text), document))
+        except SyntaxError as error:
+            self._unreadable.append(_unparsed(shown, error))
+        except (ValueError, LookupError, AttributeError) as error:
+            self._unreadable.append(_unreadable(shown, f"is not Python source: {error}"))
+        except (RecursionError, MemoryError):
+            self._unreadable.append(_unreadable(shown, "is nested too deeply to be parsed"))
+        except OSError as error:
+            self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror or error}"))
+        for cell, fault in document.faults if document else ():
+            self._unreadable.append(_unparsed(shown, fault, cell))
+
+    def diagnose(self, selection: Selection) -> list[Finding]:
+        """Return the findings in all files, by place."""
+        found = [finding for finding in self._unreadable if selection.has(finding.code)]
+        for script, document in self._documents:
+            if not _OURS.search(script.text):
+                continue
+            try:
+                found += dict.fromkeys(self._findings(script, document, selection))
+            except RecursionError:
+                found.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
+        return sorted(found, key=_sort_key)
+
+    def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
+        """Yield the findings of every rule in one script, but for those that a comment silences."""
+        expected = expect([script]) if script.initializations else self._expected
+        context = Context(script, expected, self._coverage)
+        ignored = _read_ignore_comments(script.text)
+        for rule in RULES.values():
+            if rule.find is None or not selection.has(rule.code):
+                continue
+            for fault in rule.find(context):
+                line, column = script.place(fault.node)
+                last = getattr(fault.node, "end_lineno", None) or line
+                if any({rule.code, _EVERY_CODE} & ignored.get(one, set()) for one in range(line, last + 1)):
+                    continue
+                cell, line = document.place(line)
+                yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
+        for line, codes in ignored.items() if selection.has("AMP002") else ():
+            for code in sorted(codes - RULES.keys() - RETIRED.keys() - {_EVERY_CODE}):
+                cell, line = document.place(line)
+                message, advice = f"{code!r} in an ignore comment is no code of a rule", "`--list` shows the codes."
+                yield Finding("AMP002", "note", message, advice, script.path, line, 1, cell)
+
+
+def _unreadable(shown: str, reason: str) -> Finding:
+    """Return the finding for a file that gives nothing to check."""
+    advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."
+    return Finding("AMP001", "error", f"this file {reason}", advice, shown, 1, 1)
+
+
+def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Finding:
+    """Return the finding for a file, or a cell of one, that is no Python."""
+    version = ".".join(platform.python_version_tuple()[:2])
+    message = f"this {'file' if cell is None else 'cell'} cannot be parsed as Python {version}: {error.msg}"
+    advice = "Check that it is Python 3." if cell is None else "The other cells are checked."
+    return Finding(
+        "AMP001", "error", message, advice, shown, max(error.lineno or 1, 1), max(error.offset or 1, 1), cell
+    )
+
+
+def _sort_key(finding: Finding) -> tuple[str, int, int, int, str, str]:
+    """By place, then by code."""
+    place = finding.cell or 0, finding.line or 0, finding.column or 0
+    return finding.path or "", *place, finding.code, finding.message
+
+
+def _read_ignore_comments(text: str) -> dict[int, set[str]]:
+    """Return the codes that `# amp-patch: ignore[CODE, ...]` names, by line; a comment without codes means all."""
+    found: dict[int, set[str]] = {}
+    if not _IGNORE.search(text):
+        return found
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
+            if comment is not None:
+                codes = _EVERY_CODE if comment[1] is None else comment[1]
+                found[token.start[0]] = set(re.split(r"[,\s]+", codes)) - {""}
+    except (tokenize.TokenError, SyntaxError):
+        pass  # what ast accepts and tokenize does not has no comments worth reading
+    return found
