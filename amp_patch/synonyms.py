@@ -106,7 +106,6 @@ profile why -> explain
 bench benchmark -> compare
 debug nan overflow -> trace
 search optimize -> tune
-example examples -> demo
 exec train start launch -> run
 validate lint verify -> check
 print view cat display list -> show

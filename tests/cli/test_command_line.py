@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[str, str]] = {
     # of the command itself
     "trce train.py": ("amp-patch", f"'trce' is not a command ({NAMES}). Did you mean 'trace'?"),
     "list show": ("amp-patch", f"'list' is not a command ({NAMES}). Did you mean 'lists'?"),
-    "Demo": ("amp-patch", f"'Demo' is not a command ({NAMES}). Did you mean 'demo'?"),
+    "Trace": ("amp-patch", f"'Trace' is not a command ({NAMES}). Did you mean 'trace'?"),
     "--versoin": ("amp-patch", "unrecognized arguments: --versoin. Did you mean '--version'?"),
     "--opt-level O1 trace train.py": (
         "amp-patch",
@@ -47,7 +47,6 @@ WRONG: dict[str, tuple[str, str]] = {
         " The first character is the letter O.",
     ),
     "compare train.py --opt-level O1": ("amp-patch compare", "--opt-level has no place here: name levels by --runs"),
-    "demo --opt-level O1,fast": ("amp-patch demo", f"argument --opt-level: 'fast' is not an opt_level ({LEVELS})."),
     # op lists
     "trace train.py --lists flaot16": (
         "amp-patch trace",
@@ -73,8 +72,10 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "explain train.py --epochs 3": ("amp-patch explain", f"unrecognized arguments: --epochs 3{REST}"),
     "compare train.py data": ("amp-patch compare", f"unrecognized arguments: data{REST}"),
-    "demo --step-count 3": ("amp-patch demo", "unrecognized arguments: --step-count"),
-    "demo --opt-levels O1": ("amp-patch demo", "unrecognized arguments: --opt-levels. Did you mean '--opt-level'?"),
+    "trace train.py --opt-levels O1": (
+        "amp-patch trace",
+        "unrecognized arguments: --opt-levels O1. Did you mean '--opt-level'?",
+    ),
     "doctor --slect AMP3 .": ("amp-patch doctor", "unrecognized arguments: --slect. Did you mean '--select'?"),
     # values
     "trace train.py --steps 3:1": (
@@ -105,16 +106,6 @@ WRONG: dict[str, tuple[str, str]] = {
     "explain tran.py": ("amp-patch explain", "can't open file '{cwd}/tran.py': no such file. Did you mean 'train.py'?"),
     "run -m": ("amp-patch run", "name a script, or a module with -m"),
     "compare -m json.tool train.py": ("amp-patch compare", "train.py: what is the module's follows a --"),
-    # demos
-    "demo digitz": (
-        "amp-patch demo",
-        "argument NAME: 'digitz' is not a demo (digits, mlp, checkpointing, paper, qlora). Did you mean 'digits'?",
-    ),
-    "demo paper --seeds 2": ("amp-patch demo", "the demo paper takes no --seeds"),
-    "demo --plot curves.jpg": (
-        "amp-patch demo",
-        "argument --plot: 'curves.jpg' must be a .png file in a folder that exists",
-    ),
     # lists
     "lists shwo float16": ("amp-patch lists", f"'shwo' is not a task ({TASKS_OF_LISTS}). Did you mean 'show'?"),
     "lists show": ("amp-patch lists show", "the following arguments are required: NAME|FILE"),
@@ -301,7 +292,6 @@ def complete(folder):
         ("amp-patch trace train.py --opt-level ", set(LEVELS.split(", "))),
         ("amp-patch compare train.py --runs O1,O4+", {f"O1,O4+{name}" for name in LISTS.split(", ")}),
         ("amp-patch compare train.py --runs O1,", {f"O1,{level}" for level in LEVELS.split(", ")}),
-        ("amp-patch demo pa", {"paper"}),
         ("amp-patch explain --by o", {"op"}),
         ("amp-patch lists sh", {"show"}),
         ("amp-patch lists explain mm --lists fl", {"float16"}),
@@ -328,9 +318,8 @@ def test_ctrl_c_is_one_line(name, folder, monkeypatch, capsys):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    lines = {"demo": "demo --device cpu", "lists": "lists show float16", "doctor": "doctor ."}
+    lines = {"lists": "lists show float16", "doctor": "doctor ."}
     places = {
-        "demo": "amp_patch.demos.digits.train",
         "lists": "amp_patch.config.load_oplists",
         "doctor": "amp_patch.doctor.find_files",
     }

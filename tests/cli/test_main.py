@@ -1,4 +1,4 @@
-"""The `amp-patch` command: which demo runs, and what bad usage is told."""
+"""The `amp-patch` command: what is told of a failure, and which arguments are the script's."""
 
 import errno
 import os
@@ -7,65 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-import amp_patch as amp
-from amp_patch.cli.main import build_parser, main
-from amp_patch.demos import DEMOS, digits
+from amp_patch.cli.main import main
 from amp_patch.errors import AmpError
 from amp_patch.insight.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent
-
-pytestmark = pytest.mark.usefixtures("large_packages_are_searched")
-
-
-def test_demo_leaves_no_session_open() -> None:
-    linear = torch.nn.functional.linear
-    main(["demo", "--opt-level", "O4", "--steps", "1", "--device", "cpu"])
-    assert torch.nn.functional.linear is linear
-    assert amp.stats().names_patched == 0
-
-
-def test_levels_may_be_repeated_or_listed() -> None:
-    arguments = ["demo", "--opt-level", "O1", "--opt-level", "O4,O5"]
-    parsed = build_parser(arguments).parse_args(arguments)
-    assert parsed.levels == ["O1", "O4", "O5"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        pytest.param(
-            ["--opt-level", "o1"], "'o1' is not an opt_level (O0, O1, O2, O3, O4, O5). Did you mean 'O1'?", id="level"
-        ),
-        pytest.param(["--opt-level", "O1,O9"], "'O9' is not an opt_level", id="level-in-list"),
-        pytest.param(["--steps", "0"], "'0' is not a whole number of 1 or more", id="steps"),
-        pytest.param(["--device", "abacus"], "device 'abacus' cannot be used here", id="device"),
-        pytest.param(["digitz"], "'digitz' is not a demo", id="name"),
-        pytest.param(["digitz"], "Did you mean 'digits'?", id="name-meant"),
-        pytest.param(["paper", "--seeds", "2"], "the demo paper takes no --seeds", id="seeds"),
-        pytest.param(["paper", "--html", "x.html"], "the demo paper takes no --html", id="html"),
-        pytest.param(["--plot", "curves.jpg"], "'curves.jpg' must be a .png file in a folder that exists", id="plot"),
-    ],
-)
-def test_bad_usage_is_told_before_any_training(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["demo", *options])
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_missing_extra_is_one_line_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert main(["demo", "--steps", "1"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "sklearn" in said and 'pip install "amp_patch[demo]"' in said
 
 
 @pytest.mark.parametrize(
@@ -83,9 +30,9 @@ def test_failure_of_the_work_is_one_line(
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(digits, "train", fail)
-    assert main(["demo", "--steps", "1", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.endswith(f"amp-patch demo: failed: {said}\n")
+    monkeypatch.setattr("amp_patch.config.load_oplists", fail)
+    assert main(["lists", "show", "float16"]) == 1
+    assert capsys.readouterr().err == f"amp-patch lists: failed: {said}\n"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -96,30 +43,9 @@ def test_a_file_that_may_not_be_written_is_told_of_before_the_work(exists, tmp_p
     closed = report if exists else tmp_path
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (closed, os.W_OK))
     with pytest.raises(SystemExit) as left:
-        main(["demo", "--html", str(report)])
+        main(["explain", __file__, "--html", str(report)])
     assert left.value.code == 2
     assert f"argument --html: '{report}' cannot be written: permission denied" in capsys.readouterr().err
-
-
-def test_the_first_demo_is_the_one_without_a_name() -> None:
-    named = [[], ["--steps", "3"], ["digits", "--steps", "3"]]
-    parsed = [build_parser(["demo", *each]).parse_args(["demo", *each]) for each in named]
-    assert [each.demo for each in parsed] == [DEMOS[0]] * 3
-    assert DEMOS[0].name == "digits"
-
-
-def test_help_names_every_demo_and_takes_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["demo", "--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    assert all(f"  {demo.name} " in said and demo.summary in said for demo in DEMOS)
-    script = (
-        "import sys\nfrom amp_patch.cli import main\n"
-        "try: main(['demo', 'digits', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.endswith("False\n"), done.stdout + done.stderr
 
 
 def test_module_is_the_command() -> None:
@@ -130,7 +56,7 @@ def test_module_is_the_command() -> None:
         text=True,
     )
     assert done.returncode == 0
-    assert "demo" in done.stdout
+    assert "trace" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ FLOORS = (
     "apex",
     "integrations",
     "doctor",
-    "demos",
     "cli",
     "__main__",
 )
