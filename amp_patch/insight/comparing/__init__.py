@@ -9,7 +9,6 @@ from .campaign import Plan as Plan
 from .campaign import parse_run as parse_run
 from .campaign import plan_runs as plan_runs
 from .comparison import Comparison as Comparison
-from .summary import Row as Row
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
