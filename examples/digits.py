@@ -115,6 +115,7 @@ def make_cells(level: str, results: Sequence[Result], reference: Sequence[Result
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = common.parse_options(__doc__, steps=100, seeds=3, argv=argv)
+    torch.set_num_threads(1)  # more threads gain nothing on a network of this size
     digits = common.load_digits(options.device)
     common.shorten(options, lambda steps: [train(level, digits, steps, seed=0) for level in LEVELS])
 
@@ -128,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.print_row(*make_cells(level, results[level], results["O0"]))
 
     noise = find_noise(digits, options.steps, results["O0"][0])
-    print(f"\nMeans of {options.seeds} seeds. Differences up to {noise:.1e} are noise: this is what O0 changes by")
+    print(
+        f"\nSeeds: {options.seeds}; losses are means. Differences up to {noise:.1e} are noise: this is what O0 changes by"
+    )
     print("where every pixel is one unit in the last place larger.")
     if options.plot:
         figure, (losses, times) = common.make_figure(2)
