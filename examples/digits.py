@@ -130,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     noise = find_noise(digits, options.steps, results["O0"][0])
     print(
-        f"\nSeeds: {options.seeds}; losses are means. Differences up to {noise:.1e} are noise: this is what O0 changes by"
+        f"\nSeeds: {options.seeds}; losses are means. Differences up to {noise:.1e} are noise: this is what O0 changes"
     )
-    print("where every pixel is one unit in the last place larger.")
+    print("by where every pixel is one unit in the last place larger.")
     if options.plot:
         figure, (losses, times) = common.make_figure(2)
         common.draw_lines(losses, "Training loss, seed 0", {level: runs[0].losses for level, runs in results.items()})
