@@ -1,4 +1,5 @@
-# make demo   train at every level and print the table; make demo DEMO=paper: another demo, DEMO_ARGS goes to it
+# make demo   train at every level, print a table and draw demo.png; make demo EXAMPLE=paper runs another of examples/,
+#             ARGS goes to it. In .venv-demo, which holds what the examples need and nothing else
 # make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
@@ -8,7 +9,7 @@
 # make docs   the pages of docs/ as a site, in site/; a warning is an error. In .venv-docs, without torch
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
-# Each makes .venv on the first run and installs into it again only when a requirement changed.
+# Most use .venv. An environment is made on the first run and installed into again only when a requirement changed.
 
 PYTHON ?= python3
 # another torch than the pinned one, and the environment for it
@@ -16,20 +17,27 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-DEMO ?= digits
-DEMO_ARGS ?=
+EXAMPLE ?= digits
+ARGS ?=
 # tests that share what is slow to start go to one process
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
 
 .PHONY: demo docs lint test unit test-torch test-clients test-clients-quick bench install
 
-demo: $(STAMP) $(if $(filter qlora,$(DEMO)),$(VENV)/.installed-qlora)
-	$(PY) -m amp_patch demo $(DEMO) $(DEMO_ARGS)
+demo: .venv-demo/.installed $(if $(filter qlora,$(EXAMPLE)),.venv-demo/.installed-qlora)
+	.venv-demo/bin/python examples/$(EXAMPLE).py --plot demo.png $(ARGS)
 
-# what the extra qlora has; --constraint keeps it from bringing another torch
-$(VENV)/.installed-qlora: requirements-qlora.txt $(STAMP)
-	$(PY) -m pip install --quiet --constraint requirements-dev.txt --requirement requirements-qlora.txt
+# --constraint keeps to the versions of the tests
+.venv-demo/.installed: requirements-dev.txt setup.py pyproject.toml
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --constraint requirements-dev.txt --editable ".[examples]"
+	touch $@
+
+.venv-demo/.installed-qlora: requirements-qlora.txt .venv-demo/.installed
+	.venv-demo/bin/python -m pip install --quiet --constraint requirements-dev.txt --requirement requirements-qlora.txt
 	touch $@
 
 lint: $(STAMP)
@@ -86,5 +94,5 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml | $(PY)
 	touch $@
 
 $(PY):
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)

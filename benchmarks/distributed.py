@@ -2,7 +2,7 @@
 scalers, and every opt_level, under DistributedDataParallel, fully_shard, FullyShardedDataParallel and tensor
 parallelism.
 
-    python benchmarks/distributed.py --setting ddp,fsdp2 --rounds 5 --json distributed.json
+    python benchmarks/distributed.py --setting ddp,fsdp2 --rounds 5
 
 Collectives are counted, where torch dispatches them, in one step after the warm-up: exact, and the same in every run.
 Bytes are those of the whole tensor: what an all_gather gathers, what a reduce_scatter is given. Times are of rank 0,
@@ -18,15 +18,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from modes import AUTOCAST, Trainer, get_level, prepared
-from timing import Samples, environment, format_table, interleave, write_json
+from timing import Samples, environment, format_table, interleave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -36,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from workloads import WORKLOADS, Size, Workload
+from training import AUTOCAST, LEVELS, WORKLOADS, Size, Trainer, Workload, prepared
 
 import amp_patch as amp
 
@@ -94,9 +92,8 @@ def distributed(setting: str, mode: str, workload: Workload) -> Iterator[Trainer
         model = workload.build()
         if setting == "fsdp2":
             mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-            level = get_level(mode)
             for module in (*(one for one in model.children() if list(one.parameters())), model):
-                options = {} if level is None else {"mp_policy": amp.fsdp_policy(level, module)}
+                options = {"mp_policy": amp.fsdp_policy(mode, module)} if mode in LEVELS else {}
                 fully_shard(module, mesh=mesh, **options)
         if setting == "fsdp1":
             return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
@@ -170,16 +167,15 @@ def serve(rank: int, store: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     torch.manual_seed(rank)
-    rows, report = [], {}
+    rows = []
     for setting in arguments.setting.split(","):
         workload = WORKLOADS["mlp" if setting == "tp" else arguments.workload](Size(), CPU)
         modes = [mode for mode in SETTINGS[setting] if arguments.modes is None or mode in arguments.modes.split(",")]
         samples, traffic = compare(setting, modes, workload, arguments)
         rows += table_rows(setting, samples, traffic)
-        report[setting] = {mode: {"milliseconds": samples[mode].values, **asdict(traffic[mode])} for mode in modes}
     if rank == 0:
+        print(environment(CPU, ranks=WORLD_SIZE), end="\n\n")
         print(format_table(COLUMNS, rows, left=2))
-        write_json(arguments.json, {**environment(CPU), "ranks": WORLD_SIZE, "settings": report})
     dist.destroy_process_group()
 
 
@@ -192,7 +188,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(serve, (os.path.join(folder, "store"), arguments), nprocs=WORLD_SIZE)

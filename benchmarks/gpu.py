@@ -1,11 +1,10 @@
-"""Everything that needs a GPU, in one go: the tests marked `cuda`, then the time, memory and accuracy benchmarks at the
-sizes that GPUs are for.
+"""All that needs a GPU, in one go: the tests marked `cuda`, then the time and memory benchmarks at the sizes of GPUs.
 
     python benchmarks/gpu.py --out results            # about 20 minutes on an H200
     python benchmarks/gpu.py --out results --only tests,host-bound,memory
 
-Every stage is a process of its own, with a time limit; what it prints and its JSON go into the folder, and a stage that
-fails stops no other.
+Every stage is a process of its own, with a time limit; what it prints goes into the folder, and a stage that fails
+stops no other.
 """
 
 import argparse
@@ -23,24 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A command, its arguments, and the seconds it may take.
-
-    `{json}` stands for a file in the folder of the results.
-    """
+    """A command, its arguments, and the seconds it may take."""
 
     name: str
     arguments: tuple[str, ...]
     seconds: int
 
 
-FLOAT16 = "--lists float16,fast --modes float32,autocast-float16,pure-float16,O1,O1+fast,O2,O3"
-BFLOAT16 = "--lists bfloat16,fast --modes autocast-bfloat16,pure-bfloat16,O4,O4+fast,O5"
+FLOAT16 = "--modes float32,autocast-float16,pure-float16,O1,O1+fast,O2,O3"
+BFLOAT16 = "--modes autocast-bfloat16,pure-bfloat16,O4,O4+fast,O5"
 SMALL = "--workload gpt2 --batch 1 --sequence 128"
 
 
 def _benchmark(name: str, seconds: int, command: str) -> Stage:
     script, *options = command.split()
-    return Stage(name, (f"benchmarks/{script}.py", *options, "--device", "cuda", "--json", "{json}"), seconds)
+    return Stage(name, (f"benchmarks/{script}.py", *options, "--device", "cuda"), seconds)
 
 
 STAGES = (
@@ -63,20 +59,18 @@ STAGES = (
         480,
         "step --fused --workload gpt2 --micro-batches 1 --modes autocast-float16,O1,O2 --rounds 3 --steps 10 --compile",
     ),
-    _benchmark("accuracy", 480, "accuracy"),
-    _benchmark("list-errors", 240, "list_errors"),
+    Stage("list-errors", ("tools/list_errors.py", "--device", "cuda"), 240),
 )
 
 
 def run(stage: Stage, folder: Path) -> str:
     """Run one stage and return how it ended, in a word or two."""
-    arguments = [argument.format(json=folder / f"{stage.name}.json") for argument in stage.arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     log = folder / f"{stage.name}.txt"
     with log.open("w", encoding="utf-8") as file:
         try:
             done = subprocess.run(
-                [sys.executable, *arguments],
+                [sys.executable, *stage.arguments],
                 cwd=ROOT,
                 env=environment,
                 stdout=file,

@@ -1,6 +1,6 @@
 """Bytes of one training step at its peak, and what they are, in every mode.
 
-    python benchmarks/memory.py --workload gpt-256,resnet --json memory.json --plot memory.png
+    python benchmarks/memory.py --workload gpt-256,resnet
 
 What is counted is what tensors asked of torch's allocator: on CUDA by `torch.cuda.max_memory_allocated`, on the CPU by
 adding up the allocations and releases that torch's profiler records, in order. Both are exact and repeat from run to
@@ -16,33 +16,16 @@ import os  # isort: split
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read by torch as it loads: the profiler says nothing of itself
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from modes import AUTOCAST, MODES, Trainer, default_modes, prepared
-from plots import add_option, save_stacks
-from timing import environment, format_table, write_json
+from timing import environment, format_table
 from torch import Tensor
-from workloads import WORKLOADS, Size, Workload
+from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
 
 import amp_patch as amp
 
-COLUMNS = (
-    "workload",
-    "mode",
-    "weights",
-    "masters",
-    "optimizer",
-    "links",
-    "copies",
-    "activations",
-    "gradients",
-    "peak",
-    "in",
-    "ratio",
-    "to",
-)
+COLUMNS = ("workload", "mode", "weights", "masters", "optimizer", "saved", "gradients", "peak", "in", "ratio", "to")
 WARMUP = 2
 PREFIX = "memory benchmark: "
 
@@ -64,9 +47,7 @@ class Footprint:
         weights: parameters and buffers of the model.
         masters: what the optimizer steps on in their place.
         optimizer: its state.
-        links: what else stays from one step to the next; low copies of weights, where they stay.
-        copies: low copies of weights that the backward pass needs, links or not.
-        activations: everything else that it needs, without the batch.
+        saved: what forward leaves for backward: activations, and low copies of weights.
         gradients: after the backward pass.
         peak: the most that was live in a step.
         peak_phase: when that was.
@@ -75,13 +56,11 @@ class Footprint:
     weights: int
     masters: int
     optimizer: int
-    links: int
-    copies: int
-    activations: int
+    saved: int
     gradients: int
     peak: int
     peak_phase: str
-    low: str | None
+    low: torch.dtype | None
 
 
 class CudaMeter:
@@ -104,17 +83,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """Adds up what the profiler has recorded; complete once its `with` block is left."""
+    """Adds up what the profiler has recorded; complete once the profiler has ended."""
 
-    def __init__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> "CpuMeter":
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._profile.__exit__(*exception)
+    def __init__(self, profile: torch.profiler.profile) -> None:
+        self._profile = profile
 
     def mark(self, name: str) -> None:
         """End a phase, and begin the next."""
@@ -142,192 +114,94 @@ def metered(device: torch.device) -> Iterator[CudaMeter | CpuMeter]:
     if device.type == "cuda":
         yield CudaMeter(device)
         return
-    with CpuMeter() as meter:
-        yield meter
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield CpuMeter(profile)
 
 
-def measure(mode: str, workload: Workload, device: torch.device, micro_batches: int, fused: bool) -> Footprint:
-    """Warm up, take the parts of one step apart, and measure the phases of another."""
+def measure(mode: str, workload: Workload, device: torch.device, fused: bool) -> Footprint:
+    """Warm up, and measure the phases of one step."""
 
     def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), fused=fused)
 
     torch.manual_seed(0)
-    losses = workload.micro_batches(micro_batches)
+    losses = workload.micro_batches(1)
     with metered(device) as meter, prepared(mode, workload.build, make_optimizer, device) as trainer:
-        saved = SavedForBackward(trainer, workload)
-        with saved:
-            loss = trainer.forward(losses[0])
-        del loss
         for _ in range(WARMUP):
             trainer.step(losses)
         trainer.optimizer.zero_grad()
         meter.mark("before")
-        for number, compute in enumerate(losses, start=1):
-            loss = trainer.forward(compute)
-            meter.mark("forward")
-            trainer.backward(loss / len(losses), is_last=number == len(losses))
-            del loss
-            meter.mark("backward")
-        stepped = get_stepped(trainer)
-        gradients = count_bytes(
-            tensor.grad for tensor in (*trainer.model.parameters(), *stepped) if tensor.grad is not None
-        )
+        loss = trainer.forward(losses[0])
+        meter.mark("forward")
+        trainer.backward(loss, is_last=True)
+        del loss
+        meter.mark("backward")
+        owned = [*trainer.model.parameters(), *trainer.model.buffers()]
+        stepped = list(amp.master_params(trainer.optimizer))
+        gradients = count_bytes(tensor.grad for tensor in (*owned, *stepped) if tensor.grad is not None)
         trainer.update()
         meter.mark("update")
-        owned = [*trainer.model.parameters(), *trainer.model.buffers()]
-        weights, state = count_bytes(owned), count_bytes(_tensors_in(trainer.optimizer.state.values()))
+        weights = count_bytes(owned)
         masters = count_bytes([*owned, *stepped]) - weights
-        low = str(trainer.low).removeprefix("torch.") if trainer.low else None
-    phases = meter.phases()
-    links = phases[0].live - weights - masters - state
-    highest = max(phases[1:], key=lambda phase: phase.peak)
-    return Footprint(
-        weights, masters, state, links, saved.copies, saved.activations, gradients, highest.peak, highest.name, low
-    )
-
-
-def get_stepped(trainer: Trainer) -> list[Tensor]:
-    """What the optimizer steps on: masters, where there are masters."""
-    return list(amp.master_params(trainer.optimizer))
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        optimizer = count_bytes(value for value in states if isinstance(value, Tensor))
+        low = trainer.low
+    before, forward, backward, update = meter.phases()
+    highest = max(forward, backward, update, key=lambda phase: phase.peak)
+    saved = forward.live - before.live
+    return Footprint(weights, masters, optimizer, saved, gradients, highest.peak, highest.name, low)
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """The size of the memory behind the tensors, each piece once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors_in(value.values())
-
-
-class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what one forward pass saves, as low copies of weights and as activations."""
-
-    def __init__(self, trainer: Trainer, workload: Workload) -> None:
-        super().__init__(self._note, lambda tensor: tensor)
-        self.copies = self.activations = 0
-        self._weights = list(trainer.model.parameters())
-        counted = (*self._weights, *trainer.model.buffers(), *get_stepped(trainer), workload.inputs, workload.targets)
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in counted}
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            if self._is_copy(tensor):
-                self.copies += storage.nbytes()
-            else:
-                self.activations += storage.nbytes()
-        return tensor.detach()  # an output that its own node saves would keep the graph alive
-
-    def _is_copy(self, tensor: Tensor) -> bool:
-        """Tell whether the memory behind a tensor holds a weight, rounded."""
-        if tensor.dtype not in (torch.float16, torch.bfloat16):
-            return False
-        held = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-        return any(
-            weight.numel() == held.numel() and torch.equal(_flat(weight).to(held.dtype), held)
-            for weight in self._weights
-        )
-
-
-def _flat(weight: Tensor) -> Tensor:
-    """A weight's values in the order in which they are in memory."""
-    return weight.detach().as_strided((weight.numel(),), (1,))
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def table_rows(name: str, footprints: Mapping[str, Footprint]) -> list[list[str]]:
     """One row for each mode, in millions of bytes."""
+    autocast = {dtype: mode for mode, dtype in AUTOCAST.items() if mode in footprints}
+    first = next(iter(autocast.values()), None)
     rows = []
-    autocast = {str(dtype).removeprefix("torch."): mode for mode, dtype in AUTOCAST.items() if mode in footprints}
     for mode, found in footprints.items():
-        to = autocast.get(found.low or "", next(iter(autocast.values()), ""))
-        ratio = f"{found.peak / footprints[to].peak:.3f}" if to else "-"
-        parts = (
-            found.weights,
-            found.masters,
-            found.optimizer,
-            found.links,
-            found.copies,
-            found.activations,
-            found.gradients,
-            found.peak,
-        )
+        to = autocast.get(found.low, first)
+        ratio = "-" if to is None else f"{found.peak / footprints[to].peak:.3f}"
+        parts = (found.weights, found.masters, found.optimizer, found.saved, found.gradients, found.peak)
         rows.append([name, mode, *(f"{part / 1e6:.2f}" for part in parts), found.peak_phase, ratio, to or "-"])
     return rows
 
 
-def get_parts(found: Footprint) -> dict[str, float]:
-    """What the peak consists of, in millions of bytes."""
-    parts = {
-        "weights": found.weights,
-        "masters": found.masters,
-        "optimizer state": found.optimizer,
-        "copies of weights": max(found.copies, found.links),
-        "activations": found.activations,
-    }
-    rest = found.peak - sum(parts.values())  # gradients and temporaries, less what is free again by then
-    return {name: value / 1e6 for name, value in (*parts.items(), ("rest of the peak", max(rest, 0)))}
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Bytes of a training step in every mode.")
-    parser.add_argument(
-        "--workload", default="gpt-256,mlp,resnet", help=f"of {', '.join(WORKLOADS)}; default: %(default)s"
-    )
-    parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 on the CPU")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="into how many parts the batch is split (default: %(default)s)"
-    )
+    default = "gpt-256,mlp,resnet"
+    parser.add_argument("--workload", default=default, help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
+    parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 by torch on the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
     parser.add_argument("--sequence", type=int, help="tokens of a row")
-    parser.add_argument("--image", type=int, help="pixels of a side")
     parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
-    parser.add_argument("--json", type=Path, help="write the bytes into this file")
-    add_option(parser)
     parsed = parser.parse_args(arguments)
-    parsed.modes = parsed.modes.split(",") if parsed.modes else default_modes(torch.device(parsed.device))
+    parsed.device = torch.device(parsed.device)
     parsed.workload = parsed.workload.split(",")
-    for option, allowed in (("workload", tuple(WORKLOADS)), ("modes", MODES)):
-        if unknown := sorted(set(getattr(parsed, option)) - set(allowed)):
+    parsed.modes = parsed.modes.split(",") if parsed.modes else default_modes(parsed.device)
+    for option, allowed in (("workload", WORKLOADS), ("modes", MODES)):
+        unknown = sorted(set(getattr(parsed, option)) - set(allowed))
+        if unknown:
             parser.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
     return parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse_arguments(arguments)
-    device = torch.device(parsed.device)
-    size = Size(parsed.batch, parsed.sequence, parsed.image)
-    found: dict[str, dict[str, Footprint]] = {}
+    size = Size(parsed.batch, parsed.sequence)
+    rows = []
     for name in parsed.workload:
         torch.manual_seed(0)
-        workload = WORKLOADS[name](size, device)
-        found[name] = {
-            mode: measure(mode, workload, device, parsed.micro_batches, parsed.fused) for mode in parsed.modes
-        }
-    machine = {
-        **environment(device),
-        "optimizer": "AdamW, fused" if parsed.fused else "AdamW",
-        "micro_batches": parsed.micro_batches,
-    }
-    print(", ".join(f"{key} {value}" for key, value in machine.items()) + "; millions of bytes", end="\n\n")
-    rows = [row for name, footprints in found.items() for row in table_rows(name, footprints)]
+        workload = WORKLOADS[name](size, parsed.device)
+        found = {mode: measure(mode, workload, parsed.device, parsed.fused) for mode in parsed.modes}
+        rows += table_rows(name, found)
+    print(environment(parsed.device, optimizer="AdamW, fused" if parsed.fused else "AdamW"), "millions of bytes\n")
     print(format_table(COLUMNS, rows, left=2))
-    report = {
-        name: {mode: asdict(footprint) for mode, footprint in footprints.items()} for name, footprints in found.items()
-    }
-    write_json(parsed.json, {"environment": machine, "workloads": report})
-    panels = {
-        name: {mode: get_parts(footprint) for mode, footprint in footprints.items()}
-        for name, footprints in found.items()
-    }
-    save_stacks(parsed.plot, "Memory of one training step at its peak", "millions of bytes", panels)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""What the benchmarks share: interleaved repeats, medians, a table, a JSON report.
+"""What the benchmarks share: interleaved repeats, medians, a table.
 
 Two things timed one after the other differ by whatever the machine did meanwhile. So candidates take turns, each round
-in another
-order, and a ratio is the median of the ratios within the rounds, not the ratio of two medians.
+in another order, and a ratio is the median of the ratios within the rounds, not the ratio of two medians.
 """
 
-import json
 import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -93,24 +90,17 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: in
     return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
 
 
-def environment(device: torch.device) -> dict[str, object]:
-    """What a reader needs to place the numbers: versions, the processor or accelerator, threads."""
-    return {
+def environment(device: torch.device, **about: object) -> str:
+    """Return a line with what a reader needs to place the numbers: versions, processor or GPU, threads, and more."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} ({platform.machine()}, {_cpu_capability()})",
+        "device": name,
         "threads": torch.get_num_threads(),
+        **about,
     }
-
-
-def _cpu_capability() -> str:
-    """The vector instructions that torch's kernels use here, such as AVX512."""
-    return str(torch.backends.cpu.get_cpu_capability())
-
-
-def write_json(path: Path | None, payload: Mapping[str, object]) -> None:
-    """Write the report, or nothing without a path."""
-    if path is not None:
-        path.write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+    return ", ".join(f"{key} {value}" for key, value in facts.items())

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.opt_level is not None:
         arguments.parser.error("--opt-level has no place here: name levels by --runs")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError('--png needs matplotlib, not installed here; run: pip install "amp_patch[demo]"')
+        raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
     asked = arguments.runs or _runs(RUNS)
     reference = arguments.reference or ("O0" if "O0" in asked else asked[0])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import config
-from ..demos import DEMOS
 from ..errors import MissingExtraError
 
-_LEVELS = frozenset({"opt_level", "levels"})
 _RUNS = frozenset({"runs", "reference"})
 _LISTS = frozenset({"lists", "extends", "left", "right"})
 
@@ -54,14 +52,12 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParse
 def _set_completer(action: argparse.Action, files: Callable[..., Any]) -> None:
     """Have argcomplete offer what an argument takes: by default files."""
     completer: Any = None
-    if action.dest in _LEVELS:
+    if action.dest == "opt_level":
         completer = _joined(config.shipped.shipped_levels())
     elif action.dest in _RUNS:
         completer = _joined(config.shipped.shipped_levels(), config.shipped.shipped_names())
     elif action.dest in _LISTS:
         completer = _or_files(config.shipped.shipped_names(), files(("yaml", "yml")))
-    elif action.dest == "demo":
-        completer = _joined([demo.name for demo in DEMOS])
     elif action.dest == "script":
         completer = files(("py",))
     elif action.type in (int, float):

@@ -37,7 +37,6 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("compare", "Run a script at several levels, and compare losses, time, memory, gradients and layers.", True),
-    Command("demo", "Run a technique on real data: by default handwritten digits, trained at each opt_level."),
     Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
     Command("explain", "Run a script for a step, and say which op ran in which precision, and why.", True),
     Command("lists", "Show, check, compare and explain op lists."),

@@ -28,11 +28,6 @@ def opt_level(text: str) -> str:
     return text
 
 
-def levels(text: str) -> list[str]:
-    """Return the levels of `O1` or `O1,O4`."""
-    return [opt_level(level.strip()) for level in text.split(",")]
-
-
 def oplist(text: str) -> str:
     """Return a shipped name, or the absolute path of a file that there is: scripts change their working directory.
 

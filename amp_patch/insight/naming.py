@@ -27,7 +27,6 @@ _BY: dict[str, str | None] = {  # None: the user's
     f"{_OURS}apex/updates.py": "optimizer",
     f"{_OURS}apex/amp/": "amp",
     f"{_OURS}apex/": "",  # layers
-    f"{_OURS}demos/": None,
     _OURS: "amp",
     _TORCH: "",
 }

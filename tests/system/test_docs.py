@@ -27,6 +27,7 @@ NEIGHBOURS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "benchmarks/README.md",
+    "examples/README.md",
     "lists/README.md",
 )
 TESTED_ELSEWHERE = {"apex.md", "distributed.md", "levels.md", "lists.md", "nan.md", "trainers.md"}

@@ -21,7 +21,6 @@ FLOORS = (
     "apex",
     "integrations",
     "doctor",
-    "demos",
     "cli",
     "__main__",
 )

@@ -16,7 +16,17 @@ from fork_server import ForkServer
 from torch_state import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHIPPED = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "amp_patch", "lists")
+SHIPPED = (
+    "setup.py",
+    "pyproject.toml",
+    "LICENSE",
+    "README.md",
+    "amp_patch",
+    "lists",
+    "examples",
+    "tools",
+    "benchmarks",
+)
 NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*")
 # Top-level modules that an import of amp_patch may load beyond those of torch alone.
 ALLOWED_IMPORTS = {"amp_patch", "wrapt", "yaml", "_yaml", "cython_runtime"}
@@ -106,10 +116,10 @@ def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
         "wrapt",
         "PyYAML",
     }
-    demo = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .demo.", line)}
-    assert demo == {"scikit-learn", "matplotlib", "tqdm"}
+    examples = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .examples.", line)}
+    assert examples == {"scikit-learn", "matplotlib"}
     qlora = {re.split(r"[<>=; ]", line)[0] for line in requirements if re.search(r"extra == .qlora.", line)}
-    assert qlora == {"bitsandbytes", "peft", "matplotlib", "tqdm"}
+    assert qlora == {"bitsandbytes", "peft", "transformers"}
     assert any(line.startswith("argcomplete") and re.search(r"extra == .completion.", line) for line in requirements)
 
 

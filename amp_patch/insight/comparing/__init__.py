@@ -3,15 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from ...script_settings import Settings
-from ..colours import COLOURS as COLOURS
 from ..runs import FunctionRunner, check_count, check_names
 from .campaign import Campaign as Campaign
 from .campaign import Plan as Plan
 from .campaign import parse_run as parse_run
 from .campaign import plan_runs as plan_runs
 from .comparison import Comparison as Comparison
-from .picture import make_figure as make_figure
-from .summary import Row as Row
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 

@@ -30,19 +30,13 @@ CLOSE = 0.02
 
 
 class Plan(NamedTuple):
-    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
-
-    `leave` is whether a training is left after its steps, or goes on to its own end; `by_run`, whether a run is trained
-    from all seeds before the next one begins, or all runs from a seed before the next seed.
-    """
+    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown."""
 
     runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
     command: str = ""
-    leave: bool = True
-    by_run: bool = False
 
 
 def plan_runs(
@@ -74,25 +68,17 @@ def name_of(settings: Settings) -> str:
 
 
 class Campaign:
-    """Runs what is planned. `tell` is called with a line as each run begins, `on_done` with the name of a run that has
-    trained from all seeds.
+    """Runs what is planned. `tell` is called with a line as each run begins.
 
     Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
     two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
     on inputs that are off by one unit in the last place: what differs then is noise.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        plan: Plan,
-        tell: Callable[[str], None] = lambda line: None,
-        on_done: Callable[[str], None] = lambda name: None,
-    ) -> None:
+    def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
         self._runner = runner
         self._plan = plan
         self._tell = tell
-        self._on_done = on_done
         self._header: RunRecord | None = None
         self._compared = {name: ComparedRecord(name, failed="did not run") for name in plan.runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in plan.runs}
@@ -104,16 +90,14 @@ class Campaign:
         """Run all. What a run raises is noted, an interrupt leaves."""
         plan = self._plan
         order = sorted(plan.runs, key=lambda name: name != plan.reference)
-        pairs = [(name, seed) for seed in plan.seeds for name in order]
-        for name, seed in sorted(pairs, key=lambda pair: order.index(pair[0])) if plan.by_run else pairs:
-            if self._compared[name].failed in ("", "did not run"):
-                self._train(name, seed)
-            if name == plan.reference and not self._compared[name].failed:
-                self._train(name, seed, is_noise=True)
-            if seed == plan.seeds[0] and not self._compared[name].failed:
-                self._look_at_layers(name, seed)
-            if seed == plan.seeds[-1]:
-                self._on_done(name)
+        for seed in plan.seeds:
+            for name in order:
+                if self._compared[name].failed in ("", "did not run"):
+                    self._train(name, seed)
+                if name == plan.reference and not self._compared[name].failed:
+                    self._train(name, seed, is_noise=True)
+                if seed == plan.seeds[0] and not self._compared[name].failed:
+                    self._look_at_layers(name, seed)
 
     def comparison(self) -> Comparison:
         """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""
@@ -132,9 +116,7 @@ class Campaign:
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
         self._say(f"{name}{', inputs off by one unit' if is_noise else ''}, seed {seed}")
-        recording, failed = self._watch(
-            name, CURVES, {"steps": self._plan.steps, "nudge": is_noise, "leave": self._plan.leave}, seed
-        )
+        recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "nudge": is_noise}, seed)
         if not is_noise:
             self._describe(name, recording, failed)
         for curve in () if recording is None or (failed and is_noise) else recording.of(CurveRecord):

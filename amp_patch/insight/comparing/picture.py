@@ -11,22 +11,6 @@ from .summary import Summary, find_spread, sizes, smoothed_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-def make_figure(panels: int = 1) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of 150 dots per inch and its panels, side by side; `figure.savefig(path)` writes it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9 if panels == 1 else 6.5 * panels, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(visible=True, which="major", alpha=0.25)
-        panel.set_axisbelow(True)
-    return figure, axes
 
 
 def draw_comparison(summary: Summary, path: str | os.PathLike[str]) -> None:
@@ -36,9 +20,18 @@ def draw_comparison(summary: Summary, path: str | os.PathLike[str]) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
-            'the picture needs matplotlib, not installed here; run: pip install "amp_patch[demo]", or write HTML'
+            "the picture needs matplotlib, not installed here; run: pip install matplotlib, or write HTML"
         )
-    figure, (differences, times, memory) = make_figure(3)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(19.5, 5.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    differences, times, memory = (figure.add_subplot(1, 3, number) for number in (1, 2, 3))
+    for panel in (differences, times, memory):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(visible=True, which="major", alpha=0.25)
+        panel.set_axisbelow(True)
     colours = pick_colours(run.run for run in summary.runs)
     _draw_differences(differences, summary, colours)
     rows = summary.rows()

@@ -37,14 +37,11 @@ class CurveProbe(Probe):
     Args:
         steps: how many to watch.
         nudge: move what models are given by one unit in the last place.
-        leave: call `on_end`; else the training goes on to its own end.
         on_end: called when they have ended.
     """
 
-    def __init__(
-        self, steps: int, nudge: bool = False, leave: bool = True, on_end: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(on_end if leave else lambda: None)
+    def __init__(self, steps: int, nudge: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_end)
         self._limit = steps
         self._is_noise = nudge
         self._nudge: Nudge | None = None

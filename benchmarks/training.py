@@ -1,14 +1,19 @@
-"""The models that the benchmarks train, each with a loss of its own: what a mode does to it is the benchmark's
-business.
+"""What the benchmarks train, and in which ways: float32, torch.autocast, a model cast to 16 bits, and every opt_level.
+
+Each way is a `Trainer` with the same three phases, so that what differs between two figures is the mode alone.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import amp_patch as amp
 
 VOCABULARY = 512
 CLASSES = 10
@@ -101,21 +106,8 @@ class Bottleneck(nn.Module):
         return F.relu(self.third_norm(self.third(y)) + self.shortcut(x))
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How large a batch is. A workload takes what it has a use for; None stands for its own default on that device.
-
-    Attributes:
-        batch: rows; the mlp takes 16 times as many.
-        sequence: tokens of a row.
-        image: pixels of a side.
-        channels_last: images and convolutions in torch.channels_last.
-    """
-
-    batch: int | None = None
-    sequence: int | None = None
-    image: int | None = None
-    channels_last: bool = False
+Loss = Callable[[Callable[..., Any]], Tensor]
+"""Computes the loss of one micro-batch with the model it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +118,29 @@ class Workload:
     inputs: Tensor
     targets: Tensor
 
-    def loss(self, run: Callable[..., Tensor], rows: slice) -> Tensor:
-        """The mean cross entropy of the model on some rows of the batch."""
-        logits = run(self.inputs[rows])
-        return F.cross_entropy(logits.flatten(0, -2), self.targets[rows].flatten())
+    def micro_batches(self, count: int) -> list[Loss]:
+        """Return the losses of `count` parts of the batch."""
+        parts = zip(self.inputs.chunk(count), self.targets.chunk(count), strict=True)
+        return [functools.partial(_compute_loss, *part) for part in parts]
 
-    def micro_batches(self, count: int) -> list[Callable[[Callable[..., Tensor]], Tensor]]:
-        """The losses of `count` equal parts of the batch; what does not divide is left out."""
-        size = len(self.inputs) // count
-        return [functools.partial(self._loss_from, size, start) for start in range(0, size * count, size)]
 
-    def _loss_from(self, size: int, start: int, run: Callable[..., Tensor]) -> Tensor:
-        return self.loss(run, slice(start, start + size))
+def _compute_loss(inputs: Tensor, targets: Tensor, run: Callable[..., Tensor]) -> Tensor:
+    return F.cross_entropy(run(inputs).flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a batch is; None stands for the workload's own default on that device.
+
+    Attributes:
+        batch: rows; the mlp takes 16 times as many.
+        sequence: tokens of a row.
+        channels_last: images and convolutions in torch.channels_last.
+    """
+
+    batch: int | None = None
+    sequence: int | None = None
+    channels_last: bool = False
 
 
 Maker = Callable[[Size, torch.device], Workload]
@@ -191,7 +194,7 @@ def _resnet(size: Size, device: torch.device) -> Workload:
         stem = (nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
         return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
 
-    return _vision(build, CLASSES, _choose(size.batch, device, 8, 32), size.image or 32, size.channels_last, device)
+    return _vision(build, CLASSES, _choose(size.batch, device, 8, 32), 32, size.channels_last, device)
 
 
 def _resnet50(size: Size, device: torch.device) -> Workload:
@@ -211,14 +214,8 @@ def _resnet50(size: Size, device: torch.device) -> Workload:
         )
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
 
-    return _vision(
-        build,
-        1000,
-        _choose(size.batch, device, 8, 128),
-        _choose(size.image, device, 64, 224),
-        size.channels_last,
-        device,
-    )
+    side = 64 if device.type == "cpu" else 224
+    return _vision(build, 1000, _choose(size.batch, device, 8, 128), side, size.channels_last, device)
 
 
 def _vision(
@@ -240,3 +237,120 @@ WORKLOADS: dict[str, Maker] = {
     "resnet": _resnet,
     "resnet50": _resnet50,
 }
+
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+AUTOCAST = {"autocast-float16": torch.float16, "autocast-bfloat16": torch.bfloat16}
+PURE = {"pure-float16": torch.float16, "pure-bfloat16": torch.bfloat16}
+OVERLAID = ("O1+fast", "O4+fast")
+DEFAULT_LISTS = {"O1": "float16", "O4": "bfloat16"}
+MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID)
+SLOW_ON_CPU = frozenset({"autocast-float16", "pure-float16"})  # kernels of torch, up to 150 times slower than float32
+
+
+class Trainer:
+    """A model and its optimizer in one mode; plain torch as it stands.
+
+    Attributes:
+        run: what losses call: the model, or what torch.compile made of it.
+        low: the 16-bit dtype of the mode, or None.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, low: torch.dtype | None = None) -> None:
+        self.model, self.optimizer, self.low = model, optimizer, low
+        self.run: Callable[..., Any] = model
+
+    def forward(self, compute: Loss) -> Tensor:
+        return compute(self.run)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """`is_last`: no other micro-batch follows before the update."""
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def step(self, losses: Sequence[Loss]) -> Tensor:
+        """One update from the mean of the losses; returns the last of them."""
+        self.optimizer.zero_grad()
+        for number, compute in enumerate(losses, start=1):
+            loss = self.forward(compute)
+            self.backward(loss / len(losses), is_last=number == len(losses))
+        self.update()
+        return loss
+
+
+class Autocast(Trainer):
+    """The forward under torch.autocast; with a GradScaler for float16 and without one for bfloat16."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, low: torch.dtype, device_type: str) -> None:
+        super().__init__(model, optimizer, low)
+        self._device_type = device_type
+        self._scaler = torch.amp.GradScaler(device_type, enabled=low == torch.float16)
+
+    def forward(self, compute: Loss) -> Tensor:
+        with torch.autocast(self._device_type, dtype=self.low):
+            return compute(self.run)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self._scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+
+
+class Amp(Trainer):
+    """A bound model; only the last micro-batch unscales."""
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        with amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
+            scaled_loss.backward()
+
+
+def _cast_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast floating inputs to the dtype of the weights; amp_patch does so by itself."""
+    low = next(model.parameters()).dtype
+    return tuple(value.to(low) if value.is_floating_point() else value for value in inputs)
+
+
+@contextlib.contextmanager
+def prepared(
+    mode: str,
+    build: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    device: torch.device,
+    compile_mode: str | None = None,
+) -> Iterator[Trainer]:
+    """Build a model and an optimizer anew and prepare them for `mode`; leave no session and nothing compiled behind.
+
+    Args:
+        mode: of `MODES`, or a level with an op list to lay over its own: "O4+fast".
+        compile_mode: compile the model with torch.compile in this mode of it, or not at all.
+    """
+    level, _, overlay = mode.partition("+")
+    model = build()
+    if mode in PURE:
+        model.to(PURE[mode]).register_forward_pre_hook(_cast_inputs)
+    optimizer = make_optimizer(model)
+    try:
+        if level in LEVELS:
+            lists = [DEFAULT_LISTS[level], overlay] if overlay else None
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, lists=lists, verbosity=0)
+            trainer: Trainer = Amp(model, optimizer, amp.stats().low_dtype)
+        elif mode in AUTOCAST:
+            trainer = Autocast(model, optimizer, AUTOCAST[mode], device.type)
+        else:
+            trainer = Trainer(model, optimizer, PURE.get(mode))
+        if compile_mode is not None:
+            trainer.run = torch.compile(model, mode=None if compile_mode == "default" else compile_mode)
+        yield trainer
+    finally:
+        amp.reset()
+        if compile_mode is not None:
+            torch.compiler.reset()
+
+
+def default_modes(device: torch.device) -> list[str]:
+    """All modes, but on the CPU none that has torch's own float16."""
+    return [mode for mode in MODES if not (device.type == "cpu" and mode in SLOW_ON_CPU)]
