@@ -8,7 +8,6 @@ code at each change, and tag the cache key.
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -25,9 +24,6 @@ from ..torch_private import (
     pass_keys_through,
     set_keys,
 )
-
-if TYPE_CHECKING:
-    from .mode import Switch
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
@@ -120,7 +116,7 @@ def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
 
 _regions_in_graphs: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
 
-switches: "WeakSet[Switch]" = WeakSet()
+switches: "WeakSet[Any]" = WeakSet()
 """Those of this process, each of which has to know of the regions in graphs."""
 
 
