@@ -8,6 +8,7 @@ code at each change, and tag the cache key.
 import contextlib
 import sys
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
