@@ -31,7 +31,7 @@ from ..errors import OpListError
 from .diagnostics import Diagnostics
 from .diagnostics import Finding as Finding
 from .list_file import OpEntry as OpEntry
-from .op_names import find_deferred
+from .op_names import find_deferred, inplace_twin
 from .op_names import find_spellings as find_spellings
 from .overlay import OpLists as OpLists
 from .overlay import Overlay
@@ -87,26 +87,22 @@ class _Loaded:
         self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
         self._files = overlay.files
-        self._outside = overlay.outside
+        self._found = overlay.found
+        self._twins = overlay.twins
 
     def is_current(self) -> bool:
-        """Tell whether reading the files again would give the same: they are unchanged, listed names of torch are
-        still functions, and what is imported of other packages is the same.
+        """Tell whether reading the files again would give the same: they are unchanged, and each op is found where it
+        was, and nowhere else.
         """
         try:
             return (
                 all(read_bytes(path, OpListError) == content for path, content in self._files.items())
-                and all(find_spellings(op, may_be_missing=True) == found for op, found in self._outside.items())
+                and all(find_spellings(op, may_be_missing=True) == found for op, found in self._found.items())
+                and all(inplace_twin(key) == twin for key, twin in self._twins.items())
                 and all(rule.find_problem() is None for rule in self.lists.modules)
-                and all(_is_function(spelling) for spelling in self.lists.spellings)
             )
         except OpListError:
             return False
-
-
-def _is_function(spelling: Spelling) -> bool:
-    value = getattr(spelling.owner, spelling.name, None)
-    return callable(value) and not isinstance(value, type)
 
 
 MAX_LOADED = 16

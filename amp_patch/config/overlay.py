@@ -22,7 +22,6 @@ from .list_file import (
 )
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import Key, find_spellings, inplace_twin
-from .op_namespaces import OWNERS
 from .packages import find_doubt
 from .rules import TWINNED, Rule, kind_of
 from .shipped import lists_dir, shipped_names
@@ -90,13 +89,15 @@ class Overlay:
 
     Attributes:
         files: what each file holds that was read.
-        outside: the spellings of each op that torch lacks, or that is of another package.
+        found: the spellings of each op that was looked for, with their owners.
+        twins: the in-place twin of each spelling that may have one, or None.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self._diagnostics = diagnostics
         self.files: dict[Path, bytes] = {}
-        self.outside: dict[str, dict[Key, object | None]] = {}
+        self.found: dict[str, dict[Key, object | None]] = {}
+        self.twins: dict[Key, Key | None] = {}
         self._spellings: dict[Key, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._done: set[str] = set()
@@ -149,8 +150,7 @@ class Overlay:
                 continue
             with self._diagnostics:
                 found = _find(entry, may_be_missing=is_shipped or entry.is_optional)
-                if not all(owner_name in OWNERS for owner_name, _ in found or [("", "")]):
-                    self.outside[entry.op] = found
+                self.found[entry.op] = found
                 for key in found or {("", entry.op): None}:
                     other = named[key].entry if key in named else absent.get(key)
                     if other is not None:
@@ -175,7 +175,10 @@ class Overlay:
         """Add the in-place twins, and freeze."""
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
-            if spelling.entry.rule in TWINNED and (twin := inplace_twin(key)) and twin not in spellings:
+            if spelling.entry.rule not in TWINNED:
+                continue
+            self.twins[key] = twin = inplace_twin(key)
+            if twin is not None and twin not in spellings:
                 spellings[twin] = replace(spelling, name=twin[1])
         resolved = [
             replace(spelling, kind=kind_of(spelling.name, spelling.entry.rule, self._inplace))

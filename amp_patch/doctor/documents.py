@@ -35,10 +35,15 @@ class Document:
         tree = json.loads(data.decode())
         if not isinstance(tree, dict) or not isinstance(tree.get("cells"), list):
             raise ValueError("it has no cells, as notebooks of version 4 have")
+        if not all(isinstance(cell, dict) for cell in tree["cells"]):
+            raise ValueError("it has a cell that is no mapping")
         lines: list[str] = []
         for number, cell in enumerate((cell for cell in tree["cells"] if cell.get("cell_type") == "code"), 1):
             source = cell.get("source", "")
-            text = source if isinstance(source, str) else "".join(source)
+            parts = [source] if isinstance(source, str) else source
+            if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"code cell {number} has no text")
+            text = "".join(parts)
             if not _PYTHON_CELL.match(text):
                 continue
             code, fault = _without_magics(text)

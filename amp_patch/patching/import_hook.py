@@ -1,6 +1,8 @@
 """Being told of imports: one hook for each module name in the process, however many sessions ask."""
 
 import functools
+import importlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -30,6 +32,8 @@ class ImportWatch:
         self._names |= names
         _watches.add(self)
         for name in sorted(names):
+            if _is_being_imported(name):
+                importlib.import_module(name)  # waits for the thread that imports it: a hook would come too early
             try:
                 with _lock:
                     is_hooked = name in _hooked
@@ -49,6 +53,12 @@ class ImportWatch:
         """Pass it on if the module is watched."""
         if name in self._names:
             self._tell(name)
+
+
+def _is_being_imported(name: str) -> bool:
+    """Tell whether a module is there and its body is still running, maybe in another thread."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 _lock = threading.Lock()

@@ -872,3 +872,16 @@ def test_a_file_that_extends_null_stands_alone_wherever_it_is(write: Write) -> N
     assert kinds(load_oplists(overlay)) == kinds(load_oplists(alone)) == {"torch.nn.functional.softsign": "blacklist"}
     with pytest.raises(OpListError, match="'null' is not a shipped list"):
         load_oplists(write("extends: 'null'"))
+
+
+def test_a_name_of_torch_that_was_replaced_for_a_while_is_found_again(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("whitelist: [mm]\nblacklist: [exp]")
+    expected = kinds(load_oplists(path))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "mm", type("Spy", (), {}))
+        patched.delattr(torch, "exp_")
+        assert not {"torch.mm", "torch.exp_"} & kinds(load_oplists(path)).keys()
+    assert kinds(load_oplists(path)) == expected
+    assert {"torch.mm", "torch.exp_"} <= expected.keys()
