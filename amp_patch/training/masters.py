@@ -151,7 +151,9 @@ class Masters:
         """Have a master follow a parameter that was edited, element by element."""
         parameter, master = self._parameters[index], self._masters[index]
         with torch.inference_mode(False), torch.no_grad():
-            pushed = self._pushed.setdefault(index, clone(master))
+            if index not in self._pushed:
+                self._pushed[index] = clone(master)
+            pushed = self._pushed[index]
             edited = torch.empty_like(master, requires_grad=False)
             copy_([([edited], [parameter])])
             edited = where(_is_rounded(parameter, master), master, edited)
