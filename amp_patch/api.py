@@ -27,7 +27,7 @@ from .reporting import say, say_once, set_verbosity
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, hold
 from .session import current as _current
 from .tables import align
-from .training import BackwardPasses
+from .training import UnscaledBlock
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -211,7 +211,7 @@ def scale_loss(
         `initialize` has not seen. ArgumentTypeError: the loss is no floating tensor. LossIdError: no such `loss_id`.
     """
     if _current.state.is_disabled:
-        return BackwardPasses.leave_unscaled(loss)
+        return UnscaledBlock(loss)
     current = _current.require()
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:

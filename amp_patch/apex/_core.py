@@ -7,6 +7,7 @@ inside sessions, bindings and loss scalers is touched in this file alone.
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..patching import Patch
 from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
-from ..training import loss_scaler
+from ..training import LossBlock, loss_scaler
 
 LossScaler = loss_scaler.LossScaler
 parse_loss_scale = presets.parse_loss_scale
@@ -216,20 +217,24 @@ class ManualPass:
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        scaler.awaits_loss = False
         self._scaler = scaler
-        self._pass = scaler.begin_pass(device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
         """Divide gradients by `scale` (0-dim float32), and note whether any holds inf or NaN. Waits for nothing."""
-        loss_scaler.unscale_(gradients, scale, self._pass.found_inf)
+        loss_scaler.unscale_(gradients, scale, self._found_inf)
 
     def has_overflow(self) -> bool:
         """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
-        return bool(self._pass.found_inf.item())
+        return bool(self._found_inf.item())
 
-    def note_overflow(self) -> None:
-        """Take in that the caller has found an overflow."""
-        self._pass.found_inf.fill_(1.0)
+    def note_overflow(self, found_inf: Tensor | None = None) -> None:
+        """Take in that the caller has found an overflow, or what a flag says (0-dim float32)."""
+        if found_inf is None:
+            self._found_inf.fill_(1.0)
+        else:
+            self._found_inf.copy_(torch.maximum(self._found_inf, found_inf.to(self._found_inf.device)))
 
     def update_scale(self) -> bool:
         """End the pass: update the loss scale, and return whether the step is to be skipped, for this pass or for
@@ -237,17 +242,19 @@ class ManualPass:
 
         Ranks that decide together call this as often as each other. Waits for the device if the scale is dynamic.
         """
-        self._pass.close()
-        due, session = self._scaler.due(), current.state.session
+        self._scaler.note(self._found_inf)
+        found_inf = self._scaler.found_inf
+        assert found_inf is not None
+        session = current.state.session
         if session is not None and any(self._scaler is one for one in session.scalers):
-            session.decisions.judge(due)
+            found_inf = session.decisions.judge({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
-        return self._scaler.is_dynamic and any(one.is_overflow() for one in due)
+        return self._scaler.is_dynamic and bool(found_inf)
 
-    def discard(self) -> None:
-        """Have no later update count this pass."""
-        self._scaler.discard(self._pass)
+
+_open_blocks: "weakref.WeakKeyDictionary[Optimizer, LossBlock]" = weakref.WeakKeyDictionary()
+"""Passes of losses that the caller multiplies, by optimizer."""
 
 
 class OptimizerView:
@@ -259,6 +266,7 @@ class OptimizerView:
     def __init__(self, optimizer: Optimizer) -> None:
         session = current.require()
         self._binding = session.binding_of(optimizer)
+        self._ledgers = session.ledgers
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
@@ -280,25 +288,35 @@ class OptimizerView:
     @property
     def has_scaled_gradients(self) -> bool:
         """Whether gradients carry a loss scale."""
-        return self._binding.gradients.is_scaled
+        return self._ledgers.is_scaled
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale that they carry."""
-        self._binding.gradients.unscale()
-        self._binding.gradients.resume()
+        self._ledgers.prepare_step(self._binding.ledger)
+        self._ledgers.resume(self._binding.ledger)
 
     def begin_pass(self) -> None:
         """Make gradients ready for a backward pass of a loss that is multiplied by the scale of the first scaler."""
-        scaler = current.require().scaler(0)
-        self._binding.gradients.begin(None if scaler.is_identity else scaler.scale_on(self.device))
+        optimizer = self._binding.optimizer
+        if optimizer is None:
+            return
+        any_loss = torch.ones((), device=self.device)
+        block = current.require().scale_loss(any_loss, [optimizer], loss_id=0, delay_unscale=False)
+        if isinstance(block, LossBlock):
+            _open_blocks[optimizer] = block
+            block.__enter__()
 
     def end_pass(self, manual: ManualPass) -> None:
         """Unscale the gradients of that pass, and have `manual` and the next step know of an overflow."""
-        self._binding.gradients.end()
-        self._binding.window.add(manual._pass)
-        self.unscale()
-        self._binding.window.close_passes()
+        optimizer = self._binding.optimizer
+        block = None if optimizer is None else _open_blocks.pop(optimizer, None)
+        if block is None:
+            self.unscale()
+            return
+        block.__exit__(None, None, None)
+        if block.found_inf is not None:
+            manual.note_overflow(block.found_inf)
 
     def is_next_step_skipped(self) -> bool:
         """Tell whether `step()` will be skipped. Waits for the device."""
-        return self._binding.window.is_overflow()
+        return self._binding.ledger.is_overflow()

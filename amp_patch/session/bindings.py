@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -22,7 +22,9 @@ class Bindings:
         rules: module rules for the models.
         switch: whether the casts of the session act.
         cache: the weight cache, or None.
-        decisions: judges backward passes.
+        decisions: updates the loss scales.
+        local: tells which gradients no pass has reduced yet.
+        sharded: modules that `fully_shard` has taken.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class Bindings:
         switch: Switch,
         cache: WeightCache | None,
         decisions: Decisions,
+        local: LocalGradients,
+        sharded: Iterable[nn.Module],
     ) -> None:
         self._policy = policy
         self._rules = rules
@@ -42,6 +46,14 @@ class Bindings:
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._outside: tuple[object, list[Tensor]] = (None, [])  # and what it was found for
+        self.ledgers = Ledgers(
+            lambda: [binding.ledger for binding in self._optimizers],
+            self.parameters_outside,
+            bool(policy.master_weights),
+            local,
+            decisions,
+            sharded,
+        )
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -93,8 +105,7 @@ class Bindings:
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
             warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
-        for known in self.optimizers():  # new ones may have parameters of theirs
-            known.gradients.settle()
+        self.ledgers.make_true()  # new optimizers may have parameters of others
         for optimizer in optimizers:
             stepper = OptimizerBinding(
                 optimizer,
@@ -103,27 +114,27 @@ class Bindings:
                 switch=self._switch,
                 cache=self._cache,
                 decisions=self.decisions,
+                ledgers=self.ledgers,
                 get_names=self.names_of,
-                on_new_parameters=self._share_gradients,
+                on_new_parameters=self._find_partners,
             )
             self._optimizers.append(stepper)
             stepper.bind(float32_data)
             forget = weakref.WeakMethod(self.forget_optimizer)
             weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
-        self._share_gradients()
+        self._find_partners()
 
-    def _share_gradients(self) -> None:
-        """Have optimizers with a parameter in common have one set of gradients: two would each scale and unscale it."""
-        clusters: list[tuple[set[int], list[OptimizerBinding]]] = []
+    def _find_partners(self) -> None:
+        """Have the ledgers of optimizers with a parameter in common know of each other."""
+        holders: dict[int, list[OptimizerBinding]] = {}
         for binding in self.optimizers():
-            ids, members = set(map(id, binding.model_parameters())), [binding]
-            for cluster in [cluster for cluster in clusters if not ids.isdisjoint(cluster[0])]:
-                clusters.remove(cluster)
-                ids, members = ids | cluster[0], [*cluster[1], *members]
-            clusters.append((ids, members))
-        for _, members in clusters:
-            if any(binding.gradients is not members[0].gradients for binding in members):
-                OptimizerBinding.share_gradients(members)
+            binding.ledger.partners = []
+            for parameter in binding.model_parameters():
+                holders.setdefault(id(parameter), []).append(binding)
+        for bindings in holders.values():
+            for binding in bindings:
+                partners = binding.ledger.partners
+                partners += [one.ledger for one in bindings if one is not binding and one.ledger not in partners]
 
     def bind_more(
         self,
@@ -149,6 +160,7 @@ class Bindings:
 
     def release(self) -> None:
         """Undo everything that binding did."""
+        self.ledgers.close()
         self._release(self._models, self._optimizers)
         self.masters = Masters()
         if self._cache is not None:
@@ -174,7 +186,6 @@ class Bindings:
         """Drop what was kept for an optimizer that is gone."""
         if binding in self._optimizers:
             self._optimizers.remove(binding)
-            binding.gradients.settle()
         if self._cache is not None:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
             self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
@@ -221,25 +232,12 @@ class Bindings:
         if binding is not None:
             binding.steps.resolve()
 
-    def fold_gradients(self) -> None:
-        """Add 16-bit gradients to those of their masters, but for held ones; warn inside a block, where they are yet to
-        be unscaled.
-        """
-        for gradients in (binding.gradients for binding in self.optimizers()):
-            if gradients.is_in_block and gradients.has_masters:
-                warn(
-                    "gradients are clipped inside a scale_loss block, where those of 16-bit parameters are not in the"
-                    " masters yet: clip after the block"
-                )
-            elif not gradients.is_held:
-                gradients.unscale()
-
     def on_zero_grad(self, module: nn.Module) -> None:
         """`module.zero_grad()` ends the accumulation window of every optimizer whose parameters it covers."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
-                binding.window.abandon()
+                self.ledgers.abandon(binding.ledger)
 
 
 def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:

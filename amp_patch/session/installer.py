@@ -29,12 +29,12 @@ class Installer:
         cache: the weight cache, or None.
         registered: functions that the user registered.
         bindings: the models, optimizers and masters that the patches serve.
+        local: told of each forward of a parallel wrapper.
 
     Attributes:
         casts_model: whether the parameters of models are cast.
         scales: whether there are masters or a loss scale.
         deferred: listed ops of packages that are not imported yet, or None.
-        local: gradients that a parallel wrapper does not reduce.
         patcher: the patches of ops.
     """
 
@@ -47,6 +47,7 @@ class Installer:
         cache: WeightCache | None,
         registered: Sequence[Registration],
         bindings: Bindings,
+        local: LocalGradients,
     ) -> None:
         self.casts_model = policy.cast_model_type in LOW_DTYPES
         self.scales = bool(policy.master_weights) or policy.loss_scale != 1.0
@@ -56,7 +57,7 @@ class Installer:
         self.cache = cache
         self.bindings = bindings
         self.deferred: DeferredOps | None = None
-        self.local = LocalGradients()
+        self.local = local
         self.patcher = Patcher()
         self._registered = tuple(registered)
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about

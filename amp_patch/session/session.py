@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
-from ..training import BackwardPasses, Decisions, OptimizerBinding, loss_scaler
+from ..training import Decisions, Ledgers, LocalGradients, LossBlock, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -100,17 +100,11 @@ class Session:
             inside = policy.casts_inside
             self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
         rules = () if self.oplists is None else self.oplists.modules
-        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions)
-        self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self._bindings)
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._passes = BackwardPasses(
-            self._bindings.optimizers,
-            self._bindings.parameters_outside,
-            self._installer.local,
-            self.switch,
-            self.decisions,
-            self._sharded,
-            self._end_pass,
+        local = LocalGradients()
+        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, local, self._sharded)
+        self._installer = Installer(
+            policy, self.casts, products, self.oplists, self._cache, registered, self._bindings, local
         )
         self._overflow_group: Any = None
         self._undo = UndoStack()
@@ -178,7 +172,7 @@ class Session:
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
-        if self.process_id == os.getpid() and self._passes.is_block_open():
+        if self.process_id == os.getpid() and self._bindings.ledgers.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     # ---- what it holds -----------------------------------------------------------------------------------------------
@@ -187,6 +181,11 @@ class Session:
     def patcher(self) -> Patcher:
         """The patches of ops."""
         return self._installer.patcher
+
+    @property
+    def ledgers(self) -> Ledgers:
+        """The gradients, and what backward passes have found in them."""
+        return self._bindings.ledgers
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -272,8 +271,9 @@ class Session:
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
                 " called: move the model to its device first, then call initialize"
             )
-        bindings = [self._bindings.get_optimizer(optimizer) for optimizer in optimizers]
-        return self._passes.scale_loss(loss, bindings, self.scaler(loss_id), delay_unscale)
+        ledgers = [self._bindings.get_optimizer(optimizer).ledger for optimizer in optimizers]
+        scaler = self.scaler(loss_id)
+        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._end_pass)
 
     def _end_pass(self) -> None:
         if self._cache is not None:

@@ -59,7 +59,7 @@ def _sync(original: Callable[..., Any], session: Any) -> Callable[..., Any]:
 
 
 def _clip(original: Callable[..., Any], session: Any) -> Callable[..., Any]:
-    return gradient_patches.clip_masters(original, session.bindings.masters, session.bindings.fold_gradients)
+    return gradient_patches.clip_masters(original, session.bindings.masters, session.bindings.ledgers.fold_for_clipping)
 
 
 TABLE = (

@@ -4,9 +4,11 @@ from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
 from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
+from .ledger import Ledgers as Ledgers
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
 from .optimizer import OptimizerBinding as OptimizerBinding
 from .reduction import LocalGradients as LocalGradients
-from .scale_loss import BackwardPasses as BackwardPasses
+from .scale_loss import LossBlock as LossBlock
+from .scale_loss import UnscaledBlock as UnscaledBlock

@@ -5,7 +5,6 @@ Reading a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..config import presets
 from ..multi_tensor import clone
 from ..torch_private import update_scale_
-from .backward_pass import BackwardPass, PassState, combine_found_inf
+from .unscaling import either
 from .unscaling import rescale_ as rescale_
 from .unscaling import unscale_ as unscale_
 
@@ -56,7 +55,9 @@ class LossScaler:
         self.is_identity = not self.is_dynamic and start == 1.0
         self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
         self.is_shared = False  # several ranks decide together, each time one of them would decide
-        self._unjudged: list[BackwardPass] = []
+        self.found_inf: Tensor | None = (
+            None  # whether passes that no update has counted overflowed; None: there are none
+        )
 
     @property
     def scale(self) -> Tensor:
@@ -75,24 +76,15 @@ class LossScaler:
             self._overflows_left = self._overflows_left.to(device)
         return self._scale
 
-    def begin_pass(self, device: torch.device, *, is_delayed: bool = False) -> BackwardPass:
-        """Return the record of a backward pass of a loss on `device` that begins now; an update judges it once it is
-        closed.
-        """
-        self.awaits_loss = False
-        backward_pass = BackwardPass(self, device, is_delayed=is_delayed)
-        self._unjudged.append(backward_pass)
-        return backward_pass
+    def note(self, found_inf: Tensor) -> None:
+        """Have the next update count a backward pass that overflowed or did not: 0-dim float32, 1.0 or 0.0."""
+        self.found_inf = either(self.found_inf, found_inf)
 
     def update(self) -> None:
-        """Update the scale once for all closed passes since the last update; without any, do nothing.
-
-        Waits for nothing.
-        """
-        due = self.due()
-        if due:
-            self._scale, self._good_steps, self._overflows_left = self._advance(combine_found_inf(due))
-        self._take_as_judged(due)
+        """Update the scale once for all passes since the last update; without any, do nothing. Waits for nothing."""
+        if self.found_inf is not None:
+            self._scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
+            self.found_inf = None
 
     def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
         """Update the scale as all ranks together have found (0-dim float32): an overflow, in passes of which there are
@@ -106,32 +98,13 @@ class LossScaler:
         self._scale, self._good_steps, self._overflows_left = (
             torch.where(is_due, new, old) for new, old in zip(after, before, strict=True)
         )
-        self._take_as_judged(self.due())
-
-    def _take_as_judged(self, passes: Sequence[BackwardPass]) -> None:
-        for one in passes:
-            one.state = PassState.JUDGED
-        self._forget_judged()
-
-    def discard(self, backward_pass: BackwardPass) -> None:
-        """Leave a pass out of the next update: its body has failed."""
-        backward_pass.withdraw()
-        self._forget_judged()
-
-    def due(self) -> list[BackwardPass]:
-        """Return the passes that an update judges, with complete flags."""
-        due = [one for one in self._unjudged if one.is_due]
-        for one in due:  # of a delayed pass nobody has looked at the gradients yet
-            one.complete()
-        return due
-
-    def _forget_judged(self) -> None:
-        self._unjudged = [one for one in self._unjudged if one.state is not PassState.JUDGED]
+        self.found_inf = None
 
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
         """The state that readers are told: that after an update, if one is due and this process decides alone."""
-        due = [] if self.is_shared else self.due()
-        return self._advance(combine_found_inf(due)) if due else (self._scale, self._good_steps, self._overflows_left)
+        if self.is_shared or self.found_inf is None:
+            return self._scale, self._good_steps, self._overflows_left
+        return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state after passes that overflowed, or did not."""
@@ -209,7 +182,7 @@ class LossScaler:
             )
         if left < 0:
             raise ValueError(f"hysteresis_tracker must not be negative, as {left} is")
-        self._unjudged.clear()
+        self.found_inf = None
         device = self._scale.device
         if self.is_dynamic:
             self.known_scale = scale

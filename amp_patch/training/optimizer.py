@@ -6,7 +6,7 @@ Nothing is patched in the training loop: a skip is a flag that `step` reads.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,11 +18,11 @@ from ..torch_private import STEP_POST_HOOKS, put_first, remove_step_hook
 from .attributes import Attributes
 from .decisions import Decisions
 from .fused_skip import DeviceSkip, PushHook
-from .gradients import GradientSet
+from .ledger import Ledger, Ledgers
 from .masters import Masters, OptimizerMasters, Pair
 from .stepper import Stepper
 from .steps import Steps
-from .window import Window
+from .unscaling import fold_
 
 
 class OptimizerBinding:
@@ -34,7 +34,8 @@ class OptimizerBinding:
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: turned off while the optimizer steps.
         cache: the weight cache, or None.
-        decisions: judges the passes that its steps depend on.
+        decisions: updates the loss scales.
+        ledgers: of the session.
         get_names: names for parameters, for messages.
         on_new_parameters: called after the optimizer got more parameters.
     """
@@ -48,6 +49,7 @@ class OptimizerBinding:
         switch: Switch,
         cache: WeightCache | None,
         decisions: Decisions,
+        ledgers: Ledgers,
         get_names: Callable[[Iterable[Tensor]], list[str]],
         on_new_parameters: Callable[[], None],
     ) -> None:
@@ -61,13 +63,13 @@ class OptimizerBinding:
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
-        self.gradients = GradientSet(self.plain_parameters, self._masters.pairs)
-        self.window = Window(lambda: self.gradients, decisions)
+        self.ledger = Ledger(self.plain_parameters, self._masters.pairs)
+        self._ledgers = ledgers
         self.stepper = Stepper(
             self._optimizer,
-            lambda: self.gradients,
+            self.ledger,
+            ledgers,
             self._masters,
-            self.window,
             self.steps,
             switch,
             decisions,
@@ -79,22 +81,23 @@ class OptimizerBinding:
         """The optimizer, or None once it is gone."""
         return self._optimizer()
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield what the optimizer steps on: masters where there are masters."""
+    def parameters(self) -> list[Tensor]:
+        """Return what the optimizer steps on: masters where there are masters. Read from its groups each time."""
         optimizer = self.optimizer
-        if optimizer is not None:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        if optimizer is None:
+            return []
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def model_parameters(self) -> Iterator[Tensor]:
         """Yield the model's parameters: those the masters stand for, not the masters."""
         return map(self._masters.parameter_of, self.parameters())
 
-    def plain_parameters(self) -> Iterator[Tensor]:
-        """Yield what the optimizer steps on and is no master."""
+    def plain_parameters(self) -> list[Tensor]:
+        """Return what the optimizer steps on and is no master."""
+        parameters = self.parameters()
         if not self._masters.pairs():
-            return self.parameters()
-        return (parameter for parameter in self.parameters() if not self._masters.has(parameter))
+            return parameters
+        return [parameter for parameter in parameters if not self._masters.has(parameter)]
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 
@@ -108,8 +111,7 @@ class OptimizerBinding:
         self._undo.callback(lambda: self._masters.restore(self.optimizer))
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
-        if any(parameter.grad is not None for parameter, _ in self._masters.pairs()):
-            self.gradients.unscale()
+        fold_(self._masters.pairs(), None, None)
         inner_optimizers = _find_inner_optimizers(optimizer)
         self.stepper.device_skip = None if inner_optimizers else DeviceSkip(optimizer, optimizer.step)
         replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
@@ -127,32 +129,6 @@ class OptimizerBinding:
         self.attach("step_was_skipped", False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
-    @staticmethod
-    def share_gradients(bindings: Sequence["OptimizerBinding"]) -> None:
-        """Have optimizers that share parameters keep their gradients in one set.
-
-        An overflow in what one of them alone steps on counts for all of them then.
-        """
-        members = [weakref.ref(binding) for binding in bindings]
-
-        def plain_parameters() -> Iterable[Tensor]:
-            alive = [binding for member in members if (binding := member()) is not None]
-            return {id(parameter): parameter for binding in alive for parameter in binding.plain_parameters()}.values()
-
-        def pairs() -> Collection[Pair]:
-            alive = [binding for member in members if (binding := member()) is not None]
-            return {id(master): (parameter, master) for one in alive for parameter, master in one.pairs()}.values()
-
-        before = {id(binding.gradients): binding.gradients for binding in bindings}
-        for gradients in before.values():
-            if gradients.is_in_block:
-                gradients.unscale()  # the set that stands for them scales them again
-            gradients.settle()
-        shared = GradientSet(plain_parameters, pairs)
-        shared.take_over(before.values())
-        for binding in bindings:
-            binding.gradients = shared
-
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer, until the binding is undone.
 
@@ -163,8 +139,6 @@ class OptimizerBinding:
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
-            self.gradients.end()
-            self.gradients.unscale()
             self.steps.resolve()
         self._is_bound = False
         self._undo.close()
@@ -205,7 +179,7 @@ class OptimizerBinding:
 
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
-        return self._get_names(self.gradients.find_nonfinite())
+        return self._get_names(self.ledger.find_nonfinite())
 
     def _tell_skipped(self, is_skip: bool) -> None:
         optimizer = self.optimizer
@@ -214,7 +188,7 @@ class OptimizerBinding:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:
-            self.window.abandon()
+            self._ledgers.abandon(self.ledger)
             for parameter, _ in self._masters.pairs():
                 parameter.grad = None
         return original(*args, **kwargs)
@@ -228,7 +202,7 @@ class OptimizerBinding:
             known = {id(parameter) for parameter in self.model_parameters()}
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
-        self.gradients.settle()
+        self._ledgers.make_true()
         result = original(group)
         optimizer: Any = self.optimizer
         self._adopt(optimizer, optimizer.param_groups[-1], {})

@@ -2,9 +2,7 @@
 the masters.
 """
 
-import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +10,16 @@ from torch import Tensor
 
 from ..casting import Mode, Switch
 from ..errors import OptimizerError
-from ..events import tell
-from ..interrupts import is_running
+from ..events import tell, watchers
 from ..reporting import warn
 from ..torch_private import mark_step_called
-from .backward_pass import BackwardPass
 from .decisions import Decisions
 from .fused_skip import DeviceSkip, evaluates_closure_first, skip_by
-from .gradients import GradientSet
+from .ledger import Ledger, Ledgers
+from .loss_scaler import LossScaler
 from .masters import OptimizerMasters
 from .steps import StepResult, Steps, waits_for_each
-from .window import Window
+from .unscaling import either
 
 
 class Stepper:
@@ -30,148 +27,134 @@ class Stepper:
 
     Args:
         get_optimizer: the optimizer.
-        get_gradients, masters, window, steps: those of the optimizer.
+        ledger, masters, steps: those of the optimizer.
+        ledgers: of the session.
         switch: turned off while the optimizer steps.
-        decisions: judges the passes that a step depends on: under a dynamic scale it may be skipped.
+        decisions: updates the loss scales; under a dynamic one a step may be skipped.
         on_new_parameters: called where the optimizer turns out to have others than before.
     """
 
     def __init__(
         self,
         get_optimizer: Callable[[], Any],
-        get_gradients: Callable[[], GradientSet],
+        ledger: Ledger,
+        ledgers: Ledgers,
         masters: OptimizerMasters,
-        window: Window,
         steps: Steps,
         switch: Switch,
         decisions: Decisions,
         on_new_parameters: Callable[[], None],
     ) -> None:
         self._get_optimizer = get_optimizer
-        self._get_gradients = get_gradients
+        self._ledger = ledger
+        self._ledgers = ledgers
         self._masters = masters
-        self._window = window
         self._steps = steps
         self._switch = switch
         self._decisions = decisions
         self._on_new_parameters = on_new_parameters
-        self._frame: types.FrameType | None = None  # of the step under way, or of one that was interrupted
+        self._is_stepping = False
         self._is_pushed = False  # by a hook of the step under way
         self._has_looked_for_gradients = False
         self.device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
 
-    @property
-    def _gradients(self) -> GradientSet:
-        return self._get_gradients()
-
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._frame is not None and is_running(self._frame):  # wrappers step optimizers they hold
+        if self._is_stepping:  # wrappers step optimizers they hold
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
-        if callable(closure) and any(scaler.is_dynamic for scaler in self._decisions.scalers):
-            return self._step_after(closure, original, args, kwargs)
-        if self._gradients.is_unreduced:
-            if self._gradients.has_masters:
-                raise OptimizerError(
-                    "step() with gradients that were never reduced over the ranks: every backward pass since the last"
-                    " step was under no_sync(). Leave the last one of an accumulation window out of it."
-                )
-            self._gradients.is_local = False  # the step is one of this rank alone
         if callable(closure):
+            if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+                return self._step_after(closure, original, args, kwargs)
             args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+        self._ledgers.release_unreduced(self._ledger)
         if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
             self._on_new_parameters()
         self._masters.masters.pull()
-        self._gradients.unscale()
-        if not callable(closure):
+        self._ledgers.prepare_step(self._ledger)
+        if watchers and not callable(closure):
             self._tell("step_begun")
-        passes = self._window.passes()
+        self._is_stepping = True
         try:
-            self._frame = sys._getframe()
-            result = self._step_or_skip(passes, original, args, kwargs)
+            result = self._step_or_skip(original, args, kwargs)
         finally:
-            self._frame = None
-            self._gradients.resume()
-            if self._gradients.is_in_block and passes:  # the rest of the pass under way is for the next step
-                self._window.add(BackwardPass(passes[-1].scaler, passes[-1].found_inf.device))
-        self._tell("step_ended")
+            self._is_stepping = False
+            self._ledgers.resume(self._ledger)
+        if watchers:
+            self._tell("step_ended")
         return result
 
     def _tell(self, event: str) -> None:
         tell(self._switch.region(Mode.OFF), event, self._get_optimizer())
 
-    def _step_or_skip(
-        self,
-        passes: Sequence[BackwardPass],
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not passes and self._decisions.scalers[0].awaits_loss:
-            self._tell_of_unscaled()
-        if self._window.has_begun and not self._has_looked_for_gradients:
+    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._has_looked_for_gradients:
             self._look_for_gradients()
-        passes = self._decisions.judge(passes)
-        if not passes:
+        found_inf = self._decisions.judge(self._ledger.find_again())
+        if not found_inf:
             result = self._take_step(None, original, args, kwargs)
-            self._window.end(())
+            self._ledgers.end_window(self._ledger)
             self._steps.add_taken()
             self._masters.drop_gradients()
             return result
-        optimizer: Any = self._get_optimizer()
-        found = StepResult(passes)
-        flag = None
-        may_wait = found.is_known() or waits_for_each()
-        if not may_wait and self.device_skip is not None and self.device_skip.is_possible(optimizer):
-            flag = found.found_inf()
+        outcome = StepResult(found_inf)
+        flag = self._find_flag(found_inf, outcome)
         result = None
-        if flag is None and found.find_overflowed(is_dynamic=True):
-            mark_step_called(optimizer)
+        if flag is None and outcome.find_overflowed(is_dynamic=True):
+            mark_step_called(self._get_optimizer())
         else:
             result = self._take_step(flag, original, args, kwargs)
-        self._window.end(passes)
+        self._ledgers.end_window(self._ledger)
         try:
-            self._steps.add(found)
+            self._steps.add(outcome)
         finally:
             self._masters.drop_gradients()
         return result
 
-    def _look_for_gradients(self) -> None:
-        """Warn, once for each optimizer, of a first backward pass that gave it no gradient at all."""
-        self._has_looked_for_gradients = True
-        if self._gradients.is_empty() and not self._decisions.groups:  # a rank may hold no shard
-            warn(
-                f"step() of {type(self._get_optimizer()).__name__} after a backward pass of a loss that it was passed"
-                " with, but none of its parameters has a gradient: it trains nothing. Does it hold parameters that the"
-                " model has no more? Move, shard or wrap the model first, then make the optimizer, then call"
-                " initialize."
-            )
+    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: StepResult) -> Tensor | None:
+        """Return the flag that the optimizer is to skip by on the device: 0-dim float32, 0.0 or 1.0. None where the
+        host decides, which waits for it.
+        """
+        if outcome.is_known() or waits_for_each():
+            return None
+        if self.device_skip is None or not self.device_skip.is_possible(self._get_optimizer()):
+            return None
+        flag: Tensor | None = None
+        for scaler, found in found_inf.items():
+            if scaler.is_dynamic:
+                flag = either(flag, found)
+        return flag
 
-    def _tell_of_unscaled(self) -> None:
-        """Warn, once in a session, of gradients under a dynamic scale that no loss was multiplied by."""
-        if not all(scaler.awaits_loss for scaler in self._decisions.scalers) or self._gradients.is_empty():
-            return
-        for scaler in self._decisions.scalers:
-            scaler.awaits_loss = False
-        warn(
-            f"step() of {type(self._get_optimizer()).__name__} under a dynamic loss scale, but no loss has been scaled:"
-            " small gradients may be lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as"
-            " scaled_loss: scaled_loss.backward()`, or give initialize loss_scale=1.0."
-        )
+    def _look_for_gradients(self) -> None:
+        """Warn, once, of a first step without any gradient, or without a loss that was scaled."""
+        optimizer = type(self._get_optimizer()).__name__
+        if self._ledger.has_begun:
+            self._has_looked_for_gradients = True
+            if self._ledger.is_empty() and not self._decisions.groups:  # a rank may hold no shard
+                warn(
+                    f"step() of {optimizer} after a backward pass of a loss that it was passed with, but none of its"
+                    " parameters has a gradient: it trains nothing. Does it hold parameters that the model has no more?"
+                    " Move, shard or wrap the model first, then make the optimizer, then call initialize."
+                )
+        elif all(scaler.awaits_loss for scaler in self._decisions.scalers) and not self._ledger.is_empty():
+            self._has_looked_for_gradients = True
+            for scaler in self._decisions.scalers:
+                scaler.awaits_loss = False
+            warn(
+                f"step() of {optimizer} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
+                " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
+                " scaled_loss.backward()`, or give initialize loss_scale=1.0."
+            )
 
     def _take_step(
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._is_pushed = False
-        region = self._switch.enter(Mode.OFF, frame=self._frame)  # not as a `with` block, which costs more
-        try:
+        with self._switch.region(Mode.OFF):
             if flag is None:
                 result = original(*args, **kwargs)
             else:
                 result = skip_by(flag, self._get_optimizer(), original, args, kwargs)
-        finally:
-            self._switch.leave(region)
         if not self._is_pushed:
             self._masters.push()
         return result
@@ -209,8 +192,8 @@ class Stepper:
             with self._switch.region(Mode.BY_LISTS):
                 self._masters.push()
                 loss = closure()
-            self._gradients.unscale()
-            self._gradients.resume()
+            self._ledgers.prepare_step(self._ledger)
+            self._ledgers.resume(self._ledger)
             return loss
 
         return evaluate

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import GradientOverflowError
 from ..reporting import say, say_loudly, tells_parameters, warn
-from .backward_pass import BackwardPass, EarlyReading, combine_found_inf
 from .loss_scaler import LossScaler
 
 TRACE = "`amp-patch trace SCRIPT`"
@@ -20,34 +19,57 @@ LOOK_EVERY = 100
 """Of steps whose gradients no pass has judged, those at a loss scale of 1 among them, one in so many is looked at."""
 
 
-class StepResult:
-    """What the backward passes before one `step` have found, on its way to the host from the moment this is made."""
+class EarlyReading:
+    """A number on its way from a 0-dim tensor to the host. From an accelerator it arrives with the work queued before
+    it; on a CPU it is there.
+    """
 
-    def __init__(self, passes: Sequence[BackwardPass]) -> None:
-        self._passes = passes
-        self._flags = [one.read_early() for one in passes]
+    __slots__ = ("_event", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event: torch.Event | None = None
+        if tensor.device.type not in ("cpu", "mps", "meta"):
+            self._tensor = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
+
+    def is_here(self) -> bool:
+        """Tell whether reading it waits for nothing."""
+        return self._event is None or bool(self._event.query())
+
+    def value(self) -> float:
+        """Return the number. Waits for it, but for no work queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._tensor.item())
+
+
+class StepResult:
+    """What the backward passes before one `step` have found, on its way to the host from the moment this is made.
+
+    Args:
+        found_inf: for each scaler of theirs whether there was an overflow: 0-dim float32.
+    """
+
+    def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
+        self._flags = {scaler: EarlyReading(flag) for scaler, flag in found_inf.items()}
         # the scales after this step's update: by the time somebody asks, there may have been others
-        self._scales = {one.scaler: EarlyReading(one.scaler.scale) for one in passes if one.scaler.is_dynamic}
+        self._scales = {scaler: EarlyReading(scaler.scale) for scaler in found_inf if scaler.is_dynamic}
 
     def is_known(self) -> bool:
         """Tell whether the host has everything: nothing else here waits for the device then."""
-        return all(reading.is_here() for reading in (*self._flags, *self._scales.values()))
+        return all(reading.is_here() for reading in (*self._flags.values(), *self._scales.values()))
 
     def find_overflowed(self, *, is_dynamic: bool) -> list[LossScaler]:
         """Return the scalers of passes that overflowed: dynamic ones skip the step, static ones do not."""
-        pairs = zip(self._passes, self._flags, strict=True)
-        found = [one.scaler for one, flag in pairs if one.scaler.is_dynamic is is_dynamic and flag.value()]
-        return list(dict.fromkeys(found))
+        return [scaler for scaler, flag in self._flags.items() if scaler.is_dynamic is is_dynamic and flag.value()]
 
     def note_scales(self) -> None:
         """Have the scalers know on the host what they came to."""
         for scaler, reading in self._scales.items():
             scaler.known_scale = reading.value()
-
-    def found_inf(self) -> Tensor | None:
-        """Return the flag that the optimizer skips by, 0-dim float32, 0.0 or 1.0; None if no pass can skip a step."""
-        dynamic = [one for one in self._passes if one.scaler.is_dynamic]
-        return combine_found_inf(dynamic) if dynamic else None
 
 
 def _is_capturing() -> bool:
@@ -111,7 +133,7 @@ class Steps:
     def add_taken(self) -> None:
         """Take in a step that no pass could skip. Waits for the device, once in a hundred steps."""
         if self._pending:
-            self.add(StepResult(()))
+            self.add(StepResult({}))
             return
         self._count(is_skip=False)
         if self._taken % LOOK_EVERY == 0 and not self._has_warned and not _is_capturing():

@@ -1,12 +1,15 @@
-"""Multiplying and dividing lists of gradients by a loss scale in place, one kernel for each device and dtype."""
+"""Lists of gradients in few kernels: multiplied or divided by a loss scale in place, looked at, and added to those of
+float32 masters.
+"""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..multi_tensor import group
+from ..multi_tensor import copy_, group
 from ..torch_private import (
+    foreach_add_,
     foreach_mul_,
     foreach_non_finite_check_and_unscale_,
     get_local_tensor,
@@ -38,13 +41,41 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
 
 
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply `gradients` by `scale`, so that a backward pass of a loss scaled by it may add to them."""
+    """Multiply `gradients` by `scale` (0-dim float32), so that a backward pass of a loss scaled by it may add to them.
+
+    Waits for nothing.
+    """
     for values in _group_values(gradients):
         foreach_mul_(values, scale.to(values[0].device))
 
 
-def _group_values(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    return [values for (values,) in group(map(dense_values, gradients))]
+def look_for_inf(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (0-dim float32) to 1.0 if an element of `gradients` is inf or NaN. Waits for nothing."""
+    unscale_(gradients, torch.ones_like(found_inf), found_inf)
+
+
+def either(left: Tensor | None, right: Tensor) -> Tensor:
+    """Return the larger of two flags, on the device of the first; the second where there is no first."""
+    return right if left is None else torch.maximum(left, right.to(left.device))
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Tell whether a gradient holds neither inf nor NaN. Waits for the device."""
+    values = dense_values(gradient)
+    # a sum with one of them is one itself, and takes a tenth of the time; finite values can sum up to inf, too
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Split gradients by device and dtype. Those of nearly every model are dense, real and of one kind."""
+    if not gradients:
+        return []
+    dtype, device = gradients[0].dtype, gradients[0].device
+    for gradient in gradients:
+        is_plain = type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_neg()
+        if not is_plain or gradient.dtype is not dtype or gradient.device != device or dtype.is_complex:
+            return [values for (values,) in group([dense_values(one) for one in gradients])]
+    return [list(gradients)]
 
 
 def dense_values(gradient: Tensor) -> Tensor:
@@ -60,3 +91,78 @@ def dense_values(gradient: Tensor) -> Tensor:
     if values.is_complex():
         values = torch.view_as_real(values.conj() if values.is_conj() else values)
     return view_negated(values) if values.is_neg() else values
+
+
+# ---- into the gradients of masters -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to those of their float32
+    masters, and take them away.
+
+    Args:
+        pairs: each parameter with its master.
+        found_inf: 0-dim float32, set to 1.0 if an element is inf or NaN; None: nobody asks.
+
+    Waits for nothing.
+    """
+    masters: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for parameter, master in pairs:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        parameter.grad = None
+        if scale is None and master.grad is None and gradient.is_cpu:
+            _add(master, gradient)  # freed before the next is looked at
+        else:
+            masters.append(master)
+            gradients.append(gradient)
+    if not gradients:
+        return
+    full = gradients
+    if scale is not None or not all(gradient.is_cpu for gradient in gradients):
+        full = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
+    if scale is not None:
+        unscale_(full, scale, found_inf)
+    sums: list[Tensor] = []
+    addends: list[Tensor] = []
+    for master, gradient in zip(masters, full, strict=True):
+        if master.grad is None or master.grad.is_sparse or gradient.is_sparse:
+            _add(master, gradient)
+        else:
+            sums.append(master.grad)
+            addends.append(gradient)
+    if sums:
+        foreach_add_(sums, addends)
+
+
+def _add(master: Tensor, gradient: Tensor) -> None:
+    """Add a gradient of any dtype to that of a master, in float32."""
+    total = master.grad
+    if total is None:
+        is_alike = gradient.is_sparse or gradient.stride() == master.stride()
+        master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
+    elif total.is_sparse:
+        master.grad = gradient.to(total.dtype) + total  # the dense one must come first
+    elif gradient.is_sparse:
+        master.grad = total + gradient
+    else:
+        foreach_add_([total], [gradient])
+
+
+def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
+    """Return float32 copies of gradients, in one kernel for each (device, dtype), in the layout of the masters."""
+    full: list[Tensor] = []
+    copies: list[Tensor] = []
+    sources: list[Tensor] = []
+    for gradient, master in zip(low, masters, strict=True):
+        if gradient.layout != torch.strided:
+            full.append(gradient.float())
+            continue
+        copies.append(torch.empty_like(master, requires_grad=False))
+        sources.append(gradient)
+        full.append(copies[-1])
+    copy_(group(copies, sources))
+    return full

@@ -24,7 +24,7 @@ from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch.casting import weight_cache
-from amp_patch.training.backward_pass import EarlyReading
+from amp_patch.training.steps import EarlyReading
 
 LOWS = (torch.float16, torch.bfloat16)
 LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
+from amp_patch.training.backward_pass import PassState
 from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch.training.backward_pass import PassState
 
 
 def make(level, seed=0, models=1, **options):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from amp_patch.training.backward_pass import BackwardPass, PassState
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch.config.presets import DynamicScale
-from amp_patch.training.backward_pass import BackwardPass, PassState
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.unscaling import rescale_, unscale_
 

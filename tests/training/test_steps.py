@@ -19,7 +19,7 @@ from torch_state import VERSION
 import amp_patch as amp
 from amp_patch.apex.contrib import optimizers as contrib
 from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from amp_patch.training.backward_pass import EarlyReading
+from amp_patch.training.steps import EarlyReading
 
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),

@@ -140,8 +140,6 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
-        if self._pass is not None:
-            self._pass.discard()
         self._pass, self._is_overflow = None, False
         if self._buffer is not None:
             self._buffer.zero_()
