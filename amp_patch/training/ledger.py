@@ -1,4 +1,4 @@
-"""The ledger of an optimizer: what its gradients carry, and what backward passes have found in them since its last step.
+"""The ledger of an optimizer: the loss scale that its gradients carry, and what was found in them since its last step.
 
 Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A
 backward pass of a scaled loss adds scaled gradients. Therefore a block first multiplies what is there by the same scale
@@ -42,7 +42,7 @@ class Ledger:
         found_inf: for each scaler of a pass since the last step or zeroing, whether one of its losses overflowed:
             0-dim float32, 0.0 or 1.0.
         zeroed: scalers of passes since the last step whose gradients were zeroed.
-        overflow: whether a pass has left inf or NaN in the sums, 0-dim float32; None: no pass was judged.
+        overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
         partners: the ledgers of optimizers with a parameter in common: an overflow counts for all of them.
         has_begun: whether there ever was a block with this optimizer.
     """
@@ -211,7 +211,7 @@ class Ledgers:
             self.settle()
 
     def close(self) -> None:
-        """Leave true sums behind, whatever blocks are open; or no gradients, where an interrupt left them half changed."""
+        """Leave true sums behind, or no gradients where an interrupt left them half changed. Open blocks are over."""
         self._open.clear()
         if self._is_changing:
             self._drop_all()
@@ -353,10 +353,10 @@ class Ledgers:
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         unscale_(_take(ledger.get_parameters(), seen), scale, found_inf)
         before = ledger.overflow
-        ledger.overflow = either(before, found_inf)
         if before is not None:
             found_inf = found_inf * (1.0 - before.to(found_inf.device))
         fold_(self._reduced_pairs(ledger), scale, found_inf)
+        ledger.overflow = either(before, found_inf)
         return found_inf
 
     def _judge(self, block: Block, found: dict[Ledger, Tensor]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from amp_patch.training.backward_pass import BackwardPass, PassState
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,21 +30,21 @@ def scale_of(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def begin_and_close(scaler: LossScaler) -> BackwardPass:
-    backward_pass = scaler.begin_pass(CPU)
-    backward_pass.close()
-    return backward_pass
+def new_flag() -> Tensor:
+    return torch.zeros((), dtype=torch.float32)
 
 
-def new_check() -> BackwardPass:
-    return begin_and_close(LossScaler("dynamic"))
+def note_pass(scaler: LossScaler, gradient: Tensor) -> None:
+    """One backward pass that left this gradient."""
+    found_inf = new_flag()
+    unscale_([gradient], scaler.scale_on(CPU), found_inf)
+    scaler.note(found_inf)
 
 
 def run_step(scaler: LossScaler, *overflows: bool) -> None:
     """One optimizer step that the given backward passes led to."""
     for overflow in overflows:
-        check = begin_and_close(scaler)
-        unscale_([torch.tensor([1.0, math.inf if overflow else 2.0])], scaler.scale_on(CPU), check.found_inf)
+        note_pass(scaler, torch.tensor([1.0, math.inf if overflow else 2.0]))
     scaler.update()
 
 
@@ -209,8 +208,7 @@ def test_there_is_one_decision_for_all_passes_of_a_step_and_none_without_a_pass(
 def test_readers_are_told_the_decision_that_is_due_and_do_not_take_it(overflows: tuple[bool, ...]) -> None:
     scaler = LossScaler(DynamicScale(growth_interval=1))
     for overflow in overflows:
-        check = begin_and_close(scaler)
-        unscale_([torch.tensor([math.nan if overflow else 1.0])], scaler.scale_on(CPU), check.found_inf)
+        note_pass(scaler, torch.tensor([math.nan if overflow else 1.0]))
     due = INIT_SCALE * (BACKOFF_FACTOR if any(overflows) else GROWTH_FACTOR)
     assert [scaler.loss_scale(), scaler.state_dict()["loss_scale"], scaler.loss_scale()] == [due] * 3
     assert scaler.scale_on(CPU).item() == INIT_SCALE
@@ -263,28 +261,14 @@ def test_only_a_static_scale_of_one_is_the_identity() -> None:
     assert may_grow.loss_scale() == 1.0 and may_grow.is_dynamic and not may_grow.is_identity
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_pass_goes_from_open_over_closed_to_judged() -> None:
-    scaler = LossScaler(DynamicScale(growth_interval=1))
-    check = scaler.begin_pass(CPU)
-    assert check.state is PassState.OPEN
-    scaler.update()
-    assert check.state is PassState.OPEN and scaler.loss_scale() == INIT_SCALE
-    check.close()
-    assert check.state is PassState.CLOSED
-    scaler.update()
-    assert check.state is PassState.JUDGED and scaler.loss_scale() == INIT_SCALE * GROWTH_FACTOR
-    check.close()
-    assert check.state is PassState.JUDGED
+# ---- flags -----------------------------------------------------------------------------------------------------------
 
 
 def test_found_inf_is_exactly_zero_or_one() -> None:
-    check = new_check()
-    assert check.found_inf.item() == 0.0
-    unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), check.found_inf)
-    assert (check.found_inf.item(), check.found_inf.dtype, check.found_inf.shape) == (
+    found_inf = new_flag()
+    assert found_inf.item() == 0.0
+    unscale_([torch.full((3,), math.nan), torch.full((2,), math.inf)], scale_of(2.0), found_inf)
+    assert (found_inf.item(), found_inf.dtype, found_inf.shape) == (
         1.0,
         torch.float32,
         torch.Size([]),
@@ -328,7 +312,7 @@ def test_a_scaler_that_receives_the_state_of_another_goes_on_as_that_one() -> No
 
 def test_loading_drops_the_decision_that_was_due() -> None:
     scaler = LossScaler("dynamic")
-    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), begin_and_close(scaler).found_inf)
+    note_pass(scaler, torch.tensor([math.inf]))
     scaler.load_state_dict({"loss_scale": 32.0, "unskipped": 7})
     scaler.update()
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 7}
@@ -375,12 +359,12 @@ def values(dtype: torch.dtype, *shape: int) -> Tensor:
 @each_dtype
 def test_unscaling_by_a_power_of_two_is_division_to_the_bit(dtype: torch.dtype) -> None:
     for scale in (1.0, 2.0, 2.0**7, 2.0**-5):
-        gradient, check = values(dtype, 5, 3), new_check()
+        gradient, found_inf = values(dtype, 5, 3), new_flag()
         parts = torch.view_as_real(gradient) if dtype.is_complex else gradient
         expected = parts / scale  # complex division rounds more than once in torch 2.6
-        unscale_([gradient], scale_of(scale), check.found_inf)
+        unscale_([gradient], scale_of(scale), found_inf)
         assert torch.equal(parts, expected)
-        assert not check.is_overflow()
+        assert not bool(found_inf)
 
 
 @each_dtype
@@ -388,7 +372,7 @@ def test_unscaling_by_any_scale_is_division_to_the_last_place(dtype: torch.dtype
     for scale in (3.0, 1000.0, 0.3):
         gradient = values(dtype, 40)
         expected = gradient.to(torch.complex128 if dtype.is_complex else torch.float64) / scale_of(scale).item()
-        unscale_([gradient], scale_of(scale), new_check().found_inf)
+        unscale_([gradient], scale_of(scale), new_flag())
         eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # the scale and its inverse are float32
         # below the smallest normal number of float16 the spacing, not the relative error, is the bound
         torch.testing.assert_close(
@@ -403,7 +387,7 @@ def test_sparse_gradients_are_divided_like_dense_ones(is_coalesced: bool) -> Non
         gradient = torch.sparse_coo_tensor(indices, values(dtype, 3, 2), (5, 2), check_invariants=True)
         gradient = gradient.coalesce() if is_coalesced else gradient
         expected = gradient._values() / 4
-        unscale_([gradient], scale_of(4.0), new_check().found_inf)
+        unscale_([gradient], scale_of(4.0), new_flag())
         assert torch.equal(gradient._values(), expected)
 
 
@@ -413,11 +397,11 @@ def test_one_call_takes_gradients_of_every_kind() -> None:
     odd = [torch.empty(0), torch.tensor(6.0), values(torch.float32, 4, 6)[:, ::2], values(torch.float32, 4, 6).t()]
     gradients = [*dense, sparse, *odd]
     expected = [gradient.to_dense() / 8 for gradient in gradients]
-    unscale_(gradients, scale_of(8.0), new_check().found_inf)
+    unscale_(gradients, scale_of(8.0), new_flag())
     assert all(torch.equal(gradient.to_dense(), wanted) for gradient, wanted in zip(gradients, expected, strict=True))
 
 
-def test_without_a_check_gradients_are_divided_all_the_same() -> None:
+def test_without_a_flag_gradients_are_divided_all_the_same() -> None:
     gradient = torch.tensor([8.0, math.inf])
     unscale_([gradient], scale_of(2.0), None)
     assert gradient.tolist() == [4.0, math.inf]
@@ -427,9 +411,9 @@ def test_without_a_check_gradients_are_divided_all_the_same() -> None:
 
 
 def is_found(*gradients: Tensor) -> bool:
-    check = new_check()
-    unscale_(list(gradients), scale_of(2.0), check.found_inf)
-    return check.is_overflow()
+    found_inf = new_flag()
+    unscale_(list(gradients), scale_of(2.0), found_inf)
+    return bool(found_inf)
 
 
 @pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
@@ -457,22 +441,22 @@ def test_lazy_views_are_divided_and_multiplied_in_their_memory(view: Any) -> Non
     dtype = torch.complex64
     gradient = view(torch.tensor([3 - 4j, -5 + 6j, 7 + 0j], dtype=dtype))
     memory, before = gradient.data_ptr(), gradient.clone()
-    check = new_check()
-    unscale_([gradient], scale_of(8.0), check.found_inf)
-    assert torch.equal(gradient, before / 8) and gradient.data_ptr() == memory and not check.is_overflow()
+    found_inf = new_flag()
+    unscale_([gradient], scale_of(8.0), found_inf)
+    assert torch.equal(gradient, before / 8) and gradient.data_ptr() == memory and not bool(found_inf)
     rescale_([gradient], scale_of(4.0))
     assert torch.equal(gradient, before / 2)
     gradient[1] = math.nan
-    unscale_([gradient], scale_of(8.0), check.found_inf)
-    assert check.is_overflow()
+    unscale_([gradient], scale_of(8.0), found_inf)
+    assert bool(found_inf)
 
 
 def test_the_last_of_many_gradients_is_looked_at() -> None:
     gradients = [torch.ones(2, dtype=dtype) for dtype in REAL_DTYPES for _ in range(20)]
     gradients[-1][1] = math.nan
-    check = new_check()
-    unscale_(gradients, scale_of(2.0), check.found_inf)
-    assert check.is_overflow()
+    found_inf = new_flag()
+    unscale_(gradients, scale_of(2.0), found_inf)
+    assert bool(found_inf)
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["max", "min"])
@@ -530,11 +514,10 @@ def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -
 
 def test_a_decision_that_is_due_does_not_touch_a_scale_set_by_hand() -> None:
     scaler = LossScaler("dynamic")
-    check = begin_and_close(scaler)
-    unscale_([torch.tensor([math.inf])], scaler.scale_on(CPU), check.found_inf)
+    note_pass(scaler, torch.tensor([math.inf]))
     scaler.set_loss_scale(64.0)
     scaler.update()
-    assert scaler.state_dict() == {"loss_scale": 64.0, "unskipped": 0} and check.is_overflow()
+    assert scaler.state_dict() == {"loss_scale": 64.0, "unskipped": 0}
 
 
 def test_a_scale_by_hand_must_be_finite_and_positive() -> None:

@@ -445,9 +445,9 @@ def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_ba
     for factor, skipped in ((1.0, False), (float("inf"), True)):
         with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * factor, optimizer) as scaled_loss:
             scaled_loss.backward()
-        assert binding.window.is_overflow() is skipped
+        assert binding.ledger.is_overflow() is skipped
         optimizer.step()
-        assert optimizer.step_was_skipped is skipped and binding.window.is_overflow() is False
+        assert optimizer.step_was_skipped is skipped and binding.ledger.is_overflow() is False
     assert optimizer.mine == 2
     amp.reset()
     assert not hasattr(optimizer, "mine")
