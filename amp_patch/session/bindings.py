@@ -220,10 +220,11 @@ class Bindings:
             [[id(binding), *map(id, binding.parameters())] for binding in self._optimizers],
         )
         if self._outside[0] != state:
-            owned = {id(parameter) for binding in self._optimizers for parameter in binding.parameters()}
             found = {id(parameter): parameter for binding in self._models for parameter in binding.parameters()}
-            outside: list[Tensor] = [p for key, p in found.items() if key not in owned and self.masters.get(p) is None]
-            self._outside = state, outside
+            for binding in self._optimizers:
+                for parameter in binding.ledger.model_parameters():
+                    found.pop(id(parameter), None)
+            self._outside = state, list(found.values())
         return self._outside[1]
 
     def resolve_steps(self, optimizer: Optimizer) -> None:

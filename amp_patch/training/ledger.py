@@ -15,7 +15,7 @@ no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,8 +35,8 @@ class Ledger:
     """What is known of the gradients of one optimizer.
 
     Args:
-        get_parameters: what the optimizer steps on and has no 16-bit parameter, read anew at each call.
-        get_pairs: each 16-bit parameter with its master.
+        read: returns what the optimizer steps on now: parameters without a master, and each 16-bit parameter with its
+            master.
 
     Attributes:
         found_inf: for each scaler of a pass since the last step or zeroing, whether one of its losses overflowed:
@@ -47,11 +47,8 @@ class Ledger:
         has_begun: whether there ever was a block with this optimizer.
     """
 
-    def __init__(
-        self, get_parameters: Callable[[], Iterable[Tensor]], get_pairs: Callable[[], Collection[Pair]]
-    ) -> None:
-        self.get_parameters = get_parameters
-        self.get_pairs = get_pairs
+    def __init__(self, read: Callable[[], tuple[list[Tensor], list[Pair]]]) -> None:
+        self.read = read
         self.found_inf: dict[LossScaler, Tensor] = {}
         self.zeroed: dict[LossScaler, None] = {}
         self.overflow: Tensor | None = None
@@ -80,7 +77,7 @@ class Ledger:
         if not self.zeroed:
             return self.found_inf
         found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.zeroed)).scale.device)
-        look_for_inf(self._sums(), found_inf)
+        look_for_inf([holder.grad for holder in self.stepped() if holder.grad is not None], found_inf)
         flags = dict(self.found_inf)
         for scaler in self.zeroed:
             flags[scaler] = either(flags.get(scaler), found_inf)
@@ -88,17 +85,24 @@ class Ledger:
 
     def is_empty(self) -> bool:
         """Tell whether no parameter and no master has a gradient."""
-        return not self._sums() and all(parameter.grad is None for parameter, _ in self.get_pairs())
+        plain, pairs = self.read()
+        if any(parameter.grad is not None for parameter in plain):
+            return False
+        return all(parameter.grad is None and master.grad is None for parameter, master in pairs)
 
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""
-        return [holder for holder in self._holders() if holder.grad is not None and not is_finite(holder.grad)]
+        return [holder for holder in self.stepped() if holder.grad is not None and not is_finite(holder.grad)]
 
-    def _holders(self) -> list[Tensor]:
-        return [*self.get_parameters(), *[master for _, master in self.get_pairs()]]
+    def stepped(self) -> list[Tensor]:
+        """Return what the optimizer steps on: masters where there are masters."""
+        plain, pairs = self.read()
+        return plain + [master for _, master in pairs]
 
-    def _sums(self) -> list[Tensor]:
-        return [holder.grad for holder in self._holders() if holder.grad is not None]
+    def model_parameters(self) -> list[Tensor]:
+        """Return the parameters of the model that the optimizer steps on, by way of masters or not."""
+        plain, pairs = self.read()
+        return plain + [parameter for parameter, _ in pairs]
 
 
 class Block(Protocol):
@@ -236,7 +240,8 @@ class Ledgers:
             self.settle()
             return
         if self._scale is None:
-            fold_(self._reduced_pairs(ledger), None, None)
+            _, pairs = ledger.read()
+            fold_(self._reduced(pairs), None, None)
             return
         self._is_changing = True
         found_inf = self._look(ledger, self._scale, set(self._local))
@@ -250,7 +255,8 @@ class Ledgers:
         """Inside a block, scale the gradients of an optimizer again for the rest of the backward pass."""
         if self._open and self._scale is not None:
             self._is_changing = True
-            rescale_(_take(ledger.get_parameters(), set(self._local)), self._scale)
+            plain, _ = ledger.read()
+            rescale_(_take(plain, set(self._local)), self._scale)
             self._is_changing = False
 
     def end_window(self, ledger: Ledger) -> None:
@@ -337,8 +343,9 @@ class Ledgers:
         others: list[Tensor] = []
         for ledger in self._get_all():
             if ledger not in found:
-                others += _take(ledger.get_parameters(), seen)
-                fold_(self._reduced_pairs(ledger), scale, None)
+                plain, pairs = ledger.read()
+                others += _take(plain, seen)
+                fold_(self._reduced(pairs), scale, None)
         if scale is not None:
             others += _take(self._get_outside(), seen)
             unscale_(others, scale, None)
@@ -351,11 +358,12 @@ class Ledgers:
         Where there was one before, nobody can tell: it does not count again.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        unscale_(_take(ledger.get_parameters(), seen), scale, found_inf)
+        plain, pairs = ledger.read()
+        unscale_(_take(plain, seen), scale, found_inf)
         before = ledger.overflow
         if before is not None:
             found_inf = found_inf * (1.0 - before.to(found_inf.device))
-        fold_(self._reduced_pairs(ledger), scale, found_inf)
+        fold_(self._reduced(pairs), scale, found_inf)
         ledger.overflow = either(before, found_inf)
         return found_inf
 
@@ -388,14 +396,14 @@ class Ledgers:
         seen = set(self._local)
         gradients: list[Tensor] = []
         for ledger in self._get_all():
-            gradients += _take(ledger.get_parameters(), seen)
+            plain, _ = ledger.read()
+            gradients += _take(plain, seen)
         gradients += _take(self._get_outside(), seen)
         rescale_(gradients, scale)
         self._scale = scale
         self._is_changing = False
 
-    def _reduced_pairs(self, ledger: Ledger) -> Collection[Pair]:
-        pairs = ledger.get_pairs()
+    def _reduced(self, pairs: list[Pair]) -> list[Pair]:
         if not self._local:
             return pairs
         return [(parameter, master) for parameter, master in pairs if id(parameter) not in self._local]
@@ -413,12 +421,13 @@ class Ledgers:
         local = self._local_ids(ledger)
         if not local:
             return
-        if ledger.get_pairs():
+        plain, pairs = ledger.read()
+        if pairs:
             raise OptimizerError(
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
                 " was under no_sync(). Leave the last one of an accumulation window out of it."
             )
-        gradients = [parameter.grad for parameter in ledger.get_parameters() if id(parameter) in local]
+        gradients = [parameter.grad for parameter in plain if id(parameter) in local]
         _change_scale(gradients, self._local_scale, self._scale)
         self._local -= local
 
@@ -435,17 +444,14 @@ class Ledgers:
     def _local_ids(self, ledger: Ledger) -> set[int]:
         if not self._local:
             return self._local
-        ids = {id(parameter) for parameter in ledger.get_parameters()}
-        ids.update(id(parameter) for parameter, _ in ledger.get_pairs())
-        return ids & self._local
+        return self._local.intersection(map(id, ledger.model_parameters()))
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Have gradients that are not reduced carry another scale. Nobody looks at them."""
         if self._local and self._local_scale is not scale:
             parameters = list(self._get_outside())
             for ledger in self._get_all():
-                parameters += ledger.get_parameters()
-                parameters += [parameter for parameter, _ in ledger.get_pairs()]
+                parameters += ledger.model_parameters()
             unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local}
             _change_scale([parameter.grad for parameter in unique.values()], self._local_scale, scale)
         self._local_scale = scale
@@ -463,9 +469,7 @@ class Ledgers:
         """Drop gradients that an interrupt left half changed: no step may use them."""
         holders = list(self._get_outside())
         for ledger in self._get_all():
-            holders += ledger.get_parameters()
-            for pair in ledger.get_pairs():
-                holders += pair
+            holders += [*ledger.model_parameters(), *ledger.stepped()]
         for holder in holders:
             holder.grad = None
         self._scale, self._waiting, self._is_changing = None, [], False

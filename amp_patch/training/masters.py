@@ -1,7 +1,6 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -203,7 +202,6 @@ class OptimizerMasters:
         self.masters = masters
         self.use_masters = use_masters
         self._pairs: dict[int, Pair] = {}  # by the master's id
-        self._lists: list[list[Tensor]] = []  # of the parameters in each group, as of the last look
         self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
 
     def pairs(self) -> Collection[Pair]:
@@ -236,24 +234,31 @@ class OptimizerMasters:
                 data = float32_data.get(id(parameter))
                 data = parameter.detach().float() if data is None else data
                 master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                self.masters.add(parameter, master)
             self._pairs[id(master)] = (parameter, master)
-            self.masters.add(parameter, master)
             group["params"][index] = master
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state[parameter]
                 del optimizer.state[parameter]
 
-    def place_again(self, optimizer: Optimizer) -> bool:
-        """Put the masters back into groups whose list of parameters somebody has replaced; tell whether there were
-        such.
+    def read(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Pair]]:
+        """Return what an optimizer steps on now: parameters without a master, and those with one.
+
+        Somebody may have put other parameters into a group: those of 16 bits get masters first.
         """
-        lists = [param_group["params"] for param_group in optimizer.param_groups]
-        if len(lists) == len(self._lists) and all(map(operator.is_, lists, self._lists)):
-            return False
+        plain: list[Tensor] = []
+        pairs: list[Pair] = []
         for param_group in optimizer.param_groups:
-            self.place(optimizer, param_group, {})
-        self._lists = lists
-        return True
+            for parameter in param_group["params"]:
+                pair = self._pairs.get(id(parameter))
+                if pair is not None:
+                    pairs.append(pair)
+                elif self.use_masters and parameter.dtype in LOW_DTYPES and not is_opaque(parameter):
+                    self.place(optimizer, param_group, {})
+                    return self.read(optimizer)
+                else:
+                    plain.append(parameter)
+        return plain, pairs
 
     def restore(self, optimizer: Any) -> None:
         """Put the parameters back into the groups of an optimizer (None if it is gone), and its state into the dtype

@@ -63,7 +63,7 @@ class OptimizerBinding:
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
-        self.ledger = Ledger(self.plain_parameters, self._masters.pairs)
+        self.ledger = Ledger(self._read_groups)
         self._ledgers = ledgers
         self.stepper = Stepper(
             self._optimizer,
@@ -73,7 +73,6 @@ class OptimizerBinding:
             self.steps,
             switch,
             decisions,
-            on_new_parameters,
         )
 
     @property
@@ -92,12 +91,9 @@ class OptimizerBinding:
         """Yield the model's parameters: those the masters stand for, not the masters."""
         return map(self._masters.parameter_of, self.parameters())
 
-    def plain_parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps on and is no master."""
-        parameters = self.parameters()
-        if not self._masters.pairs():
-            return parameters
-        return [parameter for parameter in parameters if not self._masters.has(parameter)]
+    def _read_groups(self) -> tuple[list[Tensor], list[Pair]]:
+        optimizer = self.optimizer
+        return ([], []) if optimizer is None else self._masters.read(optimizer)
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ class Stepper:
         ledgers: of the session.
         switch: turned off while the optimizer steps.
         decisions: updates the loss scales; under a dynamic one a step may be skipped.
-        on_new_parameters: called where the optimizer turns out to have others than before.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Stepper:
         steps: Steps,
         switch: Switch,
         decisions: Decisions,
-        on_new_parameters: Callable[[], None],
     ) -> None:
         self._get_optimizer = get_optimizer
         self._ledger = ledger
@@ -52,7 +50,6 @@ class Stepper:
         self._steps = steps
         self._switch = switch
         self._decisions = decisions
-        self._on_new_parameters = on_new_parameters
         self._is_stepping = False
         self._is_pushed = False  # by a hook of the step under way
         self._has_looked_for_gradients = False
@@ -68,8 +65,6 @@ class Stepper:
                 return self._step_after(closure, original, args, kwargs)
             args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
         self._ledgers.release_unreduced(self._ledger)
-        if self._masters.use_masters and self._masters.place_again(self._get_optimizer()):
-            self._on_new_parameters()
         self._masters.masters.pull()
         self._ledgers.prepare_step(self._ledger)
         if watchers and not callable(closure):
