@@ -202,7 +202,9 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     """
     if optimizers is None:
         return []
-    if isinstance(optimizers, Optimizer) or _get_wrapped(optimizers) is not None:
+    if isinstance(optimizers, Optimizer):
+        return [optimizers]
+    if _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]
     if isinstance(optimizers, (str, type, nn.Module, Tensor)) or not _is_iterable(optimizers):
         raise _no_optimizer(optimizers)

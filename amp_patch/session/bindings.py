@@ -1,7 +1,7 @@
 """`Bindings`: the models and optimizers of a session, and what is asked of all of them together."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Ledger, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -35,7 +35,7 @@ class Bindings:
         cache: WeightCache | None,
         decisions: Decisions,
         local: LocalGradients,
-        sharded: Iterable[nn.Module],
+        sharded: Collection[nn.Module],
     ) -> None:
         self._policy = policy
         self._rules = rules
@@ -45,10 +45,10 @@ class Bindings:
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._outside: tuple[object, list[Tensor]] = (None, [])  # and what it was found for
+        self.parameters: list[Tensor] = []  # of the models
         self.ledgers = Ledgers(
-            lambda: [binding.ledger for binding in self._optimizers],
-            self.parameters_outside,
+            self._get_ledgers,
+            lambda: self.parameters,
             bool(policy.master_weights),
             local,
             decisions,
@@ -73,7 +73,10 @@ class Bindings:
 
     def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
-        return next((binding for binding in self._optimizers if binding.optimizer is optimizer), None)
+        for binding in self._optimizers:
+            if binding.reference() is optimizer:
+                return binding
+        return None
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
@@ -100,7 +103,7 @@ class Bindings:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
-            weakref.finalize(model, _call_if_alive, weakref.WeakMethod(self.forget_outside)).atexit = False
+            weakref.finalize(model, _call_if_alive, weakref.WeakMethod(self._list_parameters)).atexit = False
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
@@ -124,8 +127,12 @@ class Bindings:
             weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
         self._find_partners()
 
+    def _get_ledgers(self) -> list[Ledger]:
+        return [binding.ledger for binding in self._optimizers]
+
     def _find_partners(self) -> None:
         """Have the ledgers of optimizers with a parameter in common know of each other."""
+        self._list_parameters()
         holders: dict[int, list[OptimizerBinding]] = {}
         for binding in self.optimizers():
             binding.ledger.partners = []
@@ -174,6 +181,7 @@ class Bindings:
             binding.undo()
         self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
+        self._list_parameters()
 
     def prune(self) -> None:
         """Let go of the parameters and masters of models and optimizers that are gone."""
@@ -190,10 +198,6 @@ class Bindings:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
             self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
 
-    def forget_outside(self) -> None:
-        """Let go of parameters of a model that is gone."""
-        self._outside = None, []
-
     # ---- about all of them -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
@@ -209,23 +213,12 @@ class Bindings:
                     names[id(master)] = name
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
-    def parameters_outside(self) -> list[Tensor]:
-        """Return the parameters of the models that no bound optimizer steps on.
+    def _list_parameters(self) -> None:
+        """Note the parameters of the models.
 
-        They are looked for when a model or an optimizer comes or goes, or an optimizer steps on other parameters than
-        before. They are held themselves, not weakly: torch swaps no tensors that have weak references.
+        They are held themselves, not weakly: torch swaps no tensors that have weak references.
         """
-        state = (
-            [id(binding) for binding in self._models],
-            [[id(binding), *map(id, binding.parameters())] for binding in self._optimizers],
-        )
-        if self._outside[0] != state:
-            found = {id(parameter): parameter for binding in self._models for parameter in binding.parameters()}
-            for binding in self._optimizers:
-                for parameter in binding.ledger.model_parameters():
-                    found.pop(id(parameter), None)
-            self._outside = state, list(found.values())
-        return self._outside[1]
+        self.parameters = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
 
     def resolve_steps(self, optimizer: Optimizer) -> None:
         """Tell of every step of an optimizer so far. Waits for the device."""

@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
-from ..training import Decisions, Ledgers, LocalGradients, LossBlock, OptimizerBinding, loss_scaler
+from ..training import Decisions, LocalGradients, LossBlock, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -103,6 +103,7 @@ class Session:
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         local = LocalGradients()
         self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, local, self._sharded)
+        self.ledgers = self._bindings.ledgers
         self._installer = Installer(
             policy, self.casts, products, self.oplists, self._cache, registered, self._bindings, local
         )
@@ -181,11 +182,6 @@ class Session:
     def patcher(self) -> Patcher:
         """The patches of ops."""
         return self._installer.patcher
-
-    @property
-    def ledgers(self) -> Ledgers:
-        """The gradients, and what backward passes have found in them."""
-        return self._bindings.ledgers
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""

@@ -4,6 +4,7 @@ from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
 from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
+from .ledger import Ledger as Ledger
 from .ledger import Ledgers as Ledgers
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding

@@ -15,7 +15,7 @@ no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -132,7 +132,7 @@ class Ledgers:
 
     Args:
         get_all: the ledgers of the optimizers that are alive.
-        get_outside: the parameters of no optimizer.
+        get_model_parameters: the parameters of the models, be they of an optimizer or not.
         has_masters: parameters may have masters.
         local: tells which gradients no pass has reduced yet.
         decisions: updates the scales.
@@ -142,14 +142,14 @@ class Ledgers:
     def __init__(
         self,
         get_all: Callable[[], Sequence[Ledger]],
-        get_outside: Callable[[], Sequence[Tensor]],
+        get_model_parameters: Callable[[], Sequence[Tensor]],
         has_masters: bool,
         local: LocalGradients,
         decisions: Decisions,
-        sharded: Iterable[Module],
+        sharded: Collection[Module],
     ) -> None:
         self._get_all = get_all
-        self._get_outside = get_outside
+        self._get_model_parameters = get_model_parameters
         self._has_masters = has_masters
         self._wrappers = local
         self._decisions = decisions
@@ -164,8 +164,13 @@ class Ledgers:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def open_blocks(self) -> list[Block]:
-        """Return the blocks that run, outermost first. One that is gone will never end."""
-        return [block for reference in self._open if (block := reference()) is not None]
+        """Return the blocks that run, outermost first."""
+        blocks: list[Block] = []
+        for reference in self._open:
+            block = reference()
+            if block is not None:
+                blocks.append(block)
+        return blocks
 
     def begin(self, block: Block) -> None:
         """Make all gradients ready for the backward pass of a block.
@@ -181,7 +186,7 @@ class Ledgers:
                 self.abandon(ledger)
         self._carry(block.scale)
         self._unsharded.carry(block.scale)
-        self._open.append(weakref.ref(block))
+        self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
 
     def _check_nesting(self, block: Block, other: Block) -> None:
         changes_nothing = block.scale is None and other.scale is None and not self._has_masters
@@ -203,7 +208,9 @@ class Ledgers:
         A delayed block, or one inside another, leaves that to the next. Waits for nothing, but where the block has
         failed: that counts only if it overflowed.
         """
-        self._open = [reference for reference in self._open if reference() not in (None, block)]
+        for reference in tuple(self._open):
+            if reference() is block:
+                self._open.remove(reference)
         if self._is_changing and block.has_failed:
             return  # what comes next says so
         self._note_local()
@@ -235,7 +242,8 @@ class Ledgers:
 
         Inside a block `resume` scales them again.
         """
-        self._check_whole()
+        if self._is_changing:
+            self._refuse()
         if not self._open:
             self.settle()
             return
@@ -262,8 +270,9 @@ class Ledgers:
     def end_window(self, ledger: Ledger) -> None:
         """Take in that an optimizer has stepped, or skipped its step: the gradients that come are for the next one."""
         ledger.end_window()
-        for block in self._blocks_with(ledger):
-            block.stepped.append(ledger)
+        if self._open or self._waiting:
+            for block in self._blocks_with(ledger):
+                block.stepped.append(ledger)
 
     def abandon(self, ledger: Ledger) -> None:
         """Take in that the gradients of an optimizer are zeroed without a step.
@@ -317,7 +326,8 @@ class Ledgers:
 
     def settle(self) -> None:
         """Make true sums of all gradients but those that are not reduced yet, and judge the blocks that wait for it."""
-        self._check_whole()
+        if self._is_changing:
+            self._refuse()
         if self._scale is None and not self._waiting and not self._has_masters:
             return
         scale, blocks = self._scale, self._waiting
@@ -327,7 +337,9 @@ class Ledgers:
         self._is_changing = True
         found = self._unscale_all(scale, judged)
         self._scale = None
-        self._waiting = [block for block in judged if any(map(self._local_ids, block.ledgers))]
+        self._waiting = []
+        if self._local:
+            self._waiting = [block for block in judged if any(map(self._local_ids, block.ledgers))]
         self._is_changing = False
         for block in judged:
             self._judge(block, found)
@@ -345,10 +357,12 @@ class Ledgers:
             if ledger not in found:
                 plain, pairs = ledger.read()
                 others += _take(plain, seen)
-                fold_(self._reduced(pairs), scale, None)
+                if pairs:
+                    fold_(self._reduced(pairs), scale, None)
         if scale is not None:
-            others += _take(self._get_outside(), seen)
-            unscale_(others, scale, None)
+            others += _take(self._get_model_parameters(), seen)
+            if others:
+                unscale_(others, scale, None)
         return found
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
@@ -363,7 +377,8 @@ class Ledgers:
         before = ledger.overflow
         if before is not None:
             found_inf = found_inf * (1.0 - before.to(found_inf.device))
-        fold_(self._reduced(pairs), scale, found_inf)
+        if pairs:
+            fold_(self._reduced(pairs), scale, found_inf)
         ledger.overflow = either(before, found_inf)
         return found_inf
 
@@ -381,12 +396,13 @@ class Ledgers:
             elif not ledger.is_empty():
                 ledger.note(block.scaler, found[ledger])
         block.scaler.note(block.found_inf)
-        if all(ledger in block.stepped for ledger in block.ledgers):
+        if block.stepped and all(ledger in block.stepped for ledger in block.ledgers):
             self._decisions.judge_outside_of_steps([block.scaler])
 
     def _carry(self, scale: Tensor | None) -> None:
         """Have all gradients carry a scale."""
-        self._rescale_local(scale)
+        if self._local:
+            self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
         self.settle()
@@ -398,8 +414,9 @@ class Ledgers:
         for ledger in self._get_all():
             plain, _ = ledger.read()
             gradients += _take(plain, seen)
-        gradients += _take(self._get_outside(), seen)
-        rescale_(gradients, scale)
+        gradients += _take(self._get_model_parameters(), seen)
+        if gradients:
+            rescale_(gradients, scale)
         self._scale = scale
         self._is_changing = False
 
@@ -437,9 +454,8 @@ class Ledgers:
 
     def _note_local(self) -> None:
         """Find out, at the end of a pass, which gradients were not reduced."""
-        self._local = self._wrappers.parameter_ids()
+        self._local = self._wrappers.end_pass()
         self._local_scale = self._scale
-        self._wrappers.end_pass()
 
     def _local_ids(self, ledger: Ledger) -> set[int]:
         if not self._local:
@@ -448,26 +464,24 @@ class Ledgers:
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Have gradients that are not reduced carry another scale. Nobody looks at them."""
-        if self._local and self._local_scale is not scale:
-            parameters = list(self._get_outside())
-            for ledger in self._get_all():
-                parameters += ledger.model_parameters()
-            unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local}
-            _change_scale([parameter.grad for parameter in unique.values()], self._local_scale, scale)
+        parameters = list(self._get_model_parameters())
+        for ledger in self._get_all():
+            parameters += ledger.model_parameters()
+        unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local}
+        _change_scale([parameter.grad for parameter in unique.values()], self._local_scale, scale)
         self._local_scale = scale
 
     # ---- interrupts --------------------------------------------------------------------------------------------------
 
-    def _check_whole(self) -> None:
-        if self._is_changing:
-            raise SessionError(
-                "an interrupt or an error has left gradients half unscaled: call amp.reset(), which drops them, and"
-                " initialize again"
-            )
+    def _refuse(self) -> None:
+        raise SessionError(
+            "an interrupt or an error has left gradients half unscaled: call amp.reset(), which drops them, and"
+            " initialize again"
+        )
 
     def _drop_all(self) -> None:
         """Drop gradients that an interrupt left half changed: no step may use them."""
-        holders = list(self._get_outside())
+        holders = list(self._get_model_parameters())
         for ledger in self._get_all():
             holders += [*ledger.model_parameters(), *ledger.stepped()]
         for holder in holders:

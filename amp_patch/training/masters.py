@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -195,11 +195,13 @@ class OptimizerMasters:
 
     Args:
         masters: where the session keeps all masters.
+        get_optimizer: returns the optimizer, or None once it is gone.
         use_masters: give every 16-bit parameter a float32 master; without, only cast its state.
     """
 
-    def __init__(self, masters: Masters, *, use_masters: bool) -> None:
+    def __init__(self, masters: Masters, get_optimizer: Callable[[], Optimizer | None], *, use_masters: bool) -> None:
         self.masters = masters
+        self._get_optimizer = get_optimizer
         self.use_masters = use_masters
         self._pairs: dict[int, Pair] = {}  # by the master's id
         self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
@@ -241,21 +243,23 @@ class OptimizerMasters:
                 optimizer.state[master] = optimizer.state[parameter]
                 del optimizer.state[parameter]
 
-    def read(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Pair]]:
-        """Return what an optimizer steps on now: parameters without a master, and those with one.
+    def read(self) -> tuple[list[Tensor], list[Pair]]:
+        """Return what the optimizer steps on now: parameters without a master, and those with one.
 
         Somebody may have put other parameters into a group: those of 16 bits get masters first.
         """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
-        for param_group in optimizer.param_groups:
+        optimizer = self._get_optimizer()
+        for param_group in () if optimizer is None else optimizer.param_groups:
             for parameter in param_group["params"]:
                 pair = self._pairs.get(id(parameter))
                 if pair is not None:
                     pairs.append(pair)
                 elif self.use_masters and parameter.dtype in LOW_DTYPES and not is_opaque(parameter):
+                    assert optimizer is not None
                     self.place(optimizer, param_group, {})
-                    return self.read(optimizer)
+                    return self.read()
                 else:
                     plain.append(parameter)
         return plain, pairs

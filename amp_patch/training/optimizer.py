@@ -53,8 +53,8 @@ class OptimizerBinding:
         get_names: Callable[[Iterable[Tensor]], list[str]],
         on_new_parameters: Callable[[], None],
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._masters = OptimizerMasters(masters, use_masters=use_masters)
+        self.reference = weakref.ref(optimizer)
+        self._masters = OptimizerMasters(masters, self.reference, use_masters=use_masters)
         self._cache = cache
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
@@ -63,10 +63,10 @@ class OptimizerBinding:
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
-        self.ledger = Ledger(self._read_groups)
+        self.ledger = Ledger(self._masters.read)
         self._ledgers = ledgers
         self.stepper = Stepper(
-            self._optimizer,
+            self.reference,
             self.ledger,
             ledgers,
             self._masters,
@@ -78,7 +78,7 @@ class OptimizerBinding:
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer, or None once it is gone."""
-        return self._optimizer()
+        return self.reference()
 
     def parameters(self) -> list[Tensor]:
         """Return what the optimizer steps on: masters where there are masters. Read from its groups each time."""
@@ -90,10 +90,6 @@ class OptimizerBinding:
     def model_parameters(self) -> Iterator[Tensor]:
         """Yield the model's parameters: those the masters stand for, not the masters."""
         return map(self._masters.parameter_of, self.parameters())
-
-    def _read_groups(self) -> tuple[list[Tensor], list[Pair]]:
-        optimizer = self.optimizer
-        return ([], []) if optimizer is None else self._masters.read(optimizer)
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +115,7 @@ class OptimizerBinding:
             self._attributes.replace(inner, "step", self._step)
         if self._masters.use_masters:
             hook = PushHook(self.stepper.push)
-            self._undo.callback(_remove_step_hook, self._optimizer, hook)
+            self._undo.callback(_remove_step_hook, self.reference, hook)
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
         self.attach("step_was_skipped", False)
@@ -178,7 +174,7 @@ class OptimizerBinding:
         return self._get_names(self.ledger.find_nonfinite())
 
     def _tell_skipped(self, is_skip: bool) -> None:
-        optimizer = self.optimizer
+        optimizer = self.reference()
         if optimizer is not None:
             vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
 

@@ -1,6 +1,6 @@
 """Gradients that no pass has reduced yet: which a parallel wrapper leaves local, and what `fully_shard` holds whole."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ class LocalGradients:
     def __init__(self) -> None:
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._is_new_pass = True
+        self._has_modules = False
 
     def on_forward(self, module: DistributedDataParallel) -> None:
         """Note what a module does with the gradients of the forward that begins.
@@ -41,13 +42,25 @@ class LocalGradients:
                 f"this {type(module).__name__} was made before its model was cast, and would reduce no gradient of the"
                 " cast parameters: call initialize first, and wrap the model then"
             )
+        self._has_modules = True
         is_prepared = not self._is_new_pass and self._reduces.get(module, False)
         self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
         self._is_new_pass = False
 
-    def end_pass(self) -> None:
-        """Say that a backward pass has run: until then a module reduces if any of its forwards said so."""
+    def end_pass(self) -> set[int]:
+        """Return, at the end of a backward pass, the ids of the parameters whose gradients stay local.
+
+        Until then a module reduces if any of its forwards said so.
+        """
         self._is_new_pass = True
+        local: set[int] = set()
+        if not self._has_modules:
+            return local
+        for module, is_reducing in self._reduces.items():
+            answer = getattr(module, "leaves_gradients_local", lambda: None)()
+            if not is_reducing if answer is None else answer:
+                local.update(map(id, module.parameters()))
+        return local
 
     def warn_of_stale(self) -> None:
         """Warn of modules that reduce nothing from now on, since their models have been cast back."""
@@ -58,34 +71,23 @@ class LocalGradients:
                     " float32 again: wrap the model anew"
                 )
 
-    def parameter_ids(self) -> set[int]:
-        """Return the ids of the parameters whose gradients stay local."""
-        found: set[int] = set()
-        if len(self._reduces) == 0:
-            return found
-        for module, is_reducing in self._reduces.items():
-            answer = getattr(module, "leaves_gradients_local", lambda: None)()
-            if not is_reducing if answer is None else answer:
-                found.update(map(id, module.parameters()))
-        return found
-
 
 class UnshardedSums:
     """What `fully_shard` keeps of passes under `set_requires_gradient_sync(False)`: whole gradients outside of `.grad`,
     which carry the loss scale of those passes until one is reduced.
 
     Args:
-        modules: those that it has taken, read anew at each change of scale.
+        modules: the collection of those that it has taken, read anew at each change of scale.
     """
 
-    def __init__(self, modules: Iterable[Module]) -> None:
+    def __init__(self, modules: Collection[Module]) -> None:
         self._modules = modules
         self._scale: Tensor | None = None
 
     def carry(self, scale: Tensor | None) -> None:
         """Have the sums carry the scale of the pass that begins: 0-dim; None: 1."""
         before, self._scale = self._scale, scale
-        if before is scale:
+        if before is scale or not self._modules:
             return
         sums = [gradient for module in self._modules for gradient in get_unsharded_gradients(module)]
         if sums:

@@ -65,7 +65,8 @@ class Stepper:
                 return self._step_after(closure, original, args, kwargs)
             args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
         self._ledgers.release_unreduced(self._ledger)
-        self._masters.masters.pull()
+        if self._masters.use_masters:
+            self._masters.masters.pull()
         self._ledgers.prepare_step(self._ledger)
         if watchers and not callable(closure):
             self._tell("step_begun")
@@ -95,7 +96,7 @@ class Stepper:
         outcome = StepResult(found_inf)
         flag = self._find_flag(found_inf, outcome)
         result = None
-        if flag is None and outcome.find_overflowed(is_dynamic=True):
+        if flag is None and outcome.is_skip():
             mark_step_called(self._get_optimizer())
         else:
             result = self._take_step(flag, original, args, kwargs)

@@ -57,14 +57,21 @@ class StepResult:
         self._flags = {scaler: EarlyReading(flag) for scaler, flag in found_inf.items()}
         # the scales after this step's update: by the time somebody asks, there may have been others
         self._scales = {scaler: EarlyReading(scaler.scale) for scaler in found_inf if scaler.is_dynamic}
+        self._is_skip: bool | None = None
 
     def is_known(self) -> bool:
         """Tell whether the host has everything: nothing else here waits for the device then."""
         return all(reading.is_here() for reading in (*self._flags.values(), *self._scales.values()))
 
-    def find_overflowed(self, *, is_dynamic: bool) -> list[LossScaler]:
-        """Return the scalers of passes that overflowed: dynamic ones skip the step, static ones do not."""
-        return [scaler for scaler, flag in self._flags.items() if scaler.is_dynamic is is_dynamic and flag.value()]
+    def find_overflowed(self) -> list[LossScaler]:
+        """Return the scalers whose passes overflowed. Waits for the device."""
+        return [scaler for scaler, flag in self._flags.items() if flag.value()]
+
+    def is_skip(self) -> bool:
+        """Tell whether the step is skipped: after an overflow under a dynamic scale. Waits for the device, once."""
+        if self._is_skip is None:
+            self._is_skip = any(flag.value() for scaler, flag in self._flags.items() if scaler.is_dynamic)
+        return self._is_skip
 
     def note_scales(self) -> None:
         """Have the scalers know on the host what they came to."""
@@ -155,17 +162,21 @@ class Steps:
 
     def _resolve_first(self, *, is_latest: bool = False) -> None:
         result = self._pending.popleft()
-        overflowed = result.find_overflowed(is_dynamic=True)
-        self._count(is_skip=bool(overflowed))
+        is_skip = result.is_skip()
+        self._count(is_skip=is_skip)
         result.note_scales()
-        for scaler in overflowed:
-            self._tell_of_overflow(scaler, is_latest=is_latest)
-        if not self._has_warned and not overflowed and result.find_overflowed(is_dynamic=False):
-            names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
-            self._warn(
-                f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale"
-                f' never skips. Use a smaller loss_scale, or loss_scale="dynamic"; {TRACE} finds what overflowed.',
-            )
+        for scaler in result.find_overflowed():
+            if scaler.is_dynamic:
+                self._tell_of_overflow(scaler, is_latest=is_latest)
+            elif not is_skip and not self._has_warned:
+                self._warn_of_static()
+
+    def _warn_of_static(self) -> None:
+        names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
+        self._warn(
+            f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never"
+            f' skips. Use a smaller loss_scale, or loss_scale="dynamic"; {TRACE} finds what overflowed.',
+        )
 
     def _count(self, *, is_skip: bool) -> None:
         self._tell_skipped(is_skip)

@@ -17,6 +17,8 @@ from ..torch_private import (
     view_negated,
 )
 
+_reciprocal = torch.ops.aten.reciprocal.default  # whatever a list says of it
+
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
     """Divide `gradients` by `scale`, one read and one write each, and set `found_inf` to 1.0 if an element is inf
@@ -29,7 +31,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     if not groups:
         return
     is_on_mps = scale.device.type == "mps"  # which has no float64
-    inverse = scale.reciprocal() if is_on_mps else scale.double().reciprocal().float()
+    inverse = _reciprocal(scale) if is_on_mps else _reciprocal(scale.double()).float()
     for values in groups:
         device = values[0].device
         is_here = found_inf is not None and found_inf.device == device
@@ -96,7 +98,6 @@ def dense_values(gradient: Tensor) -> Tensor:
 # ---- into the gradients of masters -----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to those of their float32
     masters, and take them away.
@@ -107,28 +108,33 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
 
     Waits for nothing.
     """
-    masters: list[Tensor] = []
-    gradients: list[Tensor] = []
-    for parameter, master in pairs:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        parameter.grad = None
-        if scale is None and master.grad is None and gradient.is_cpu:
-            _add(master, gradient)  # freed before the next is looked at
-        else:
-            masters.append(master)
-            gradients.append(gradient)
-    if not gradients:
+    given = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
+    if not given:
         return
-    full = gradients
-    if scale is not None or not all(gradient.is_cpu for gradient in gradients):
-        full = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
-    if scale is not None:
-        unscale_(full, scale, found_inf)
+    with torch.no_grad():
+        masters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for parameter, master in given:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            if scale is None and master.grad is None and gradient.is_cpu:
+                _add(master, gradient)  # freed before the next is looked at
+            else:
+                masters.append(master)
+                gradients.append(gradient)
+        if scale is not None or not all(gradient.is_cpu for gradient in gradients):
+            gradients = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
+        if scale is not None:
+            unscale_(gradients, scale, found_inf)
+        _add_all(masters, gradients)
+
+
+def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to those of masters, dense ones in one call."""
     sums: list[Tensor] = []
     addends: list[Tensor] = []
-    for master, gradient in zip(masters, full, strict=True):
+    for master, gradient in zip(masters, gradients, strict=True):
         if master.grad is None or master.grad.is_sparse or gradient.is_sparse:
             _add(master, gradient)
         else:
@@ -139,17 +145,15 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
 
 
 def _add(master: Tensor, gradient: Tensor) -> None:
-    """Add a gradient of any dtype to that of a master, in float32."""
+    """Add a gradient of any dtype to that of a master, in float32, where there is none yet or one of them is sparse."""
     total = master.grad
     if total is None:
         is_alike = gradient.is_sparse or gradient.stride() == master.stride()
         master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
     elif total.is_sparse:
         master.grad = gradient.to(total.dtype) + total  # the dense one must come first
-    elif gradient.is_sparse:
-        master.grad = total + gradient
     else:
-        foreach_add_([total], [gradient])
+        master.grad = total + gradient
 
 
 def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
