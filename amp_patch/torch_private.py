@@ -105,7 +105,10 @@ get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = oper
 get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 
-_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks") + (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 _HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 

@@ -125,6 +125,7 @@ class Bindings:
             stepper.bind(float32_data)
             forget = weakref.WeakMethod(self.forget_optimizer)
             weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
+        self.masters.return_gradients()
         self._find_partners()
 
     def _get_ledgers(self) -> list[Ledger]:
@@ -165,9 +166,14 @@ class Bindings:
             )
             raise
 
+    def settle(self) -> None:
+        """Make ready for `release`: gradients are true sums, and masters what their parameters were edited to."""
+        self.ledgers.close()
+        self.masters.return_gradients()
+        self.masters.pull()
+
     def release(self) -> None:
         """Undo everything that binding did."""
-        self.ledgers.close()
         self._release(self._models, self._optimizers)
         self.masters = Masters()
         if self._cache is not None:

@@ -123,6 +123,7 @@ class Session:
         self._undo.callback(self._installer.local.warn_of_stale)  # when the models are as they were
         self._undo.callback(self.switch.turn_off)
         self._undo.callback(self._bindings.release)
+        self._undo.callback(self._bindings.settle)
         self._bindings.bind(models, optimizers, float32_data)
         self._decide_together(overflow_group)
         self._installer.install(self._undo)

@@ -205,8 +205,8 @@ class Ledgers:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and tell its optimizers and its scaler what was found.
 
-        A delayed block, or one inside another, leaves that to the next. Waits for nothing, but where the block has
-        failed: that counts only if it overflowed.
+        A delayed block leaves that to the next. Waits for nothing, but where the block has failed: that counts only if
+        it overflowed.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -218,8 +218,10 @@ class Ledgers:
         if block.scale is None and is_idle:
             return
         self._waiting.append(block)
-        if not self._open and not is_delayed:
+        if not is_delayed:
             self.settle()
+            if self._open:
+                self._carry(block.scale)  # that of the block around it
 
     def close(self) -> None:
         """Leave true sums behind, or no gradients where an interrupt left them half changed. Open blocks are over."""

@@ -64,6 +64,7 @@ class Masters:
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
         self._pushed: dict[int, Tensor] = {}  # by index: the master at the last push, of parameters edited since
         self._groups: list[Group] | None = None  # of all, for pushing
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self.has_warned_of_copy = False
         self.is_compiled = False  # a model runs in compiled code, which brings the two sides together no more
 
@@ -84,6 +85,22 @@ class Masters:
         self._groups = None
         self._pushed.pop(index, None)
         self._see(index)
+
+    def keep_gradient(self, parameter: Tensor) -> None:
+        """Take the gradient of a parameter that is about to be cast: its master is to have it as it is."""
+        if parameter.grad is not None:
+            self._gradients.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def return_gradients(self) -> None:
+        """Give the gradients that were taken to the masters; a parameter that has none gets its own, cast."""
+        gradients, self._gradients = self._gradients, []
+        for parameter, gradient in gradients:
+            master = self.get(parameter)
+            if master is None:
+                parameter.grad = gradient.to(parameter.dtype)
+            else:
+                master.grad = gradient
 
     def keep_only(self, parameter_ids: Collection[int]) -> None:
         """Forget the masters of all parameters but these."""
@@ -135,6 +152,13 @@ class Masters:
                 "masters were edited since the last step, and a compiled model does not see that by itself: call"
                 " amp.refresh() after each edit, before the model runs"
             )
+
+    def agree(self, parameter: Tensor) -> None:
+        """Say that a parameter and its master, if it has one, have been given the same values."""
+        index = self._index.get(id(parameter))
+        if index is not None:
+            self._pushed.pop(index, None)
+            self._see(index)
 
     def sync(self) -> None:
         """Bring both sides together, whichever moved."""

@@ -22,6 +22,7 @@ from .model_hooks import (
     WITHOUT_HOOKS,
     CastInputs,
     CastOutputs,
+    EndLoading,
     Float32StateDict,
     InvalidateCache,
     LoadMasters,
@@ -93,6 +94,7 @@ class ModelBinding:
                 hook = self._add(module.register_state_dict_post_hook, Float32StateDict(self._masters))
                 put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
                 self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
+                self._add(module.register_load_state_dict_post_hook, EndLoading(self._masters))
         elif policy.low_dtype is not None:
             self._open_regions(model, policy.low_dtype)
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
@@ -169,6 +171,8 @@ class ModelBinding:
                 continue
             float32_data[id(tensor)] = tensor.data
             cast.append((tensor, tensor.dtype))
+            if self._policy.master_weights and tensor.is_leaf and tensor.grad is not None:
+                self._masters.keep_gradient(tensor)
             _set_dtype(tensor, dtype)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):

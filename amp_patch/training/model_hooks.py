@@ -194,6 +194,7 @@ class LoadMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
+        masters.sync()
         for name, parameter in get_own_parameters(module).items():
             value = state_dict.get(prefix + name)
             master = None if parameter is None else masters.get(parameter)
@@ -203,3 +204,15 @@ class LoadMasters(_SessionHook):
                 # else torch.distributed.checkpoint has filled in what a checkpoint lacks
                 with torch.no_grad():
                     master.copy_(value)
+
+
+class EndLoading(_SessionHook):
+    """Load-state-dict post-hook: masters and parameters were both written, and agree. What comes later is an edit."""
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        masters: Masters | None = self._target()
+        if masters is None:
+            return
+        for parameter in get_own_parameters(module).values():
+            if parameter is not None:
+                masters.agree(parameter)

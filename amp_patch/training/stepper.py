@@ -188,8 +188,10 @@ class Stepper:
             with self._switch.region(Mode.BY_LISTS):
                 self._masters.push()
                 loss = closure()
+            self._masters.masters.pull()
             self._ledgers.prepare_step(self._ledger)
             self._ledgers.resume(self._ledger)
+            self._decisions.judge_outside_of_steps(self._ledger.found_inf)
             return loss
 
         return evaluate

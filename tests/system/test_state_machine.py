@@ -354,8 +354,11 @@ class Reference:
         one = self.open.pop()
         one.has_failed = failed
         self.waiting.append(one)
-        if not self.open and not (delay and not failed):
+        if failed or not delay:
+            window, carried = self.window, self.carried
             self.settle()
+            if self.open:
+                self.window, self.carried = window, carried
         elif self.window is None and self.level not in WITH_MASTERS:
             self.waiting = []  # there is nothing to wait for
 
