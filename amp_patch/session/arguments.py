@@ -202,7 +202,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     """
     if optimizers is None:
         return []
-    if isinstance(optimizers, Optimizer):
+    if isinstance(optimizers, Optimizer) and "param_groups" in vars(optimizers):
         return [optimizers]
     if _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]

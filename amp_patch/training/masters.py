@@ -14,6 +14,9 @@ from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
+_LOADED = -2
+"""The version of a master that was loaded together with its parameter."""
+
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
 
@@ -146,19 +149,28 @@ class Masters:
 
         Warns, once, if masters moved and a compiled model may have run since with what its parameters held before.
         """
-        if self._reconcile(pushing=False) and self.is_compiled:
+        if self.take_edits() and self.is_compiled:
             self.is_compiled = False
             warn(
                 "masters were edited since the last step, and a compiled model does not see that by itself: call"
                 " amp.refresh() after each edit, before the model runs"
             )
 
+    def take_edits(self) -> bool:
+        """Copy edited parameters to their masters; tell whether there are masters that moved, which are left."""
+        return self._reconcile(pushing=False)
+
     def agree(self, parameter: Tensor) -> None:
-        """Say that a parameter and its master, if it has one, have been given the same values."""
+        """Say that a parameter and its master, if it has one, have been given the same values.
+
+        Whoever loads masters from a file of their own may do so by `master.data.copy_`, which nothing shows: the master
+        is copied to the parameter once more.
+        """
         index = self._index.get(id(parameter))
         if index is not None:
             self._pushed.pop(index, None)
             self._see(index)
+            self._seen[1].versions[index] = _LOADED
 
     def sync(self) -> None:
         """Bring both sides together, whichever moved."""
@@ -193,11 +205,13 @@ class Masters:
             return False
         moved: list[int] = []
         for index in range(len(self._parameters)):
-            if masters.differs_at(index, self._seen[1]):
-                moved.append(index)
-            elif parameters.differs_at(index, self._seen[0]):
+            is_moved = masters.differs_at(index, self._seen[1])
+            is_loaded = self._seen[1].versions[index] == _LOADED
+            if parameters.differs_at(index, self._seen[0]) and (is_loaded or not is_moved):
                 self._take_over(index)
                 self._see(index)
+            if is_moved:
+                moved.append(index)
         if pushing and moved:
             self._push_some(moved)
         return bool(moved)

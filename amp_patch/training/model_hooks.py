@@ -194,7 +194,7 @@ class LoadMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.sync()
+        masters.take_edits()
         for name, parameter in get_own_parameters(module).items():
             value = state_dict.get(prefix + name)
             master = None if parameter is None else masters.get(parameter)

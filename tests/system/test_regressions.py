@@ -60,7 +60,6 @@ def test_a_loop_that_skips_steps_by_itself_gets_a_smaller_scale(level, zero):
             optimizer.step()
     assert amp.stats().steps > 0 and amp.stats().steps_skipped == 0
     assert amp.stats().loss_scales[0] < 65536
-    assert len(optimizer._amp_stash.window.passes()) <= 1
 
 
 # ---- things done inside the block ------------------------------------------------------------------------------------
@@ -110,13 +109,13 @@ def test_an_optimizer_for_each_parameter_that_steps_within_backward():
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*results, strict=True))
 
 
-def test_the_outer_loss_does_not_go_backward_inside_a_block_of_another_scale():
+def test_a_block_inside_one_of_another_scale_is_refused():
     model, optimizer = make("O1", loss_scale="dynamic", num_losses=2)
     amp.load_state_dict(
         {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate((1024.0, 64.0))}
     )
     with (
-        pytest.raises(amp.SessionError, match="outer scale_loss inside an inner one"),
+        pytest.raises(amp.SessionError, match="inside one with another"),
         amp.scale_loss(loss_of(model), optimizer, loss_id=0) as outer,
         amp.scale_loss(loss_of(model), optimizer, loss_id=1),
     ):
@@ -361,12 +360,6 @@ def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass
     for optimizer in optimizers:
         optimizer.step()
     assert [optimizer.step_was_skipped for optimizer in optimizers] == [True, True]
-
-
-def test_the_state_knows_of_an_overflow_in_a_delayed_pass():
-    model, optimizer = make("O0", loss_scale="dynamic")
-    backward(model, optimizer, float("inf"), delay_unscale=True)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
 
 
 # ---- a dynamic scale, and no scale_loss ------------------------------------------------------------------------------

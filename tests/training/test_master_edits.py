@@ -183,3 +183,33 @@ def assert_equal(left, right):
     assert len(left) == len(right) > 0
     for a, b in zip(left, right, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_edit_right_after_loading_stays(level):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    saved = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    model(torch.ones(1, 2))
+    weight, bias = amp.master_params(optimizer)
+    assert torch.equal(weight, saved["weight"]) and torch.equal(bias, torch.full((2,), 3.0))
+    with torch.no_grad():
+        model.bias.fill_(5.0)
+    amp.reset()
+    assert torch.equal(model.weight, saved["weight"]) and torch.equal(model.bias, torch.full((2,), 5.0))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_float32_gradients_from_before_initialize_stay_float32(level):
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.grad = torch.full((2, 2), 1e6 + 1)  # more than float16 holds, and more digits than bfloat16
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert [master.grad.tolist() for master in amp.master_params(optimizer)] == [[[1e6 + 1] * 2] * 2]
+    amp.reset()
+    assert model.weight.grad.tolist() == [[1e6 + 1] * 2] * 2
