@@ -14,9 +14,9 @@ no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .decisions import Decisions
 from .loss_scaler import LossScaler
 from .masters import Pair
 from .reduction import LocalGradients, UnshardedSums
-from .unscaling import either, fold_, is_finite, look_for_inf, rescale_, unscale_
+from .unscaling import change_scale_, either, fold_, is_finite, look_for_inf, rescale_, unscale_
 
 
 class Ledger:
@@ -105,7 +105,7 @@ class Ledger:
         return plain + [parameter for parameter, _ in pairs]
 
 
-class Block(Protocol):
+class Block:
     """What is known of one `scale_loss` block and its backward pass.
 
     Attributes:
@@ -118,13 +118,18 @@ class Block(Protocol):
         thread: that it runs in.
     """
 
-    scaler: LossScaler
-    scale: Tensor | None
-    ledgers: list[Ledger]
-    found_inf: Tensor | None
-    stepped: list[Ledger]
-    has_failed: bool
-    thread: int
+    def __init__(self, scaler: LossScaler, ledgers: Iterable[Ledger]) -> None:
+        self.scaler = scaler
+        self.scale: Tensor | None = None
+        self.ledgers: list[Ledger] = []
+        for ledger in ledgers:
+            for one in (ledger, *ledger.partners):
+                if one not in self.ledgers:
+                    self.ledgers.append(one)
+        self.found_inf: Tensor | None = None
+        self.stepped: list[Ledger] = []
+        self.has_failed = False
+        self.thread = threading.get_ident()
 
 
 class Ledgers:
@@ -151,12 +156,10 @@ class Ledgers:
         self._get_all = get_all
         self._get_model_parameters = get_model_parameters
         self._has_masters = has_masters
-        self._wrappers = local
+        self._local = local
         self._decisions = decisions
         self._unsharded = UnshardedSums(sharded)
         self._scale: Tensor | None = None  # that the gradients carry; None: they are true sums
-        self._local: set[int] = set()  # ids of parameters whose gradients are not reduced
-        self._local_scale: Tensor | None = None
         self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
         self._open: list[weakref.ref[Block]] = []  # outermost first
         self._is_changing = False  # an interrupt leaves it so
@@ -213,7 +216,7 @@ class Ledgers:
                 self._open.remove(reference)
         if self._is_changing and block.has_failed:
             return  # what comes next says so
-        self._note_local()
+        self._local.end_pass(self._scale)
         is_idle = self._scale is None and not self._has_masters and not self._waiting
         if block.scale is None and is_idle:
             return
@@ -254,7 +257,7 @@ class Ledgers:
             fold_(self._reduced(pairs), None, None)
             return
         self._is_changing = True
-        found_inf = self._look(ledger, self._scale, set(self._local))
+        found_inf = self._look(ledger, self._scale, set(self._local.ids))
         self._is_changing = False
         for block in self._blocks_with(ledger):
             block.found_inf = either(block.found_inf, found_inf)
@@ -266,7 +269,7 @@ class Ledgers:
         if self._open and self._scale is not None:
             self._is_changing = True
             plain, _ = ledger.read()
-            rescale_(_take(plain, set(self._local)), self._scale)
+            rescale_(_take(plain, set(self._local.ids)), self._scale)
             self._is_changing = False
 
     def end_window(self, ledger: Ledger) -> None:
@@ -293,9 +296,9 @@ class Ledgers:
 
     def _finish_waiting(self, ledger: Ledger) -> None:
         """Look at what delayed blocks have left in gradients that are about to be zeroed."""
-        local = self._local_ids(ledger)
+        local = self._local.find(ledger.model_parameters)
         if local:  # what one rank alone has found may not change its loss scale
-            self._local -= local
+            self._local.ids -= local
             for block in self._waiting:
                 block.ledgers = [other for other in block.ledgers if other is not ledger]
             self._waiting = [block for block in self._waiting if block.ledgers]
@@ -340,15 +343,19 @@ class Ledgers:
         found = self._unscale_all(scale, judged)
         self._scale = None
         self._waiting = []
-        if self._local:
-            self._waiting = [block for block in judged if any(map(self._local_ids, block.ledgers))]
+        if self._local.ids:
+            self._waiting = [block for block in judged if self._has_local(block)]
         self._is_changing = False
+        for block in self.open_blocks() if self._open else ():
+            for ledger in block.ledgers:
+                if ledger in found:
+                    block.found_inf = either(block.found_inf, found[ledger])
         for block in judged:
             self._judge(block, found)
 
     def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
         """Divide everything by a scale, and return what was found in the gradients that some blocks are judged by."""
-        seen = set(self._local)
+        seen = set(self._local.ids)
         found: dict[Ledger, Tensor] = {}
         for block in blocks:
             for ledger in block.ledgers:
@@ -403,7 +410,7 @@ class Ledgers:
 
     def _carry(self, scale: Tensor | None) -> None:
         """Have all gradients carry a scale."""
-        if self._local:
+        if self._local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
@@ -411,7 +418,7 @@ class Ledgers:
         if scale is None:
             return
         self._is_changing = True
-        seen = set(self._local)
+        seen = set(self._local.ids)
         gradients: list[Tensor] = []
         for ledger in self._get_all():
             plain, _ = ledger.read()
@@ -422,10 +429,13 @@ class Ledgers:
         self._scale = scale
         self._is_changing = False
 
+    def _has_local(self, block: Block) -> bool:
+        return any(self._local.find(ledger.model_parameters) for ledger in block.ledgers)
+
     def _reduced(self, pairs: list[Pair]) -> list[Pair]:
-        if not self._local:
+        if not self._local.ids:
             return pairs
-        return [(parameter, master) for parameter, master in pairs if id(parameter) not in self._local]
+        return [(parameter, master) for parameter, master in pairs if id(parameter) not in self._local.ids]
 
     def _blocks_with(self, ledger: Ledger) -> list[Block]:
         return [block for block in (*self._waiting, *self.open_blocks()) if ledger in block.ledgers]
@@ -437,7 +447,7 @@ class Ledgers:
 
         Raises OptimizerError where they are on the way to masters.
         """
-        local = self._local_ids(ledger)
+        local = self._local.find(ledger.model_parameters)
         if not local:
             return
         plain, pairs = ledger.read()
@@ -447,31 +457,17 @@ class Ledgers:
                 " was under no_sync(). Leave the last one of an accumulation window out of it."
             )
         gradients = [parameter.grad for parameter in plain if id(parameter) in local]
-        _change_scale(gradients, self._local_scale, self._scale)
-        self._local -= local
-
-    def is_unreduced(self, ledger: Ledger) -> bool:
-        """Tell whether gradients of an optimizer wait for a pass that reduces them over the ranks."""
-        return bool(self._local_ids(ledger))
-
-    def _note_local(self) -> None:
-        """Find out, at the end of a pass, which gradients were not reduced."""
-        self._local = self._wrappers.end_pass()
-        self._local_scale = self._scale
-
-    def _local_ids(self, ledger: Ledger) -> set[int]:
-        if not self._local:
-            return self._local
-        return self._local.intersection(map(id, ledger.model_parameters()))
+        change_scale_(gradients, self._local.scale, self._scale)
+        self._local.ids -= local
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Have gradients that are not reduced carry another scale. Nobody looks at them."""
         parameters = list(self._get_model_parameters())
         for ledger in self._get_all():
             parameters += ledger.model_parameters()
-        unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local}
-        _change_scale([parameter.grad for parameter in unique.values()], self._local_scale, scale)
-        self._local_scale = scale
+        unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local.ids}
+        change_scale_([parameter.grad for parameter in unique.values()], self._local.scale, scale)
+        self._local.scale = scale
 
     # ---- interrupts --------------------------------------------------------------------------------------------------
 
@@ -501,17 +497,6 @@ def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
             seen.add(id(parameter))
             gradients.append(gradient)
     return gradients
-
-
-def _change_scale(gradients: Iterable[Tensor | None], before: Tensor | None, after: Tensor | None) -> None:
-    """Have gradients carry another scale. Waits for nothing."""
-    there = [gradient for gradient in gradients if gradient is not None]
-    if not there or before is after:
-        return
-    device = there[0].device
-    old = torch.ones((), device=device) if before is None else before.to(device)
-    new = torch.ones((), device=device) if after is None else after.to(device)
-    rescale_(there, new / old)
 
 
 def _is_set(found_inf: Tensor) -> bool:

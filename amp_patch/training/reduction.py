@@ -1,6 +1,6 @@
 """Gradients that no pass has reduced yet: which a parallel wrapper leaves local, and what `fully_shard` holds whole."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ModelError
 from ..reporting import warn
 from ..torch_distributed import get_reduced_dtypes, get_unsharded_gradients
-from .unscaling import rescale_
+from .unscaling import change_scale_
 
 _NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
 
@@ -23,12 +23,18 @@ class LocalGradients:
     A module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in the forward,
     under gradients; `no_sync` and some training loops clear it. A subclass that reduces by itself says so by a method
     `leaves_gradients_local`, whose answer None means torch's rule.
+
+    Attributes:
+        ids: of the parameters whose gradients are local, as of the last backward pass.
+        scale: the loss scale that these gradients carry, 0-dim; None: 1.
     """
 
     def __init__(self) -> None:
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._is_new_pass = True
         self._has_modules = False
+        self.ids: set[int] = set()
+        self.scale: Tensor | None = None
 
     def on_forward(self, module: DistributedDataParallel) -> None:
         """Note what a module does with the gradients of the forward that begins.
@@ -47,20 +53,24 @@ class LocalGradients:
         self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
         self._is_new_pass = False
 
-    def end_pass(self) -> set[int]:
-        """Return, at the end of a backward pass, the ids of the parameters whose gradients stay local.
+    def end_pass(self, scale: Tensor | None) -> None:
+        """Note, at the end of a backward pass, whose gradients stay local, and the loss scale that they carry.
 
         Until then a module reduces if any of its forwards said so.
         """
         self._is_new_pass = True
-        local: set[int] = set()
+        self.scale = scale
+        self.ids = set()
         if not self._has_modules:
-            return local
+            return
         for module, is_reducing in self._reduces.items():
             answer = getattr(module, "leaves_gradients_local", lambda: None)()
             if not is_reducing if answer is None else answer:
-                local.update(map(id, module.parameters()))
-        return local
+                self.ids.update(map(id, module.parameters()))
+
+    def find(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
+        """Return which of some parameters have local gradients, by id."""
+        return self.ids.intersection(map(id, get_parameters())) if self.ids else set()
 
     def warn_of_stale(self) -> None:
         """Warn of modules that reduce nothing from now on, since their models have been cast back."""
@@ -90,9 +100,7 @@ class UnshardedSums:
         if before is scale or not self._modules:
             return
         sums = [gradient for module in self._modules for gradient in get_unsharded_gradients(module)]
-        if sums:
-            old, new = (torch.ones(()) if one is None else one for one in (before, scale))
-            rescale_(sums, new.to(sums[0].device) / old.to(sums[0].device))
+        change_scale_(sums, before, scale)
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:

@@ -1,9 +1,8 @@
 """`LossBlock`: the `with` block around one loss and its backward pass."""
 
 import contextlib
-import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,16 +10,14 @@ from torch import Tensor
 from ..casting import Mode, Switch
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
-from .ledger import Ledger, Ledgers
+from .ledger import Block, Ledger, Ledgers
 from .loss_scaler import LossScaler
 
 _mul = torch.ops.aten.mul.Tensor  # whatever a list says of products
 
 
-class LossBlock(NoLoss, contextlib.AbstractContextManager[Tensor]):
+class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     """Gives the loss times the loss scale; when it exits, gradients are divided by it. See `amp_patch.scale_loss`.
-
-    It is also what the ledgers know of its backward pass: see `ledger.Block`.
 
     Args:
         loss: a floating tensor.
@@ -32,48 +29,22 @@ class LossBlock(NoLoss, contextlib.AbstractContextManager[Tensor]):
         on_end: called after a block that is not delayed.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_all_ledgers",
-        "_is_delayed",
-        "_loss",
-        "_on_end",
-        "_switch",
-        "found_inf",
-        "has_failed",
-        "ledgers",
-        "scale",
-        "scaler",
-        "stepped",
-        "thread",
-    )
-
     def __init__(
         self,
         loss: Tensor,
         scaler: LossScaler,
-        ledgers: Sequence[Ledger],
+        ledgers: Iterable[Ledger],
         all_ledgers: Ledgers,
         is_delayed: bool,
         switch: Switch,
         on_end: Callable[[], None],
     ) -> None:
+        super().__init__(scaler, ledgers)
         self._loss: Tensor | None = loss
         self._all_ledgers = all_ledgers
         self._is_delayed = is_delayed
         self._switch = switch
         self._on_end = on_end
-        self.scaler = scaler
-        self.scale: Tensor | None = None
-        self.ledgers: list[Ledger] = []
-        self.found_inf: Tensor | None = None
-        self.stepped: list[Ledger] = []
-        self.has_failed = False
-        self.thread = threading.get_ident()
-        for ledger in ledgers:
-            for one in (ledger, *ledger.partners):
-                if one not in self.ledgers:
-                    self.ledgers.append(one)
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None

@@ -51,6 +51,17 @@ def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
         foreach_mul_(values, scale.to(values[0].device))
 
 
+def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, after: Tensor | None) -> None:
+    """Have gradients that carry one loss scale carry another (0-dim; None: 1). Waits for nothing."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    if not there or before is after:
+        return
+    device = there[0].device
+    old = torch.ones((), device=device) if before is None else before.to(device)
+    new = torch.ones((), device=device) if after is None else after.to(device)
+    rescale_(there, new / old)
+
+
 def look_for_inf(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set `found_inf` (0-dim float32) to 1.0 if an element of `gradients` is inf or NaN. Waits for nothing."""
     unscale_(gradients, torch.ones_like(found_inf), found_inf)

@@ -314,7 +314,7 @@ class Reference:
                 owner.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
             for name, before, after in zip(owner.names, old.stepped, owner.stepped, strict=True):
                 if before.grad is not None:
-                    after.grad = (before.grad.to(new.low) if name in owner.masters else before.grad).to(after.dtype)
+                    after.grad = before.grad.to(after.dtype)
         return new
 
     def load_scalers(self, states):
@@ -369,6 +369,8 @@ class Reference:
         for owner in self.owners:
             owner.fold()
         self.window, self.carried = None, 1.0
+        for one in self.open:
+            one.is_overflow = one.is_overflow or any(found.get(owner) for owner in one.owners)
         for one in judged:
             one.is_overflow = one.is_overflow or any(found[owner] for owner in one.owners)
             if not one.has_failed or (one.is_overflow and one.scaler.is_dynamic):
