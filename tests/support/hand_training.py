@@ -1,0 +1,615 @@
+"""Mixed precision written out by hand, behind the names that amp_patch gives its functions: `by_hand.scale_loss(...)`.
+
+A training script runs on either, and must find the same numbers bit by bit. Nothing here imports amp_patch, and nothing
+here is clever: casts are `.to(low)`, masters are float32 copies, loss scales move as those of torch.amp.GradScaler, and
+what a block leaves is divided by the scale before the next line of the script. Scales are powers of 2.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LOWS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+WITH_MASTERS = ("O2", "O5")
+SCALES = {"O1": "dynamic", "O2": "dynamic", "O4": 1.0, "O5": 1.0}
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Casts:
+    """What a forward by hand does to its operands: nothing, until it is told of a level."""
+
+    def __init__(self) -> None:
+        self.level: str | None = None
+        self.compute = "native"
+
+    def product(self, op: Callable[..., Tensor], *operands: Any, **options: Any) -> Tensor:
+        """A product of 16-bit values; computed in float32, its operands are widened and its result rounded."""
+        if self.level is None:
+            return op(*operands, **options)
+        low = LOWS[self.level]
+        rounded = [operand.to(low) for operand in operands]
+        if self.compute == "native":
+            return op(*rounded, **options)
+        return op(*[operand.float() for operand in rounded], **options).to(low)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """What the lists of O1 and O4 run in float32; a model that is cast itself stays as it is."""
+        return tensor.float() if self.level in ("O1", "O4") else tensor
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a layer norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(inputs))))
+
+    def forward_by_hand(self, inputs: Tensor, casts: Casts) -> Tensor:
+        hidden = casts.product(F.linear, inputs, self.first.weight, self.first.bias)
+        hidden = F.layer_norm(casts.full(hidden), (4,), self.norm.weight, self.norm.bias)
+        return casts.product(F.linear, torch.tanh(hidden), self.last.weight, self.last.bias)
+
+
+class ConvNet(nn.Module):
+    """A convolution, a batch norm and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.last = nn.Linear(32, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(inputs))).flatten(1))
+
+    def forward_by_hand(self, inputs: Tensor, casts: Casts) -> Tensor:
+        hidden = casts.product(F.conv2d, inputs, self.first.weight, self.first.bias, padding=1)
+        hidden = torch.relu(self.norm(hidden)).flatten(1)
+        return casts.product(F.linear, hidden, self.last.weight, self.last.bias)
+
+
+class Attention(nn.Module):
+    """An embedding, one head of attention, and a last layer whose weight is that of the embedding."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.first = nn.Embedding(5, 4, max_norm=max_norm)
+        self.query = nn.Linear(4, 4)
+        self.value = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 5)
+        self.last.weight = self.first.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.first(tokens)
+        scores = self.query(hidden) @ hidden.transpose(1, 2)
+        return self.last(torch.softmax(scores, -1) @ self.value(hidden))
+
+    def forward_by_hand(self, tokens: Tensor, casts: Casts) -> Tensor:
+        hidden = self.first(tokens)
+        query = casts.product(F.linear, hidden, self.query.weight, self.query.bias)
+        scores = casts.product(torch.matmul, query, hidden.transpose(1, 2))
+        weights = torch.softmax(casts.full(scores), -1)
+        mixed = casts.product(torch.matmul, weights, casts.product(F.linear, hidden, self.value.weight))
+        return casts.product(F.linear, mixed, self.last.weight, self.last.bias)
+
+
+MODELS = {"mlp": Mlp, "conv": ConvNet, "attention": Attention}
+SHAPES = {"mlp": (4, 3), "conv": (4, 1, 4, 4)}
+
+
+def make_model(kind: str, seed: int, *, is_by_hand: bool = False, **options: Any) -> Any:
+    """A model of the same weights for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[kind](**options)
+    model.kind = kind
+    if is_by_hand:
+        model.__class__ = type(f"{kind} by hand", (ModelByHand, MODELS[kind]), {})
+        model.hand = None
+    return model
+
+
+def make_inputs(kind: str, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    if kind == "attention":
+        return torch.randint(5, (2, 3), generator=generator)
+    return torch.randn(SHAPES[kind], generator=generator)
+
+
+def loss_of(model: Any, batch: int, factor: float = 1.0) -> Tensor:
+    """The loss of a model on one of its batches, times a factor, which may be inf."""
+    output = model(make_inputs(model.kind, batch)).float()
+    targets = torch.randn(output.shape, generator=torch.Generator().manual_seed(100 + batch))
+    return ((output - targets) ** 2).mean() * factor
+
+
+class ModelByHand(nn.Module):
+    """A model in the care of a `ByHand`, or of nobody."""
+
+    hand: "ByHand | None"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.hand is None:
+            return self.forward_by_hand(inputs, Casts())
+        self.hand.bring_together()
+        output = self.forward_by_hand(inputs, self.hand.casts)
+        return output.float() if self.hand.casts.level in WITH_MASTERS else output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.hand is not None:
+            self.hand.on_zero_grad(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        if self.hand is not None:
+            self.hand.bring_together()
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                master = self.hand.masters.get(id(parameter))
+                state[name] = parameter.detach().float() if master is None else master.detach()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(state, *args, **kwargs)
+        for name, parameter in self.named_parameters(remove_duplicate=False) if self.hand is not None else ():
+            if id(parameter) in self.hand.masters:
+                self.hand.masters[id(parameter)].data.copy_(state[name])
+        if self.hand is not None:
+            self.hand.push()
+        return result
+
+
+# ---- loss scales -----------------------------------------------------------------------------------------------------
+
+
+class Scaler:
+    """The loss scale, which moves once for all passes since it moved last. As torch.amp.GradScaler's; its hysteresis is
+    that of Megatron-LM.
+    """
+
+    def __init__(self, loss_scale: Any, minimum: float | None, maximum: float) -> None:
+        knobs = {"init": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "hysteresis": 1}
+        self.is_dynamic = not isinstance(loss_scale, float)
+        self.knobs = {**knobs, **loss_scale} if isinstance(loss_scale, dict) else knobs
+        self.minimum, self.maximum = minimum or torch.finfo(torch.float32).tiny, maximum
+        first = max(min(self.knobs["init"], maximum), minimum or 0.0)
+        self.scale = first if self.is_dynamic else loss_scale
+        self.unskipped, self.left = 0, self.knobs["hysteresis"]
+        self.undecided: list[Pass] = []
+
+    @property
+    def is_identity(self) -> bool:
+        return not self.is_dynamic and self.scale == 1.0
+
+    def next_state(self) -> tuple[float, int, int]:
+        if not self.undecided or not self.is_dynamic:
+            return self.scale, self.unskipped + bool(self.undecided), self.left
+        scale, unskipped, left = self.scale, self.unskipped + 1, self.left
+        if any(one.is_overflow for one in self.undecided):
+            left, unskipped = max(left - 1, 0), 0
+            if left == 0:
+                scale *= self.knobs["backoff_factor"]
+        elif unskipped == self.knobs["growth_interval"]:
+            scale, unskipped, left = scale * self.knobs["growth_factor"], 0, self.knobs["hysteresis"]
+        return min(max(scale, self.minimum), self.maximum), unskipped, left
+
+    def decide(self) -> None:
+        self.scale, self.unskipped, self.left = self.next_state()
+        for one in self.undecided:
+            one.is_judged = True
+        self.undecided = []
+
+    def state_dict(self) -> dict[str, Any]:
+        scale, unskipped, left = self.next_state()
+        state = {"loss_scale": scale, "unskipped": unskipped}
+        return {**state, "hysteresis_tracker": left} if self.knobs["hysteresis"] > 1 else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.undecided, self.unskipped = [], state["unskipped"]
+        if self.is_dynamic:
+            self.scale = state["loss_scale"]
+            self.unskipped = min(self.unskipped, self.knobs["growth_interval"] - 1)
+        self.left = min(state.get("hysteresis_tracker", self.knobs["hysteresis"]), self.knobs["hysteresis"])
+
+
+class Pass:
+    """One block under a loss scale: the optimizers whose next step an overflow skips, and whether there was one."""
+
+    def __init__(self, scaler: Scaler, optimizers: list[Any]) -> None:
+        self.scaler, self.optimizers = scaler, optimizers
+        self.is_open, self.is_overflow, self.is_judged = True, False, False
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+class OptimizerByHand:
+    """What is put before an optimizer of torch: it steps on masters, and skips."""
+
+    hand: "ByHand | None" = None
+
+    def begin(self, hand: "ByHand") -> None:
+        self.hand = hand
+        self.awaited: list[Pass] = []  # passes that may skip the next step
+        self.has_zeroed_overflow = False  # since the last step, a pass overflowed whose gradients were zeroed
+        self.placed: dict[int, Tensor] = {}  # every master that it ever had, by its id
+        self.step_was_skipped = False
+        self.place_masters()
+
+    def place_masters(self) -> None:
+        """Put masters where the script has put 16-bit parameters."""
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.dtype in LOWS.values():
+                    master = self.hand.master_of(parameter)
+                    self.placed[id(master)] = master
+                    group["params"][index] = master
+                    if parameter in self.state:
+                        self.state[master] = self.state.pop(parameter)
+
+    def stepped(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        if self.hand is not None:
+            self.place_masters()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.hand is None:
+            return super().step(closure) if closure is not None else super().step()
+        if isinstance(self, torch.optim.LBFGS):
+            result = super().step(closure)
+            self.finish_step()
+            return result
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.hand.begin_step()
+        passes = [one for one in self.awaited if not one.is_open]
+        for one in passes:
+            one.scaler.decide()
+        gradients = [parameter.grad for parameter in self.stepped() if parameter.grad is not None]
+        is_zeroed_overflow_here = self.has_zeroed_overflow and not all(map(is_finite, gradients))
+        overflowed = any(one.is_overflow and one.scaler.is_dynamic for one in passes)
+        self.step_was_skipped = overflowed or is_zeroed_overflow_here
+        if not self.step_was_skipped:
+            super().step()
+            self.hand.push()
+        self.finish_step()
+        return result
+
+    def finish_step(self) -> None:
+        self.awaited = [one for one in self.awaited if one.is_open]
+        self.has_zeroed_overflow = False
+        for master in self.placed.values():
+            master.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.hand is not None:
+            self.hand.abandon(self)
+            for parameter, master in self.hand.pairs.values():
+                if id(master) in self.placed:
+                    parameter.grad = None
+        super().zero_grad(set_to_none)
+
+
+def make_by_hand(kind: type) -> type:
+    """An optimizer class of torch, by hand."""
+    return type(f"{kind.__name__} by hand", (OptimizerByHand, kind), {})
+
+
+# ---- what a script calls ---------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """The functions of amp_patch, by hand.
+
+    Args:
+        later_overflows_count: whether an overflow that comes after another one, in the sums of the same optimizer
+            before they are stepped on or zeroed, lowers its scale too. The step is skipped either way.
+    """
+
+    def __init__(self, *, later_overflows_count: bool) -> None:
+        self.later_overflows_count = later_overflows_count
+        self.casts = Casts()
+        self.forget_everything()
+
+    def forget_everything(self) -> None:
+        self.casts.level = None
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.scalers: list[Scaler] = []
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}  # 16-bit parameter and master, by the parameter's id
+        self.masters: dict[int, Tensor] = {}
+        self.pushed: dict[int, Tensor] = {}  # each master when it was copied to its parameter
+        self.known: dict[int, Tensor] = {}  # each master when it was last looked at
+        self.full: dict[int, Tensor] = {}  # parameters before they were cast
+        self.carried: float | None = None  # the scale that gradients carry now
+        self.is_held = False  # between delayed passes
+        self.owed: list[Pass] = []  # passes whose gradients nobody has looked at
+        self.aside: list[tuple[Tensor, Tensor]] = []
+        self.open: list[tuple[Pass | None, float | None]] = []
+
+    def initialize(
+        self,
+        models: list[Any],
+        optimizers: list[Any],
+        opt_level: str,
+        loss_scale: Any = None,
+        num_losses: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        compute: str = "native",
+        verbosity: int = 0,
+    ) -> None:
+        loss_scale = SCALES[opt_level] if loss_scale is None else loss_scale
+        self.scalers = [Scaler(loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+        self.casts.level, self.casts.compute = opt_level, compute
+        self.models, self.optimizers = list(models), list(optimizers)
+        for model in models:
+            model.hand = self
+            if opt_level in WITH_MASTERS:
+                self.cast_model(model)
+        for optimizer in optimizers:
+            optimizer.begin(self)
+        self.full.clear()
+
+    def cast_model(self, model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype is torch.float32:
+                    gradient, parameter.grad = parameter.grad, None
+                    self.full[id(parameter)] = parameter.detach().clone()
+                    parameter.data = parameter.data.to(LOWS[self.casts.level])
+                    if gradient is not None:
+                        self.master_of(parameter).grad = gradient
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The master of a 16-bit parameter, made of what it held in float32 or else of what it holds."""
+        if id(parameter) not in self.masters:
+            value = self.full.get(id(parameter), parameter.detach().float())
+            master = value.clone().requires_grad_()
+            self.masters[id(parameter)] = master
+            self.pairs[id(parameter)] = parameter, master
+            self.pushed[id(parameter)] = self.known[id(parameter)] = master.detach().clone()
+        return self.masters[id(parameter)]
+
+    def reset(self) -> None:
+        self.settle()
+        self.bring_together()
+        for optimizer in self.optimizers:
+            originals = {id(master): parameter for parameter, master in self.pairs.values()}
+            for group in optimizer.param_groups:
+                group["params"] = [originals.get(id(stepped), stepped) for stepped in group["params"]]
+            entries = [(originals.get(id(stepped), stepped), entry) for stepped, entry in optimizer.state.items()]
+            optimizer.state.clear()
+            optimizer.state.update(entries)
+            optimizer.hand = None
+        for model in self.models:
+            model.hand = None
+            for parameter in model.parameters():
+                if parameter.dtype in LOWS.values():
+                    parameter.grad = None
+                    master = self.masters.get(id(parameter))
+                    parameter.data = parameter.data.float() if master is None else master.detach().clone()
+        self.forget_everything()
+
+    def master_params(self, optimizer: Any) -> Iterator[Tensor]:
+        return iter(optimizer.stepped())
+
+    def refresh(self) -> None:
+        self.bring_together()
+
+    def scale(self, tensor: Any, loss_id: int = 0) -> Any:
+        return tensor.float() * self.scalers[loss_id].scale
+
+    def unscale(self, gradients: tuple[Tensor, ...], loss_id: int = 0) -> tuple[Tensor, ...]:
+        return tuple(gradient / self.scalers[loss_id].scale for gradient in gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.settle()
+        for index, scaler in enumerate(self.scalers):
+            scaler.load_state_dict(state[f"loss_scaler{index}"])
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Tensor:
+        """Of a 16-bit parameter its master is clipped."""
+        given = list(parameters)
+        if any(id(parameter) in self.masters for parameter in given) and not self.is_held:
+            self.settle()
+        stepped = [self.masters.get(id(parameter), parameter) for parameter in given]
+        return torch.nn.utils.clip_grad_norm_(stepped, max_norm)
+
+    @contextlib.contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Of a model that is cast itself there is nothing to leave out."""
+        level = self.casts.level
+        if level not in WITH_MASTERS:
+            self.casts.level = None
+        try:
+            yield
+        finally:
+            self.casts.level = level
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False
+    ) -> Iterator[Tensor]:
+        chosen = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        scaler = self.scalers[loss_id]
+        scale = None if scaler.is_identity else scaler.scale
+        for optimizer in chosen:
+            optimizer.place_masters()
+            if optimizer.awaited and not self.gradients_of(optimizer):
+                self.abandon(optimizer)
+        one = None if scale is None else Pass(scaler, chosen)
+        self.enter(one, scale)
+        if one is not None:
+            self.owed.append(one)
+            for optimizer in chosen:
+                optimizer.awaited.append(one)
+        self.open.append((one, scale))
+        yield loss.float() * (1.0 if scale is None else scale)
+        self.open.pop()
+        if one is not None:
+            one.is_open = False
+            scaler.undecided.append(one)
+        if delay_unscale:
+            self.is_held = True
+        else:
+            self.settle()
+        if self.open:
+            self.enter(*self.open[-1])
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def plain(self) -> list[Tensor]:
+        """Every parameter without a master."""
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        stepped = [parameter for optimizer in self.optimizers for parameter in optimizer.stepped()]
+        masters = {id(master) for master in self.masters.values()}
+        found = {id(parameter): parameter for parameter in (*parameters, *stepped)}
+        return [p for key, p in found.items() if key not in masters and key not in self.masters]
+
+    def gradients_of(self, optimizer: Any) -> list[Tensor]:
+        low = [parameter for parameter, master in self.pairs.values() if id(master) in optimizer.placed]
+        return [holder.grad for holder in (*optimizer.stepped(), *low) if holder.grad is not None]
+
+    @torch.no_grad()
+    def enter(self, one: Pass | None, scale: float | None) -> None:
+        """Multiply the sums so far, so that the pass may add to them."""
+        if not (self.is_held and self.carried == scale):
+            self.settle()
+            for parameter in self.plain():
+                if parameter.grad is not None and scale is not None:
+                    if one is not None and self.is_mixed_with(one) and not is_finite(parameter.grad):
+                        self.aside.append((parameter, parameter.grad.clone()))
+                        parameter.grad.zero_()
+                    parameter.grad.copy_(parameter.grad.float() * scale)
+        self.carried = scale
+
+    def is_mixed_with(self, one: Pass) -> bool:
+        """Whether an overflow in the sums so far may be that of a pass of another scale: it is not to count twice."""
+        earlier = [other for optimizer in one.optimizers for other in optimizer.awaited]
+        return self.later_overflows_count and any(
+            other.is_judged or other.scaler is not one.scaler or other.optimizers != one.optimizers for other in earlier
+        )
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make true sums of what gradients there are, in the masters where there are masters."""
+        scale = 1.0 if self.carried is None else self.carried
+        overflowed = set()
+        for parameter in self.plain():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.float() / scale)
+                if not is_finite(parameter.grad):
+                    overflowed.add(id(parameter))
+        for parameter, master in self.pairs.values():
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.float() / scale, None
+                if not is_finite(gradient):
+                    overflowed.add(id(master))
+                master.grad = gradient if master.grad is None else master.grad + gradient
+        for parameter, earlier in self.aside:
+            if parameter.grad is not None:
+                parameter.grad.add_(earlier)
+        self.aside, self.carried, self.is_held = [], None, False
+        for one in self.owed:
+            reached = [o for o in one.optimizers if overflowed & set(map(id, o.stepped()))]
+            one.is_overflow = one.is_overflow or any(self.counts(one, optimizer) for optimizer in reached)
+        self.owed = [one for one in self.owed if one.is_open]
+
+    def counts(self, one: Pass, optimizer: Any) -> bool:
+        if self.later_overflows_count:
+            return True
+        earlier = optimizer.awaited[: optimizer.awaited.index(one)] if one in optimizer.awaited else []
+        return not any(other.is_overflow for other in earlier)
+
+    def begin_step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.place_masters()
+        self.bring_together()
+        self.settle()
+
+    def abandon(self, optimizer: Any) -> None:
+        """The gradients are dropped. What had overflowed in them is for the scale, and for the step only if it is in
+        what the script puts there in their stead.
+        """
+        closed = [one for one in optimizer.awaited if not one.is_open]
+        if any(one in self.owed for one in closed):
+            self.settle()
+        for one in closed:
+            one.scaler.decide()
+            optimizer.has_zeroed_overflow |= one.is_overflow and one.scaler.is_dynamic
+        optimizer.awaited = [one for one in optimizer.awaited if one.is_open]
+
+    def on_zero_grad(self, model: Any) -> None:
+        covered = {id(parameter) for parameter in model.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) in self.masters:
+                self.masters[id(parameter)].grad = None
+                covered.add(id(self.masters[id(parameter)]))
+        for optimizer in self.optimizers:
+            if all(id(parameter) in covered for parameter in optimizer.stepped()):
+                self.abandon(optimizer)
+
+    # ---- masters -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def push(self) -> None:
+        for key, (parameter, master) in self.pairs.items():
+            parameter.copy_(master)
+            self.pushed[key] = self.known[key] = master.detach().clone()
+
+    @torch.no_grad()
+    def bring_together(self) -> None:
+        """A master that was edited goes to its parameter. Of a parameter that was edited, the elements that differ go
+        to the master; an edit that is taken back leaves no trace.
+        """
+        for key, (parameter, master) in self.pairs.items():
+            if not equal(master, self.known[key]):
+                parameter.copy_(master)
+                self.pushed[key] = master.detach().clone()
+            else:
+                pushed = self.pushed[key]
+                edited = torch.where(parameter == master.to(parameter.dtype), master, parameter.float())
+                master.copy_(torch.where(parameter == pushed.to(parameter.dtype), pushed, edited))
+            self.known[key] = master.detach().clone()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two trees of tensors and plain values hold the same bits; NaN equals NaN."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if left.dtype is not right.dtype or left.shape != right.shape:
+            return False
+        return bool(((left == right) | ((left != left) & (right != right))).all())
+    if isinstance(left, dict) and isinstance(right, dict):
+        return set(left) == set(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return type(left) is type(right) and bool(left == right)
