@@ -269,10 +269,8 @@ class OptimizerByHand:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.hand is None:
             return super().step(closure) if closure is not None else super().step()
-        if isinstance(self, torch.optim.LBFGS):
-            result = super().step(closure)
-            self.finish_step()
-            return result
+        if isinstance(self, torch.optim.LBFGS):  # its scale never moves, and its gradients are looked at by the closure
+            return self.step_by_closure(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -290,6 +288,12 @@ class OptimizerByHand:
             self.hand.push()
         self.finish_step()
         return result
+
+    def step_by_closure(self, closure: Callable[[], Any]) -> Any:
+        for one in self.awaited:
+            one.scaler.decide()
+        self.awaited = []
+        return super().step(closure)
 
     def finish_step(self) -> None:
         self.awaited = [one for one in self.awaited if one.is_open]

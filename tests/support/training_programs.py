@@ -13,6 +13,10 @@ KNOWN_OPEN = {
     "a hook replaces sums that are set aside",
     "float32 gradients at initialize",
     "an edit just before reset",
+    "masters of parameters put into a group by hand",
+    "overflows of parameters that left the groups",
+    "an edit in a closure",
+    "a static scale counts closures late",
 }
 """Faults of the package that are known and not mended yet: snippets that meet one are left out."""
 
@@ -491,6 +495,7 @@ def hooks(draft: Draft) -> list[Snippet]:
     if draft.bad(0.4):
         hooked = f"_handle = {model}.first.weight.register_hook(lambda g: g * {draft.random.choice(['inf', 'nan'])})"
         middle = [hooked, draft.block(draft.loss(model), optimizers), "_handle.remove()"]
+        fault = "overflows of parameters that left the groups" if draft.later else None
     else:
         bad = draft.bad(0.3)
         chosen = f"{model}.parameters() if p.requires_grad"
@@ -510,7 +515,9 @@ def closure(draft: Draft) -> list[Snippet]:
         return []
     loss = f"_loss = {draft.loss(model, bad=draft.bad(0.2))}"
     body = lines([f"{optimizer}.zero_grad()", loss, draft.block("_loss", optimizers), "return _loss"])
-    return [Snippet(lines(["def _closure():", indent(body), f"{draft.name('value')} = {optimizer}.step(_closure)"]))]
+    text = lines(["def _closure():", indent(body), f"{draft.name('value')} = {optimizer}.step(_closure)"])
+    fault = "an edit in a closure" if draft.is_renormed(model) else None
+    return [Snippet(text, fault if draft.is_dynamic or draft.has_lbfgs else "a static scale counts closures late")]
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -670,7 +677,7 @@ def groups(draft: Draft) -> list[Snippet]:
     if len(optimizers) > 1 or draft.optimizers[optimizers[0]] != [model]:
         return []
     (optimizer,) = optimizers
-    layer = draft.random.choice(["first", "last"])
+    has_masters, layer = draft.level in WITH_MASTERS, draft.random.choice(["first", "last"])
     params = draft.random.choice([f"list({model}.{layer}.parameters())", f"list({model}.parameters())"])
     kind = draft.random.randrange(3)
     if kind == 0:
@@ -686,8 +693,14 @@ def groups(draft: Draft) -> list[Snippet]:
     else:
         change = f'{optimizer}.param_groups = [{{**{optimizer}.param_groups[0], "params": {params}}}]'
     text = lines([f"{model}.zero_grad()", change])
+    fault = "masters of parameters put into a group by hand"
+    if kind == 0:
+        fault = "overflows of parameters that left the groups"
+    if has_masters and (kind or draft.is_dynamic) and fault in KNOWN_OPEN:
+        return []
     draft.later.append(text)
-    return [Snippet(text, is_edit=True), *iteration(draft)]
+    trained = lines([text, draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers), draft.step(optimizers)])
+    return [Snippet(trained)]
 
 
 VOCABULARY: dict[Maker, int] = {
