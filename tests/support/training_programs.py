@@ -62,7 +62,7 @@ def draw(seed: int) -> Program:
     """The program of a seed, without the snippets that meet a known fault."""
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
-    for _ in range(draft.random.randint(4, 9)):
+    for _ in range(draft.random.randint(8, 14)):
         make = draft.random.choice(draft.vocabulary())
         snippets += make(draft)
     kept = tuple(snippet for snippet in snippets if snippet.fault not in KNOWN_OPEN)
@@ -445,6 +445,25 @@ def dropped_gradients(draft: Draft) -> list[Snippet]:
     return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
 
 
+def given_up(draft: Draft) -> list[Snippet]:
+    """Delayed passes whose gradients are zeroed before the last one."""
+    model = draft.pick_model()
+    optimizers = draft.optimizers_of(model)
+    block = draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers, delay=True)
+    again = draft.block(draft.loss(model), optimizers)
+    return [Snippet(lines([block, draft.zero(optimizers), again, draft.step(optimizers), draft.zero(optimizers)]))]
+
+
+def no_block(draft: Draft) -> list[Snippet]:
+    """A backward pass of a loss that is not scaled, beside one that is, or by itself, or given up."""
+    model = draft.pick_model()
+    optimizers = draft.optimizers_of(model)
+    plain = f"loss({model}, {draft.random.randrange(8)}).backward()"
+    block = draft.block(draft.loss(model), optimizers)
+    middle = draft.random.choice([[plain], [plain, block], [block, plain], [plain, draft.zero(optimizers), block]])
+    return [Snippet(draft.around(optimizers, *middle))]
+
+
 def step_left_out(draft: Draft) -> list[Snippet]:
     """A loop that does not step, or does not zero."""
     model = draft.pick_model()
@@ -478,11 +497,11 @@ def surgery(draft: Draft) -> list[Snippet]:
         )
     text += [
         f"for _p, _a, _b in zip(amp.master_params({optimizer}), *_kept):",
-        "    _p.grad = None if _a is None else _a + 0.5 * _b",
+        "    _p.grad = None if _a is None or _b is None else _a + 0.5 * _b",
     ]
     is_dropped = bad == 0 and draft.is_likely(0.3)
     if is_dropped:  # finite again: GradScaler steps
-        text.append("    _p.grad = None if _b is None else _b")
+        text.append("    _p.grad = _b")
     text += [draft.step(optimizers)]
     overflows = draft.overflows_by_itself() or (bad == 0 and not is_dropped)
     return [Snippet(lines(text), fault="surgery forgets an overflow" if overflows else None)]
@@ -716,15 +735,17 @@ VOCABULARY: dict[Maker, int] = {
     penalty: 2,
     gradients_by_hand: 1,
     dropped_gradients: 1,
+    given_up: 1,
+    no_block: 1,
     step_left_out: 2,
     step_alone: 1,
-    surgery: 2,
-    hooks: 2,
+    surgery: 3,
+    hooks: 3,
     closure: 1,
     edit: 2,
-    adversarial: 1,
-    average: 2,
-    freezing: 1,
+    adversarial: 3,
+    average: 3,
+    freezing: 2,
     evaluate: 1,
     resume: 1,
     another_level: 1,
