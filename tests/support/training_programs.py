@@ -13,8 +13,9 @@ KNOWN_OPEN = {
     "a hook replaces sums that are set aside",
     "float32 gradients at initialize",
     "an edit just before reset",
+    "an edit just after load_state_dict",
     "masters of parameters put into a group by hand",
-    "overflows of parameters that left the groups",
+    "gradients of parameters that left the groups",
     "an edit in a closure",
     "a static scale counts closures late",
 }
@@ -442,7 +443,8 @@ def dropped_gradients(draft: Draft) -> list[Snippet]:
         return [Snippet(draft.around(optimizers, text))]
     every = lines(f"for _p in amp.master_params({optimizer}):\n    _p.grad = None" for optimizer in optimizers)
     again = draft.block(draft.loss(model), optimizers)
-    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
+    fault = "gradients of parameters that left the groups" if draft.later else None
+    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]), fault)]
 
 
 def given_up(draft: Draft) -> list[Snippet]:
@@ -514,7 +516,7 @@ def hooks(draft: Draft) -> list[Snippet]:
     if draft.bad(0.4):
         hooked = f"_handle = {model}.first.weight.register_hook(lambda g: g * {draft.random.choice(['inf', 'nan'])})"
         middle = [hooked, draft.block(draft.loss(model), optimizers), "_handle.remove()"]
-        fault = "overflows of parameters that left the groups" if draft.later else None
+        fault = "gradients of parameters that left the groups" if draft.later else None
     else:
         bad = draft.bad(0.3)
         chosen = f"{model}.parameters() if p.requires_grad"
@@ -603,6 +605,7 @@ def average(draft: Draft) -> list[Snippet]:
             f"with torch.no_grad():\n    {draft.name('seen')} = {draft.loss(model)}",
             f"{model}.train()",
             f"for _p, _a in zip({source}, _stored):\n    {copied}",
+            "amp.refresh()" if "master" in source else "",  # whoever edits masters and parameters says so in between
         ]
     )
     return [Snippet(text, is_edit=True)]
@@ -634,6 +637,8 @@ def resume(draft: Draft) -> list[Snippet]:
     saved = f"saved = copy.deepcopy([{', '.join(f'{part}.state_dict()' for part in parts)}])"
     loads = [f"{part}.load_state_dict(saved[{index}])" for index, part in enumerate(parts)]
     zero = lines(f"{model}.zero_grad()" for model in draft.models)
+    if "an edit just after load_state_dict" in KNOWN_OPEN:
+        loads.append("amp.refresh()")
     draft.averages = []
     return [Snippet(lines([zero, saved, "amp.reset()", draft.build(), *loads]))]
 
@@ -714,7 +719,7 @@ def groups(draft: Draft) -> list[Snippet]:
     text = lines([f"{model}.zero_grad()", change])
     fault = "masters of parameters put into a group by hand"
     if kind == 0:
-        fault = "overflows of parameters that left the groups"
+        fault = "gradients of parameters that left the groups"
     if has_masters and (kind or draft.is_dynamic) and fault in KNOWN_OPEN:
         return []
     draft.later.append(text)
