@@ -63,7 +63,7 @@ def draw(seed: int) -> Program:
     """The program of a seed, without the snippets that meet a known fault."""
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
-    for _ in range(draft.random.randint(8, 14)):
+    for _ in range(draft.random.randint(9, 16)):
         make = draft.random.choice(draft.vocabulary())
         snippets += make(draft)
     kept = tuple(snippet for snippet in snippets if snippet.fault not in KNOWN_OPEN)
@@ -93,8 +93,6 @@ OPTIMIZERS = [
     "NAdam({}, lr=0.0625)",
     "Adamax({}, lr=0.0625)",
 ]
-DYNAMIC = ["None", '"dynamic"', "DICT", "DICT", "DICT"]
-STATIC = ["1.0", "128.0", "1.0"]
 
 
 class Draft:
@@ -136,23 +134,23 @@ class Draft:
 
     def choose_level(self) -> None:
         self.level = self.random.choice(LEVELS)
-        self.is_dynamic = self.random.random() < (0.75 if self.level in ("O1", "O2") else 0.4)
-        scale = self.random.choice(DYNAMIC if self.is_dynamic else STATIC)
-        if scale == "None":
-            scale = '"dynamic"' if self.level in ("O4", "O5") else "None"
-        if scale == "DICT":
+        self.is_dynamic = self.is_likely(0.75 if self.level in ("O1", "O2") else 0.4)
+        self.options = {"opt_level": repr(self.level), "compute": self.random.choice(['"native"', '"float32"'])}
+        if not self.is_dynamic:
+            self.options["loss_scale"] = self.random.choice(["1.0", "128.0", "1.0"])
+        elif self.is_likely(0.3):
+            self.options["loss_scale"] = '"dynamic"'
+        else:
             knobs = {
                 "init": 2.0 ** self.random.choice([4, 8, 12, 16, 20]),
                 "growth_interval": self.random.choice([1, 2, 3]),
             }
-            if self.random.random() < 0.25:
+            if self.is_likely(0.3):
                 knobs["hysteresis"] = 2
-            scale = str(knobs)
-        options = {"opt_level": repr(self.level), "loss_scale": scale}
-        options["compute"] = self.random.choice(['"native"', '"float32"'])
-        if self.is_dynamic and self.is_likely(0.2):
-            options["min_loss_scale"], options["max_loss_scale"] = "16.0", "2.0**20"
-        self.options = options
+            self.options["loss_scale"] = str(knobs)
+            if self.is_likely(0.3):
+                self.options["min_loss_scale"] = str(knobs["init"] / 2)
+                self.options["max_loss_scale"] = str(knobs["init"] * 2)
 
     def choose_optimizers(self) -> None:
         first, *others = self.models
@@ -434,13 +432,17 @@ def gradients_by_hand(draft: Draft) -> list[Snippet]:
 
 
 def dropped_gradients(draft: Draft) -> list[Snippet]:
-    """`p.grad = None` by hand, for one or for all."""
+    """`p.grad = None` by hand, for one or for all, or what is not finite made so."""
     model = draft.pick_model()
     optimizers = draft.optimizers_of(model)
     block = draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers)
     if draft.is_likely(0.5):
-        text = lines([block, f"next(amp.master_params({optimizers[0]})).grad = None"])
-        return [Snippet(draft.around(optimizers, text))]
+        drop = f"next(amp.master_params({optimizers[0]})).grad = None"
+        mend = lines(
+            f"for _p in amp.master_params({optimizer}):\n    if _p.grad is not None:\n        _p.grad.nan_to_num_()"
+            for optimizer in optimizers
+        )
+        return [Snippet(draft.around(optimizers, block, draft.random.choice([drop, mend])))]
     every = lines(f"for _p in amp.master_params({optimizer}):\n    _p.grad = None" for optimizer in optimizers)
     again = draft.block(draft.loss(model), optimizers)
     fault = "gradients of parameters that left the groups" if draft.later else None
