@@ -105,6 +105,8 @@ class Draft:
         optimizers: names of the models whose parameters each holds, by its name.
         later: lines that have changed the groups since, to be run again where all is built anew.
         is_shared: two optimizers have parameters in common, so that each block is for both.
+        has_lbfgs: each step takes a closure.
+        has_stale_state: an optimizer has a state of parameters that left it, which torch cannot save.
     """
 
     def __init__(self, source: random.Random) -> None:
@@ -113,7 +115,7 @@ class Draft:
         self.optimizers: dict[str, list[str]] = {}
         self.construction: list[tuple[str, str]] = []
         self.later: list[str] = []
-        self.is_shared = self.has_lbfgs = False
+        self.is_shared = self.has_lbfgs = self.has_stale_state = False
         self.seeds = 0
         self.names = 0
         self.averages: list[tuple[str, str]] = []
@@ -231,8 +233,8 @@ class Draft:
         return "max_norm" in self.sources[model]
 
     def overflows_by_itself(self) -> bool:
-        """Whether any pass may overflow."""
-        return self.is_dynamic and self.level in ("O1", "O2")
+        """Whether any pass may overflow: float16 ends at 65504."""
+        return self.level in ("O1", "O2")
 
     def zero(self, optimizers: list[str]) -> str:
         """A line for each optimizer that zeroes its gradients."""
@@ -635,6 +637,8 @@ def evaluate(draft: Draft) -> list[Snippet]:
 
 def resume(draft: Draft) -> list[Snippet]:
     """Save, forget everything, build it anew, load."""
+    if draft.has_stale_state:
+        return []
     parts = [*draft.models, *draft.optimizers, "amp"]
     saved = f"saved = copy.deepcopy([{', '.join(f'{part}.state_dict()' for part in parts)}])"
     loads = [f"{part}.load_state_dict(saved[{index}])" for index, part in enumerate(parts)]
@@ -725,6 +729,7 @@ def groups(draft: Draft) -> list[Snippet]:
     if has_masters and (kind or draft.is_dynamic) and fault in KNOWN_OPEN:
         return []
     draft.later.append(text)
+    draft.has_stale_state |= kind > 0
     trained = lines([text, draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers), draft.step(optimizers)])
     return [Snippet(trained)]
 
