@@ -3,6 +3,7 @@
 # make lint   ruff check, ruff format --check, mypy --strict
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
+# make fuzz   training scripts drawn at random, against the same by hand: make fuzz COUNT=2000 FIRST=0; SEED=17 prints one
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
 # make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
 # make test-clients-quick  those with packages that are installed in a minute, less the slow ones; CI runs this too
@@ -24,7 +25,7 @@ PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
 
-.PHONY: demo docs lint test unit test-torch test-clients test-clients-quick bench install
+.PHONY: demo docs fuzz lint test unit test-torch test-clients test-clients-quick bench install
 
 demo: .venv-demo/.installed $(if $(filter qlora,$(EXAMPLE)),.venv-demo/.installed-qlora)
 	.venv-demo/bin/python examples/$(EXAMPLE).py --plot demo.png $(ARGS)
@@ -50,6 +51,9 @@ test: lint
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)
+
+fuzz: $(STAMP)
+	$(PY) tests/support/run_programs.py $(if $(SEED),$(SEED),--count $(or $(COUNT),2000) --first $(or $(FIRST),0))
 
 test-torch: $(STAMP)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 LOWS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
 WITH_MASTERS = ("O2", "O5")
-SCALES = {"O1": "dynamic", "O2": "dynamic", "O4": 1.0, "O5": 1.0}
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -352,14 +351,13 @@ class ByHand:
         models: list[Any],
         optimizers: list[Any],
         opt_level: str,
-        loss_scale: Any = None,
+        loss_scale: Any,
         num_losses: int = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
         compute: str = "native",
         verbosity: int = 0,
     ) -> None:
-        loss_scale = SCALES[opt_level] if loss_scale is None else loss_scale
         self.scalers = [Scaler(loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
         self.casts.level, self.casts.compute = opt_level, compute
         self.models, self.optimizers = list(models), list(optimizers)

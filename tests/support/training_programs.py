@@ -8,7 +8,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-KNOWN_OPEN: set[str] = set()
+KNOWN_OPEN = {
+    "surgery forgets an overflow",
+    "a hook replaces sums that are set aside",
+    "float32 gradients at initialize",
+    "an edit just before reset",
+    "an edit just after load_state_dict",
+    "masters of parameters put into a group by hand",
+    "gradients of parameters that left the groups",
+    "an edit in a closure",
+    "a static scale counts closures late",
+}
 """Faults of the package that are known and not mended yet: snippets that meet one are left out."""
 
 LEVELS = ("O1", "O2", "O4", "O5")
@@ -53,7 +63,7 @@ def draw(seed: int) -> Program:
     """The program of a seed, without the snippets that meet a known fault."""
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
-    for _ in range(draft.random.randint(8, 14)):
+    for _ in range(draft.random.randint(9, 16)):
         make = draft.random.choice(draft.vocabulary())
         snippets += make(draft)
     kept = tuple(snippet for snippet in snippets if snippet.fault not in KNOWN_OPEN)
@@ -83,8 +93,6 @@ OPTIMIZERS = [
     "NAdam({}, lr=0.0625)",
     "Adamax({}, lr=0.0625)",
 ]
-DYNAMIC = ["None", '"dynamic"', "DICT", "DICT", "DICT"]
-STATIC = ["1.0", "128.0", "1.0"]
 
 
 class Draft:
@@ -97,6 +105,8 @@ class Draft:
         optimizers: names of the models whose parameters each holds, by its name.
         later: lines that have changed the groups since, to be run again where all is built anew.
         is_shared: two optimizers have parameters in common, so that each block is for both.
+        has_lbfgs: each step takes a closure.
+        has_stale_state: an optimizer has a state of parameters that left it, which torch cannot save.
     """
 
     def __init__(self, source: random.Random) -> None:
@@ -105,7 +115,7 @@ class Draft:
         self.optimizers: dict[str, list[str]] = {}
         self.construction: list[tuple[str, str]] = []
         self.later: list[str] = []
-        self.is_shared = self.has_lbfgs = False
+        self.is_shared = self.has_lbfgs = self.has_stale_state = False
         self.seeds = 0
         self.names = 0
         self.averages: list[tuple[str, str]] = []
@@ -126,23 +136,23 @@ class Draft:
 
     def choose_level(self) -> None:
         self.level = self.random.choice(LEVELS)
-        self.is_dynamic = self.random.random() < (0.75 if self.level in ("O1", "O2") else 0.4)
-        scale = self.random.choice(DYNAMIC if self.is_dynamic else STATIC)
-        if scale == "None":
-            scale = '"dynamic"' if self.level in ("O4", "O5") else "None"
-        if scale == "DICT":
+        self.is_dynamic = self.is_likely(0.75 if self.level in ("O1", "O2") else 0.4)
+        self.options = {"opt_level": repr(self.level), "compute": self.random.choice(['"native"', '"float32"'])}
+        if not self.is_dynamic:
+            self.options["loss_scale"] = self.random.choice(["1.0", "128.0", "1.0"])
+        elif self.is_likely(0.3):
+            self.options["loss_scale"] = '"dynamic"'
+        else:
             knobs = {
                 "init": 2.0 ** self.random.choice([4, 8, 12, 16, 20]),
                 "growth_interval": self.random.choice([1, 2, 3]),
             }
-            if self.random.random() < 0.25:
+            if self.is_likely(0.3):
                 knobs["hysteresis"] = 2
-            scale = str(knobs)
-        options = {"opt_level": repr(self.level), "loss_scale": scale}
-        options["compute"] = self.random.choice(['"native"', '"float32"'])
-        if self.is_dynamic and self.is_likely(0.2):
-            options["min_loss_scale"], options["max_loss_scale"] = "16.0", "2.0**20"
-        self.options = options
+            self.options["loss_scale"] = str(knobs)
+            if self.is_likely(0.3):
+                self.options["min_loss_scale"] = str(knobs["init"] / 2)
+                self.options["max_loss_scale"] = str(knobs["init"] * 2)
 
     def choose_optimizers(self) -> None:
         first, *others = self.models
@@ -223,8 +233,8 @@ class Draft:
         return "max_norm" in self.sources[model]
 
     def overflows_by_itself(self) -> bool:
-        """Whether any pass may overflow."""
-        return self.is_dynamic and self.level in ("O1", "O2")
+        """Whether any pass may overflow: float16 ends at 65504."""
+        return self.level in ("O1", "O2")
 
     def zero(self, optimizers: list[str]) -> str:
         """A line for each optimizer that zeroes its gradients."""
@@ -424,16 +434,21 @@ def gradients_by_hand(draft: Draft) -> list[Snippet]:
 
 
 def dropped_gradients(draft: Draft) -> list[Snippet]:
-    """`p.grad = None` by hand, for one or for all."""
+    """`p.grad = None` by hand, for one or for all, or what is not finite made so."""
     model = draft.pick_model()
     optimizers = draft.optimizers_of(model)
     block = draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers)
     if draft.is_likely(0.5):
-        text = lines([block, f"next(amp.master_params({optimizers[0]})).grad = None"])
-        return [Snippet(draft.around(optimizers, text))]
+        drop = f"next(amp.master_params({optimizers[0]})).grad = None"
+        mend = lines(
+            f"for _p in amp.master_params({optimizer}):\n    if _p.grad is not None:\n        _p.grad.nan_to_num_()"
+            for optimizer in optimizers
+        )
+        return [Snippet(draft.around(optimizers, block, draft.random.choice([drop, mend])))]
     every = lines(f"for _p in amp.master_params({optimizer}):\n    _p.grad = None" for optimizer in optimizers)
     again = draft.block(draft.loss(model), optimizers)
-    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
+    fault = "gradients of parameters that left the groups" if draft.later else None
+    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]), fault)]
 
 
 def given_up(draft: Draft) -> list[Snippet]:
@@ -505,7 +520,7 @@ def hooks(draft: Draft) -> list[Snippet]:
     if draft.bad(0.4):
         hooked = f"_handle = {model}.first.weight.register_hook(lambda g: g * {draft.random.choice(['inf', 'nan'])})"
         middle = [hooked, draft.block(draft.loss(model), optimizers), "_handle.remove()"]
-        fault = "overflows of parameters that left the groups" if draft.later else None
+        fault = "gradients of parameters that left the groups" if draft.later else None
     else:
         bad = draft.bad(0.3)
         chosen = f"{model}.parameters() if p.requires_grad"
@@ -594,6 +609,7 @@ def average(draft: Draft) -> list[Snippet]:
             f"with torch.no_grad():\n    {draft.name('seen')} = {draft.loss(model)}",
             f"{model}.train()",
             f"for _p, _a in zip({source}, _stored):\n    {copied}",
+            "amp.refresh()" if "master" in source else "",  # whoever edits masters and parameters says so in between
         ]
     )
     return [Snippet(text, is_edit=True)]
@@ -621,10 +637,14 @@ def evaluate(draft: Draft) -> list[Snippet]:
 
 def resume(draft: Draft) -> list[Snippet]:
     """Save, forget everything, build it anew, load."""
+    if draft.has_stale_state:
+        return []
     parts = [*draft.models, *draft.optimizers, "amp"]
     saved = f"saved = copy.deepcopy([{', '.join(f'{part}.state_dict()' for part in parts)}])"
     loads = [f"{part}.load_state_dict(saved[{index}])" for index, part in enumerate(parts)]
     zero = lines(f"{model}.zero_grad()" for model in draft.models)
+    if "an edit just after load_state_dict" in KNOWN_OPEN:
+        loads.append("amp.refresh()")
     draft.averages = []
     return [Snippet(lines([zero, saved, "amp.reset()", draft.build(), *loads]))]
 
@@ -705,10 +725,11 @@ def groups(draft: Draft) -> list[Snippet]:
     text = lines([f"{model}.zero_grad()", change])
     fault = "masters of parameters put into a group by hand"
     if kind == 0:
-        fault = "overflows of parameters that left the groups"
+        fault = "gradients of parameters that left the groups"
     if has_masters and (kind or draft.is_dynamic) and fault in KNOWN_OPEN:
         return []
     draft.later.append(text)
+    draft.has_stale_state |= kind > 0
     trained = lines([text, draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers), draft.step(optimizers)])
     return [Snippet(trained)]
 
