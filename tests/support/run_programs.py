@@ -28,7 +28,7 @@ from training_programs import Program, draw
 
 import amp_patch
 
-LATER_OVERFLOWS_COUNT = True
+LATER_OVERFLOWS_COUNT = False
 """See `ByHand`."""
 
 

@@ -312,7 +312,7 @@ class Reference:
         for old, owner in zip(self.owners, new.owners, strict=True):
             if keep_state:
                 owner.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
-            for name, before, after in zip(owner.names, old.stepped, owner.stepped, strict=True):
+            for before, after in zip(old.stepped, owner.stepped, strict=True):
                 if before.grad is not None:
                     after.grad = before.grad.to(after.dtype)
         return new
