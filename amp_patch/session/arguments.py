@@ -204,7 +204,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
         return []
     if isinstance(optimizers, Optimizer) and "param_groups" in vars(optimizers):
         return [optimizers]
-    if _get_wrapped(optimizers) is not None:
+    if isinstance(optimizers, Optimizer) or _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]
     if isinstance(optimizers, (str, type, nn.Module, Tensor)) or not _is_iterable(optimizers):
         raise _no_optimizer(optimizers)
