@@ -156,7 +156,7 @@ def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
     }
 
 
-FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "TracingContext", "build_dynamo_tables", "mark_constant"}
+FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "build_dynamo_tables", "mark_constant"}
 FOR_DYNAMO |= {"is_autocast_state_guarded", "pass_keys_through", "set_keys"}
 
 

@@ -133,7 +133,9 @@ WHITELIST = [
 def test_a_whitelisted_op_runs_in_the_low_dtype_as_if_cast_by_hand(low: torch.dtype, is_general: bool) -> None:
     casts = make_casts(low)
     for case in WHITELIST:
-        assert_same_as_by_hand(casts.whitelist(case.op) if is_general else casts.wrap("whitelist", case.op), case, low)
+        assert_same_as_by_hand(
+            casts.wrap("whitelist", case.op) if is_general else casts.wrap("whitelist", case.op), case, low
+        )
 
 
 def named(op: Op, name: str) -> Op:
@@ -161,13 +163,13 @@ def test_every_whitelisted_name_treats_its_arguments_alike(casts: OpCasts, name:
 
 def test_an_embedding_s_indices_stay_integers(casts: OpCasts) -> None:
     case = Case(F.embedding, (torch.tensor([0, 2]), rand(3, 4)))
-    assert_same_as_by_hand(casts.whitelist(F.embedding), case, torch.bfloat16)
+    assert_same_as_by_hand(casts.wrap("whitelist", F.embedding), case, torch.bfloat16)
 
 
 def test_whitelisted_inputs_in_the_low_dtype_are_not_copied(casts: OpCasts) -> None:
     op, calls = recorder()
     x = rand(2, dtype=torch.bfloat16)
-    casts.whitelist(op)(x, y=x)
+    casts.wrap("whitelist", op)(x, y=x)
     assert calls[0][0][0] is x
     assert calls[0][1]["y"] is x
 
@@ -195,7 +197,7 @@ BLACKLIST = [
 
 def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(casts: OpCasts) -> None:
     for case in BLACKLIST:
-        assert_same_as_by_hand(casts.blacklist(case.op), case, torch.float32)
+        assert_same_as_by_hand(casts.wrap("blacklist", case.op), case, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +213,10 @@ def test_a_blacklisted_op_runs_in_float32_as_if_cast_by_hand(casts: OpCasts) -> 
 def test_a_dtype_that_the_call_names_is_honoured_and_nothing_is_cast(
     casts: OpCasts, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    result, expected = casts.blacklist(op)(LOW_ROWS, *args, **kwargs), op(LOW_ROWS, *args, **kwargs)
+    result, expected = casts.wrap("blacklist", op)(LOW_ROWS, *args, **kwargs), op(LOW_ROWS, *args, **kwargs)
     assert result.dtype is expected.dtype and torch.equal(result, expected)
     record, calls = recorder()
-    casts.blacklist(record)(LOW_ROWS, *args, **kwargs)
+    casts.wrap("blacklist", record)(LOW_ROWS, *args, **kwargs)
     assert calls == [((LOW_ROWS, *args), kwargs)] and calls[0][0][0] is LOW_ROWS
 
 
@@ -357,9 +359,9 @@ def test_promoted_ops_and_sequences_run_in_the_widest_dtype(
 ) -> None:
     one, other = rand(4, dtype=first), rand(4, dtype=second, seed=1)
     for case in (Case(torch.dot, (one, other)), Case(torch.dot, (one,), {"tensor": other})):
-        assert_same_as_by_hand(casts.promote(torch.dot), case, widest)
+        assert_same_as_by_hand(casts.wrap("promote", torch.dot), case, widest)
     for case in (Case(torch.stack, ([one, other],), {"dim": 1}), Case(torch.stack, (), {"tensors": [one, other]})):
-        assert_same_as_by_hand(casts.sequence_promote(torch.stack), case, widest)
+        assert_same_as_by_hand(casts.wrap("sequence_promote", torch.stack), case, widest)
 
 
 @pytest.mark.parametrize("rule", ["promote", "sequence_promote"])
@@ -376,7 +378,7 @@ def test_beside_a_dtype_that_is_never_cast_torch_s_own_promotion_stands(
 
 def test_integers_do_not_keep_the_others_from_being_promoted(casts: OpCasts) -> None:
     op, calls = recorder()
-    casts.promote(op)(rand(2, dtype=torch.bfloat16), torch.arange(2), 0.5, rand(2))
+    casts.wrap("promote", op)(rand(2, dtype=torch.bfloat16), torch.arange(2), 0.5, rand(2))
     seen = calls[0][0]
     assert [value.dtype for value in (seen[0], seen[1], seen[3])] == [torch.float32, torch.int64, torch.float32]
     assert seen[2] == 0.5
@@ -384,14 +386,14 @@ def test_integers_do_not_keep_the_others_from_being_promoted(casts: OpCasts) -> 
 
 def test_keyword_arguments_are_promoted_also_where_the_positional_ones_differ(casts: OpCasts) -> None:
     op, calls = recorder()
-    casts.promote(op)(rand(2, dtype=torch.bfloat16), rand(2), other=rand(2, dtype=torch.bfloat16))
+    casts.wrap("promote", op)(rand(2, dtype=torch.bfloat16), rand(2), other=rand(2, dtype=torch.bfloat16))
     assert calls[0][1]["other"].dtype is torch.float32
 
 
 def test_a_first_argument_that_is_no_sequence_reaches_the_op(casts: OpCasts) -> None:
     op, calls = recorder()
     values = iter([rand(2)])
-    casts.sequence_promote(op)(values)
+    casts.wrap("sequence_promote", op)(values)
     assert calls[0][0][0] is values
 
 
@@ -407,7 +409,7 @@ def test_an_op_in_place_runs_in_its_target_s_dtype(casts: OpCasts, target: torch
     x, y, z = rand(3, dtype=target), rand(3, dtype=other, seed=1), rand(3, dtype=other, seed=2)
     expected = x.clone().addcmul_(y.to(target), z.to(target), value=0.5)
     pointer = x.data_ptr()
-    result = casts.match_self(torch.Tensor.addcmul_)(x, y, tensor2=z, value=0.5)
+    result = casts.wrap("match_self", torch.Tensor.addcmul_)(x, y, tensor2=z, value=0.5)
     assert result is x
     assert (x.data_ptr(), x.dtype) == (pointer, target)
     assert torch.equal(x, expected)
@@ -420,7 +422,7 @@ def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
 ) -> None:
     op, calls = recorder()
     x, others = rand(2, dtype=target), [rand(2, dtype=dtype) for dtype in FLOATS]
-    replacement = casts.match_self(op)
+    replacement = casts.wrap("match_self", op)
     replacement(input=x, others=others) if as_keyword else replacement(x, others, *others)
     args, kwargs = calls[0]
     seen = [*kwargs["others"]] if as_keyword else [*args[1], *args[2:]]
@@ -430,7 +432,7 @@ def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
 
 def test_gradients_flow_through_an_op_in_place_to_arguments_in_their_own_dtype(casts: OpCasts) -> None:
     x, y = rand(3, dtype=torch.bfloat16), rand(3).requires_grad_()
-    casts.match_self(torch.Tensor.mul_)(x * 1, y).sum().backward()
+    casts.wrap("match_self", torch.Tensor.mul_)(x * 1, y).sum().backward()
     expected = rand(3).requires_grad_()
     (x * 1).mul_(expected.to(torch.bfloat16)).sum().backward()
     assert y.grad is not None and expected.grad is not None
@@ -442,7 +444,7 @@ def test_gradients_flow_through_an_op_in_place_to_arguments_in_their_own_dtype(c
 def test_beside_a_target_that_is_never_cast_the_others_stay(casts: OpCasts, target: torch.dtype) -> None:
     op, calls = recorder()
     other = rand(2, dtype=torch.bfloat16)
-    casts.match_self(op)(torch.zeros(2, dtype=target), other)
+    casts.wrap("match_self", op)(torch.zeros(2, dtype=target), other)
     assert calls[0][0][1] is other
 
 
@@ -454,7 +456,7 @@ def test_inplace_error_refuses_a_16_bit_target_and_names_the_way_out(casts: OpCa
     x = rand(2, dtype=dtype)
     before = x.clone()
     with pytest.raises(BannedOpError, match=rf"exp_ .* {dtype} tensor\. Call exp instead") as raised:
-        casts.inplace_error(torch.Tensor.exp_)(x)
+        casts.wrap("inplace_error", torch.Tensor.exp_)(x)
     assert isinstance(raised.value, (AmpError, NotImplementedError))
     assert torch.equal(x, before)
 
@@ -462,13 +464,13 @@ def test_inplace_error_refuses_a_16_bit_target_and_names_the_way_out(casts: OpCa
 def test_inplace_error_lets_a_float32_target_through_and_casts_the_others_to_float32(casts: OpCasts) -> None:
     x, power = rand(3).abs(), rand(3, dtype=torch.bfloat16)
     expected = x.clone().pow_(power.float())
-    assert casts.inplace_error(torch.Tensor.pow_)(x, power) is x
+    assert casts.wrap("inplace_error", torch.Tensor.pow_)(x, power) is x
     assert torch.equal(x, expected)
 
 
 def test_inplace_error_refuses_a_16_bit_target_passed_by_keyword(casts: OpCasts) -> None:
     with pytest.raises(BannedOpError):
-        casts.inplace_error(torch.exp_)(input=rand(2, dtype=torch.bfloat16))
+        casts.wrap("inplace_error", torch.exp_)(input=rand(2, dtype=torch.bfloat16))
 
 
 @ways
@@ -478,7 +480,7 @@ def test_a_banned_op_refuses_any_16_bit_tensor(
 ) -> None:
     arguments = [torch.full((2,), 0.5), torch.ones(2)]
     arguments[position] = arguments[position].to(dtype)
-    banned = casts.banned(F.binary_cross_entropy)
+    banned = casts.wrap("banned", F.binary_cross_entropy)
     with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         banned(input=arguments[0], target=arguments[1]) if as_keyword else banned(*arguments)
 
@@ -611,13 +613,13 @@ def test_a_call_that_needs_no_cast_takes_one_frame(casts: OpCasts, rule: str, op
 
 
 def test_while_casts_are_off_a_call_takes_one_frame(casts: OpCasts) -> None:
-    mm = casts.whitelist(torch.mm)
+    mm = casts.wrap("whitelist", torch.mm)
     casts.switch.turn_off()
     assert count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 1
 
 
 def test_the_frame_counter_can_fail(casts: OpCasts) -> None:
-    mm = casts.whitelist(torch.mm)
+    mm = casts.wrap("whitelist", torch.mm)
     assert count_frames(lambda: mm(rand(2, 2), rand(2, 2))) == 3  # the wrapper, and the cast of each tensor
 
 
