@@ -19,7 +19,7 @@ from amp_patch import torch_dispatch, torch_distributed, torch_private
 PACKAGE = Path(amp_patch.__file__).parent
 PRIVATE = {PACKAGE / f"{name}.py" for name in ("torch_private", "torch_distributed", "torch_dispatch")}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - PRIVATE)
-HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
+HOT_PATHS = {"wrappers.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {
     "_amp_stash",
     "_args_from_interpreter_flags",
