@@ -11,8 +11,9 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..interrupts import is_running
 from . import compiling
@@ -31,19 +32,20 @@ class Mode(Enum):
 _MODES = {mode.name: mode for mode in Mode}
 
 
-class Region(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Region:
     """Where a mode holds.
 
     Attributes:
         mode: how casts act in it.
-        owner: what tells it from others of the same mode.
+        owner: by which `leave_module` finds it.
         frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
             one that lasts until it is left.
     """
 
     mode: Mode
-    owner: object
-    frame: types.FrameType | None
+    owner: object = None
+    frame: types.FrameType | None = None
 
 
 class Switch:
@@ -110,7 +112,7 @@ class Switch:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
         if is_dynamo_compiling():
             compiling.tell_of_break()
-        region = Region(mode, object(), None)
+        region = Region(mode)
         try:
             self._add(region)
             yield
@@ -122,8 +124,6 @@ class Switch:
 
         It is closed for them if the call whose frame they give ends without `leave`.
         """
-        if owner is None:
-            owner = object()
         region = Region(mode, owner, frame)
         self._leave_stale()
         self._add(region)

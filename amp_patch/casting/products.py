@@ -32,7 +32,7 @@ from ..torch_private import (
 from .compiling import is_compiling, is_dynamo_compiling
 from .mode import Mode, Switch
 from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
-from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, make_test, tensors_in
+from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
 _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
@@ -57,7 +57,6 @@ class Products:
         self.device_type = device_type
         self._replacements = Replacements()
         self._inside = threading.local()  # frame: of the product being computed in this thread
-        self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
         self._round_weight: TensorCast = self._round
@@ -101,7 +100,7 @@ class Products:
         runs as it was written.
         """
         name = getattr(original, "__name__", "")
-        low, is_here, count = self.low, self._is_here, 2
+        low, device_type, count = self.low, self.device_type, 2
         if op_lists.is_without_kernel(name):
             count = 1
         compute = self._compute(original, None)
@@ -115,7 +114,7 @@ class Products:
             for value in (*args, *kwargs.values()):
                 for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                     if tensor.dtype is low:
-                        if not is_here(tensor):
+                        if tensor.device.type != device_type or is_opaque(tensor):
                             return original, args, kwargs
                         found += 1
                     elif tensor.is_floating_point() or tensor.is_complex():

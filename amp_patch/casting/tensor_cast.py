@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
     other as it is. Where kernels of a low dtype get the result (`is_for_kernels`), uncastable ones, too.
     """
-    # as in make_test, which would be a frame more for each cast
+    # `device.type` makes a string, at a tenth of what a cast costs
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     asks_layout, strided = is_for_kernels and on_cpu, torch.strided
 
@@ -43,19 +43,6 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
         return tensor.to(dtype)
 
     return cast
-
-
-def make_test(device_type: str) -> Callable[[Tensor], bool]:
-    """Return a function that tells whether a tensor is on such a device and not opaque."""
-    # `device.type` makes a string, at a tenth of what a cast costs
-    on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-
-    def is_here(tensor: Tensor) -> bool:
-        if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
-            return False
-        return tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor)
-
-    return is_here
 
 
 # ---- the arguments of an op ------------------------------------------------------------------------------------------

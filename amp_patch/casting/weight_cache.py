@@ -7,16 +7,12 @@ the parameter in any number of forward and backward passes.
 What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
 them), nor do addresses (memory is used again), so a copy is used only while its entry is *valid*: the entry holds the
 memory that the copy was made from, each use compares the signature and the dtype, and these events invalidate entries:
-any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
+any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`. What
+records ops (traces, function transforms, dispatch modes) must see the cast each time, and is never given an entry.
 
-What records ops (traces, function transforms, dispatch modes such as fake tensors, `make_fx` and selective checkpoints)
-must see the cast each time: while one is at work no entry is made or used.
-
-Where launching a kernel costs more than running it, copies are *refreshed* in place, many of them in one
-`torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where no graph
-holds the copy any more. Otherwise the copy is replaced by a new one, and the old graph keeps the old one, as
-it would keep the result of a plain cast. On a CPU copies are dropped instead. One made where it is used is in the
-caches, and in memory that was just freed: with refreshed copies a step of a small transformer took 5 % longer there.
+Where launching a kernel costs more than running it, copies that no graph holds any more are *refreshed* in place, all
+of them in one `torch._foreach_copy_`; one that a live graph holds is replaced by a new one. On a CPU copies are dropped
+instead: one made where it is used is in the caches, and refreshed copies made a step of a small transformer 5 % longer.
 """
 
 import contextlib

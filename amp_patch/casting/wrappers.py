@@ -30,6 +30,8 @@ _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
 
+_NOTHING: Mapping[int, Any] = {}
+
 
 class OpCasts:
     """Makes the replacements for one session.
@@ -61,8 +63,8 @@ class OpCasts:
         self.to_low = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain = self.to_low
-        self._valid: Mapping[int, ValidEntry] = {}
-        self._owned: Mapping[int, Tensor] = {}
+        self._valid: Mapping[int, ValidEntry] = _NOTHING
+        self._owned: Mapping[int, Tensor] = _NOTHING
         if cache is not None and in_float32 is None:  # else its copies are for products
             self.to_low = cache.make_cast(self._plain)
             self._valid, self._owned = cache.valid, cache.owned
@@ -119,15 +121,19 @@ class OpCasts:
         """Run in `dtype`, to which `cast` casts a tensor. With `honours_dtype`, a call that names a dtype runs as
         written; so does one with `inplace=True`, since a cast copy is not what it is to change.
         """
-        position, float32, strided = _position_of_inplace(original), torch.float32, torch.strided
+        position, float32, strided, by_lists = (
+            _position_of_inplace(original),
+            torch.float32,
+            torch.strided,
+            Mode.BY_LISTS,
+        )
         on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
-        owned: Mapping[int, Tensor] = {}
-        if dtype is self.low:
-            owned = self._owned
-        get_entry = self._valid.get
+        get_entry, owned = self._valid.get, self._owned
+        if dtype is float32:
+            get_entry, owned = _NOTHING.get, _NOTHING
 
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
-            if mode is not Mode.BY_LISTS:
+            if mode is not by_lists:
                 return self._in_region(original, args, kwargs, mode)
             if kwargs:
                 if kwargs.get("out") is not None or kwargs.get("inplace"):
@@ -136,29 +142,26 @@ class OpCasts:
                     return original, args, kwargs
             if position is not None and len(args) > position and args[position]:
                 return original, args, kwargs
-            # a frame for each cast is what this loop saves; compilers and dispatch modes take the way that all know
-            is_plain_run = not is_dynamo_compiling() and not count_dispatch_modes()
+            # the short ways in this loop save a frame for each cast; compilers and dispatch modes take the long one
+            is_short = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
                 if isinstance(value, Tensor):
                     given = value.dtype
                     if given is dtype or given not in CASTABLE:
                         continue
-                    if is_plain_run:
-                        if id(value) in owned:
-                            entry = get_entry(id(value))
-                            if (
-                                entry is not None
-                                and given is float32
-                                and entry[1]
-                                == (value._version, value.data_ptr(), value.requires_grad, value.shape, value.stride())
-                            ):
+                    if is_short:
+                        entry = get_entry(id(value))
+                        if entry is not None and given is float32:
+                            version, address = value._version, value.data_ptr()
+                            if entry[1] == (version, address, value.requires_grad, value.shape, value.stride()):
                                 values[index] = entry[0]
                                 continue
                         elif (
-                            value.__class__ in PLAIN_CLASSES
+                            (value.is_cpu if on_cpu else value.is_cuda and on_cuda)
+                            and value.__class__ in PLAIN_CLASSES
                             and value.layout is strided
-                            and (value.is_cpu if on_cpu else value.is_cuda if on_cuda else False)
+                            and id(value) not in owned
                         ):
                             values[index] = value.to(dtype)
                             continue
@@ -231,8 +234,8 @@ class OpCasts:
                 return walk(*args, **kwargs)  # a mode that only watches sees the same from there
             if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
                 return walk(*args)
-            value, w, *others = args
-            b = others[0] if others else None
+            count = len(args)
+            value, w, b = args if count == 3 else (*args, None)[:3]
             try:
                 if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_uncastable(value):
                     return walk(*args)
@@ -245,10 +248,12 @@ class OpCasts:
                 if b is not None and (dtype := b.dtype) is not low:
                     entry = get_entry(id(b)) if dtype is float32 else None
                     is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
-                    others[0] = entry[0] if is_valid else to_low(b)  # type: ignore[index]
+                    b = entry[0] if is_valid else to_low(b)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*args)
-            return original(value, w, *others)
+            if count == 3:
+                return original(value, w, b)
+            return original(value, w) if count == 2 else original(value, w, b, *args[3:])
 
         return wrapper
 
