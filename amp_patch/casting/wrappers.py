@@ -121,26 +121,19 @@ class OpCasts:
         """Run in `dtype`, to which `cast` casts a tensor. With `honours_dtype`, a call that names a dtype runs as
         written; so does one with `inplace=True`, since a cast copy is not what it is to change.
         """
-        position, float32, strided, by_lists = (
-            _position_of_inplace(original),
-            torch.float32,
-            torch.strided,
-            Mode.BY_LISTS,
-        )
+        position, by_lists = _position_of_inplace(original), Mode.BY_LISTS
+        float32, strided = torch.float32, torch.strided
         on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
         get_entry, owned = self._valid.get, self._owned
         if dtype is float32:
             get_entry, owned = _NOTHING.get, _NOTHING
 
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if position is not None and (kwargs.get("inplace") or (len(args) > position and args[position])):
+                return original, args, kwargs
             if mode is not by_lists:
                 return self._in_region(original, args, kwargs, mode)
-            if kwargs:
-                if kwargs.get("out") is not None or kwargs.get("inplace"):
-                    return original, args, kwargs
-                if honours_dtype and kwargs.get("dtype") is not None:
-                    return original, args, kwargs
-            if position is not None and len(args) > position and args[position]:
+            if kwargs and (kwargs.get("out") is not None or (honours_dtype and kwargs.get("dtype") is not None)):
                 return original, args, kwargs
             # the short ways in this loop save a frame for each cast; compilers and dispatch modes take the long one
             is_short = not is_dynamo_compiling() and not count_dispatch_modes()
