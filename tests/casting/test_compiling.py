@@ -367,11 +367,11 @@ def take_step(run, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level):
+@pytest.mark.parametrize(("level", "compute"), [("O1", "float32"), ("O5", "float32"), ("O5", "native")])
+def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level, compute):
     trained = []
     for is_compiled in (False, True):
-        model, optimizer = make(level)
+        model, optimizer = make(level, compute=compute)
         run, compute_loss = (
             model,
             lambda output, target: F.cross_entropy(output, target).float() + F.mse_loss(output.mean(1), output.sum(1)),
