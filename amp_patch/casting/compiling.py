@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import set_autocast_dtype, set_autocast_enabled
 
 from ..interrupts import UndoStack
 from ..reporting import logger
@@ -87,13 +88,16 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name."""
+    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name.
+
+    Names no module of torch: Dynamo would trace a frame that does, and finds that this one changes what it guards.
+    """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS.get(mode_name, (False, False)))
     else:
         name, usual = _IDLE_DEVICE
-        torch.set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
-        torch.set_autocast_enabled(name, mode_name in _SIGNS)
+        set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
+        set_autocast_enabled(name, mode_name in _SIGNS)
 
 
 def assume_constant(function: Callable[[], str]) -> Callable[[], str]:

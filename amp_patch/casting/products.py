@@ -171,10 +171,12 @@ class Products:
         widen = self._widen
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            target, *others = args
-            wide, (cast_others, cast_kwargs) = widen(target), cast_arguments(tuple(others), kwargs, widen)
-            original(wide, *cast_others, **cast_kwargs)
-            return target.copy_(wide)
+            if not args:  # a call that names its target
+                return original(**kwargs)
+            wide = widen(args[0])
+            others, kwargs = cast_arguments(args[1:], kwargs, widen)
+            original(wide, *others, **kwargs)
+            return args[0].copy_(wide)
 
         return compute
 

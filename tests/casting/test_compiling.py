@@ -453,6 +453,19 @@ def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
         )  # AOTAutograd sums some gradients in another order
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_module_rule_breaks_the_graph_which_is_said_once(backend, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "_has_told", False)
+    model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES))
+    x = numbers(3, 8)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    compiled = torch.compile(model, backend=backend)  # whatever was traced before the refusal
+    for _ in range(2):
+        assert torch.equal(compiled(x), model(x)) and not current.require().switch.regions
+    assert caplog.text.count("breaks its graph") == 1
+
+
 def test_other_module_rules_recompile(tmp_path):
     other = ['{match: "last", run: float32}']
     graphs, model, x = Graphs(), None, numbers(6, 8)
