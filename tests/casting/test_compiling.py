@@ -183,36 +183,23 @@ def test_casts_may_be_turned_off_inside_a_graph():
             assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
-PRODUCTS = {"function": lambda x: torch.mm(x, x), "method": lambda x: x.mm(x), "operator": lambda x: x @ x}
+def products(x):
+    """As a function, a method and an operator."""
+    return torch.mm(x, x), x.mm(x), x @ x
 
 
-@pytest.mark.parametrize(
-    ("name", "is_off_first"), [("function", False), ("method", True), ("operator", False), ("operator", True)]
-)
-def test_casts_may_be_turned_off_around_a_compiled_function(name, is_off_first):
-    compiled = torch.compile(PRODUCTS[name], backend="aot_eager", fullgraph=True)
-    with casting(True):
-        for is_off in (is_off_first, not is_off_first, is_off_first):
-            with amp.disable_casts() if is_off else nullcontext():
-                assert compiled(X).dtype is (FULL if is_off else LOW)
-
-
-@pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
-def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, tmp_path):
+def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(tmp_path):
     class Block(nn.Module):
         def forward(self, x):
-            return function(x)
+            return products(x)
 
     model = nn.ModuleDict({"low": nn.Sequential(Block()), "full": nn.Sequential(Block())})
-    amp.initialize(
-        model,
-        opt_level="O4",
-        lists=write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}']),
-        verbosity=0,
-    )
+    rules = write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}'])
+    amp.initialize(model, opt_level="O4", lists=rules, verbosity=0)
     for part in model.values():
         part[0].compile(backend="aot_eager", fullgraph=True)
-    assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
+    for name, dtype in (("low", LOW), ("full", FULL)) * 2:
+        assert [result.dtype for result in model[name](X)] == [dtype] * 3
 
 
 def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
@@ -244,22 +231,26 @@ def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
 
 
 @pytest.mark.parametrize("has_idle_device", [True, False], ids=["as it is", "by dispatch keys"])
-def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, monkeypatch):
+@pytest.mark.parametrize("is_off_first", [False, True])
+def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, is_off_first, monkeypatch):
     if not has_idle_device:  # as with torch 2.6
         monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
         pass_keys_through()
-    graphs = Graphs()
-    compiled = torch.compile(lambda x: (x @ x.mm(x)).softmax(-1), backend=graphs, fullgraph=True)
+    graphs, compilations = Graphs(), []
+    compiled = torch.compile(lambda x: [x.softmax(-1) for x in products(x)], backend=graphs, fullgraph=True)
+    ways = [(Mode.OFF, FULL), (Mode.LOW, LOW), (Mode.FLOAT32, FULL)]
     with casting(True):
         switch = current.require().switch
         for _ in range(2):  # the second time nothing is compiled
-            assert compiled(X).dtype is FULL
-            for mode, expected in ((Mode.OFF, FULL), (Mode.LOW, LOW), (Mode.FLOAT32, FULL)):
+            if not is_off_first:
+                assert [result.dtype for result in compiled(X)] == [FULL] * 3
+            for mode, expected in ways:
                 with switch.region(mode):
-                    assert compiled(X).dtype is expected
+                    assert [result.dtype for result in compiled(X)] == [expected] * 3
                     with switch.region(Mode.BY_LISTS):
-                        assert compiled(X).dtype is FULL
-    assert len(graphs.traced) == 4 and [graph.count(LOW) for graph in graphs.all_casts()] == [3, 0, 3, 0]
+                        assert [result.dtype for result in compiled(X)] == [FULL] * 3
+            compilations.append(len(graphs.traced))
+    assert compilations[0] == compilations[1] and {graph.count(LOW) for graph in graphs.all_casts()} == {0, 6}
 
 
 def test_a_region_belongs_to_its_thread_also_for_compiled_code():
