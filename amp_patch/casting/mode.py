@@ -114,9 +114,12 @@ class Switch:
             compiling.tell_of_break()
         region = Region(mode)
         try:
-            self._add(region)
-            yield
-        finally:
+            try:
+                self._add(region)
+                yield
+            finally:
+                self.leave(region)
+        finally:  # twice: an interrupt may come before the first one has begun
             self.leave(region)
 
     def enter(self, mode: Mode, owner: object = None, frame: types.FrameType | None = None) -> Region:
@@ -152,6 +155,13 @@ class Switch:
 
     def leave(self, region: Region) -> None:
         """Close a region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
+        try:
+            self._remove(region)
+        except BaseException:  # an interrupt
+            self._remove(region)
+            raise
+
+    def _remove(self, region: Region) -> None:
         regions = self._regions_here()
         if region in regions:
             regions.remove(region)
