@@ -363,6 +363,9 @@ def test_other_arguments_do_not_keep_tensors_from_being_promoted(casts: OpCasts)
     seen = recorder.seen(replacement, rand(2, dtype=LOW), torch.arange(2), 0.5, rand(2), other=rand(2, dtype=LOW))
     assert [value.dtype for value in (seen[0], seen[1], seen[3])] == [FULL, torch.int64, FULL] and seen[2] == 0.5
     assert recorder.calls[0][1]["other"].dtype is FULL
+    in_sequence, tensors = casts.wrap("sequence_promote", recorder.op), (rand(2, dtype=LOW), torch.arange(2), rand(2))
+    for (seen,) in (recorder.seen(in_sequence, tensors), recorder.seen(in_sequence, tensors=tensors)):
+        assert [value.dtype for value in seen] == [FULL, torch.int64, FULL]
 
 
 def test_a_first_argument_that_is_no_sequence_reaches_the_op(casts: OpCasts) -> None:
