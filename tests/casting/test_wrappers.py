@@ -170,11 +170,11 @@ def test_every_whitelisted_name_treats_its_arguments_alike(
     recorder = Recorder(name, module)
     replacement = casts.wrap("whitelist", recorder.op)
     keywords = {"keyword": rand(2), "count": 3} if as_keyword else {}
-    given = [rand(2), rand(2, dtype=LOW), rand(2).double(), torch.arange(2)]
-    for count in range(5):
+    given = [rand(2), rand(2, dtype=LOW), rand(2).double(), torch.arange(2), torch.empty(2, device="meta")]
+    for count in range(6):
         assert replacement(*given[:count], **keywords) == "result"
         args, kwargs = recorder.calls[-1]
-        assert [value.dtype for value in args] == [LOW, LOW, torch.float64, torch.int64][:count]
+        assert [value.dtype for value in args] == [LOW, LOW, torch.float64, torch.int64, FULL][:count]
         assert all(value is original for value, original in zip(args[1:], given[1:count], strict=True))
         assert {key: getattr(value, "dtype", value) for key, value in kwargs.items()} == (
             {"keyword": LOW, "count": 3} if as_keyword else {}
