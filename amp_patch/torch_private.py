@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext as TracingContext
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -270,9 +269,6 @@ def onednn_takes_bfloat16() -> bool:
 
 
 # ---- Dynamo: only casting/compiling uses what follows ----------------------------------------------------------------
-
-# `TracingContext`, imported above, is the compilation that is under way. Without it: regions are lost where
-# AOTAutograd runs a graph once more.
 
 DYNAMO = "torch._dynamo"
 

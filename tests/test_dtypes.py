@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from amp_patch.casting.tree import cast_tree
+from amp_patch.casting.tensor_cast import cast_tree
 from amp_patch.dtypes import CASTABLE, dtype_name, is_castable, parse_dtype
 from amp_patch.errors import AmpError, PolicyError
 

@@ -19,7 +19,7 @@ from amp_patch import torch_dispatch, torch_distributed, torch_private
 PACKAGE = Path(amp_patch.__file__).parent
 PRIVATE = {PACKAGE / f"{name}.py" for name in ("torch_private", "torch_distributed", "torch_dispatch")}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - PRIVATE)
-HOT_PATHS = {"fast_paths.py", "weight_cache.py"}  # may use READ_IN_PLACE
+HOT_PATHS = {"wrappers.py", "weight_cache.py"}  # may use READ_IN_PLACE
 NOT_OF_TORCH = {
     "_amp_stash",
     "_args_from_interpreter_flags",
@@ -156,7 +156,7 @@ def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
     }
 
 
-FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "TracingContext", "build_dynamo_tables", "mark_constant"}
+FOR_DYNAMO = {"DYNAMO", "IDLE_DEVICE_TYPES", "build_dynamo_tables", "mark_constant"}
 FOR_DYNAMO |= {"is_autocast_state_guarded", "pass_keys_through", "set_keys"}
 
 

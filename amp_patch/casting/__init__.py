@@ -2,11 +2,11 @@
 
 from . import compiling as compiling
 from . import op_patches as op_patches
-from .deferred import DeferredOps as DeferredOps
 from .mode import Mode as Mode
 from .mode import Switch as Switch
+from .op_patches import DeferredOps as DeferredOps
 from .op_patches import Registration as Registration
 from .products import Products as Products
-from .tree import cast_tree as cast_tree
+from .tensor_cast import cast_tree as cast_tree
 from .weight_cache import WeightCache as WeightCache
 from .wrappers import OpCasts as OpCasts

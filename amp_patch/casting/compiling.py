@@ -8,16 +8,15 @@ code at each change, and tag the cache key.
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import set_autocast_dtype, set_autocast_enabled
 
 from ..interrupts import UndoStack
+from ..reporting import logger
 from ..torch_private import (
     DYNAMO,
     IDLE_DEVICE_TYPES,
-    TracingContext,
     build_dynamo_tables,
     build_function_tables,
     is_autocast_state_guarded,
@@ -41,13 +40,6 @@ def run_eagerly() -> Callable[[], object]:
     """Have what is compiled run as it was written, until what is returned is called."""
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
-
-
-def write_into_graphs(*functions: Callable[..., None]) -> None:
-    """Have Dynamo write calls of these functions into its graphs, and nobody remove them for having no result."""
-    for function in functions:
-        torch.compiler.allow_in_graph(function)
-        torch.fx.node.has_side_effect(function)
 
 
 def forget_compiled_code() -> None:
@@ -96,13 +88,16 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name."""
+    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name.
+
+    Names no module of torch: Dynamo would trace a frame that does, and finds that this one changes what it guards.
+    """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS.get(mode_name, (False, False)))
     else:
         name, usual = _IDLE_DEVICE
-        torch.set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
-        torch.set_autocast_enabled(name, mode_name in _SIGNS)
+        set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
+        set_autocast_enabled(name, mode_name in _SIGNS)
 
 
 def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
@@ -111,54 +106,18 @@ def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
-# Dynamo writes calls of `enter_in_graph` and `leave_in_graph` into its graph. What then traces the graph on
-# (AOTAutograd) runs the ops through the patched functions once more, and `@` for the first time, and must find the
-# regions open that were open when Dynamo met them. They are those of one compilation.
-
-_regions_in_graphs: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
-
-switches: "WeakSet[Any]" = WeakSet()
-"""Those of this process, each of which has to know of the regions in graphs."""
-
-
-def enter_in_graph(name: str) -> None:
-    """Open a region, by the name of its mode, in the graph that is being compiled; or for the ops of a graph that runs
-    as it is, through the patched functions, as the debugging backend "eager" has it.
-    """
-    context = TracingContext.try_get()
-    if context is None:
-        for switch in switches:
-            switch.enter_run(name, sys._getframe(1))
-        return
-    _regions_in_graphs.setdefault(context, []).append(name)
-    for switch in switches:
-        switch.regions += 1
-
-
-def leave_in_graph() -> None:
-    """Close the region opened last."""
-    context = TracingContext.try_get()
-    if context is None:
-        for switch in switches:
-            switch.leave_run()
-    elif context in _regions_in_graphs:
-        _regions_in_graphs[context].pop()
-        if not _regions_in_graphs[context]:
-            del _regions_in_graphs[context]
-        for switch in switches:
-            switch.regions -= 1
-
-
-def _write_regions() -> str:
-    write_into_graphs(enter_in_graph, leave_in_graph)
+def _tell_of_break() -> str:
+    global _has_told
+    if not _has_told:
+        _has_told = True
+        logger.warning(
+            "torch.compile breaks its graph at module rules, at functions with a rule of their own and at"
+            " amp.disable_casts(): what is inside is compiled by itself. fullgraph=True raises an error there."
+        )
     return ""
 
 
-write_regions_into_graphs = assume_constant(_write_regions)
-"""Have Dynamo write regions into its graphs; also while it traces. Imports Dynamo, which takes long without it."""
+_has_told = False
 
-
-def find_region_in_graph() -> str | None:
-    """Return the mode of the region that is open in the graph that is being compiled, by name."""
-    context = TracingContext.try_get()
-    return None if context is None or context not in _regions_in_graphs else _regions_in_graphs[context][-1]
+tell_of_break = assume_constant(_tell_of_break)
+"""Say once, while Dynamo traces, that it can follow no region."""

@@ -6,12 +6,14 @@ two plain attributes; only while some thread has a region open does anybody look
 
 import contextlib
 import os
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..interrupts import is_running
 from . import compiling
@@ -27,19 +29,23 @@ class Mode(Enum):
     FLOAT32 = "every listed op in float32"
 
 
-class Region(NamedTuple):
+_MODES = {mode.name: mode for mode in Mode}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Region:
     """Where a mode holds.
 
     Attributes:
         mode: how casts act in it.
-        owner: what tells it from others of the same mode.
+        owner: by which `leave_module` finds it.
         frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
             one that lasts until it is left.
     """
 
     mode: Mode
-    owner: object
-    frame: types.FrameType | None
+    owner: object = None
+    frame: types.FrameType | None = None
 
 
 class Switch:
@@ -47,17 +53,16 @@ class Switch:
     a while.
     """
 
-    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "_traced", "on", "regions")
+    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "on", "regions")
 
     def __init__(self) -> None:
         self.on = False
         self.regions = 0  # open regions of all threads
         self._open: list[Region] = []  # the same, in the order in which they were opened
-        self._traced: list[Mode] = []  # those that torch.compile enters and leaves while it traces
         self._local = threading.local()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
-        compiling.switches.add(self)
+        _switches.add(self)
 
     def __deepcopy__(self, memo: Any) -> "Switch":
         return self  # a copied model is under the same session
@@ -83,32 +88,31 @@ class Switch:
         """Return how casts act in this thread now."""
         if not self.on:
             return Mode.OFF
-        if self._traced:
-            return self._traced[-1]
         if not self.regions:
             return Mode.BY_LISTS
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # which can trace no thread-locals
             return _MODES[self._get_name()]
         return self._find_mode()
 
     def _find_mode(self) -> Mode:
-        name = compiling.find_region_in_graph()
-        if name is not None:
-            return _MODES[name]
         self._leave_stale()
-        if regions := self._regions_here():
+        regions = self._regions_here()
+        if regions:
             return regions[-1].mode
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
-                return self._open[-1].mode if self._open else Mode.BY_LISTS
+                if self._open:
+                    return self._open[-1].mode
         return Mode.BY_LISTS
 
     @contextlib.contextmanager
     def region(self, mode: Mode) -> Iterator[None]:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
-        region = Region(mode, object(), None)
+        if is_dynamo_compiling():
+            compiling.tell_of_break()
+        region = Region(mode)
         try:
             try:
                 self._add(region)
@@ -123,10 +127,31 @@ class Switch:
 
         It is closed for them if the call whose frame they give ends without `leave`.
         """
-        region = Region(mode, object() if owner is None else owner, frame)
+        region = Region(mode, owner, frame)
         self._leave_stale()
         self._add(region)
         return region
+
+    def enter_module(self, mode: Mode, owner: object) -> bool:
+        """Open a region for the forward of a module, and tell whether casts act in it. Called by a forward pre-hook;
+        `leave_module` closes it.
+        """
+        if is_dynamo_compiling():
+            compiling.tell_of_break()
+        with self._lock:  # no more of this does Dynamo trace: it leaves the call to Python
+            is_on = self.is_on_here()
+            if self.on:
+                # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
+                self.enter(mode if is_on else Mode.OFF, owner, sys._getframe(2))
+            return is_on
+
+    def leave_module(self, owner: object) -> None:
+        """Close the innermost region of an owner that is open in this thread, if there is one."""
+        with self._lock:
+            for region in reversed(self._regions_here()):
+                if region.owner is owner:
+                    self.leave(region)
+                    return
 
     def leave(self, region: Region) -> None:
         """Close a region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
@@ -136,12 +161,18 @@ class Switch:
             self._remove(region)
             raise
 
-    def find_region(self, owner: object) -> Region | None:
-        """Return the innermost region of an owner that is open in this thread."""
-        for region in reversed(self._regions_here()):
-            if region.owner is owner:
-                return region
-        return None
+    def _remove(self, region: Region) -> None:
+        regions = self._regions_here()
+        if region in regions:
+            regions.remove(region)
+        innermost = Mode.BY_LISTS
+        if regions:
+            innermost = regions[-1].mode
+        compiling.show_region(innermost.name)
+        with self._lock:
+            if region in self._open:
+                self._open.remove(region)
+            self.regions = len(self._open)
 
     def _regions_here(self) -> list[Region]:
         """Return the open regions of this thread, innermost last."""
@@ -163,41 +194,9 @@ class Switch:
             self._open.append(region)
             self.regions = len(self._open)
 
-    def _remove(self, region: Region) -> None:
-        regions = self._regions_here()
-        if region in regions:
-            regions.remove(region)
-        compiling.show_region((regions[-1].mode if regions else Mode.BY_LISTS).name)
-        with self._lock:
-            if region in self._open:
-                self._open.remove(region)
-            self.regions = len(self._open)
 
-    def enter_traced(self, mode: Mode) -> None:
-        """`enter` for Dynamo, which cannot trace locks or thread-locals."""
-        self._traced.append(mode)
-        self.regions += 1
-        compiling.enter_in_graph(mode.name)
-
-    def enter_run(self, name: str, frame: types.FrameType) -> None:
-        """`enter` in a graph of Dynamo that runs as it is, for the call of that frame."""
-        if self.on:
-            self.enter(_MODES[name], _IN_GRAPH, frame)
-
-    def leave_run(self) -> None:
-        """Close what `enter_run` opened."""
-        if (region := self.find_region(_IN_GRAPH)) is not None:
-            self.leave(region)
-
-    def leave_traced(self) -> None:
-        """Close what `enter_traced` opened."""
-        compiling.leave_in_graph()
-        self._traced.pop()
-        self.regions -= 1
-
-
-_IN_GRAPH = object()
-_MODES = {mode.name: mode for mode in Mode}
+_switches: "weakref.WeakSet[Switch]" = weakref.WeakSet()
+"""Those of this process."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
@@ -205,13 +204,15 @@ def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
 
     def get_name() -> str:
         switch = reference()
-        return Mode.OFF.name if switch is None else switch._find_mode().name
+        if switch is None:
+            return Mode.OFF.name
+        return switch._find_mode().name
 
     return get_name
 
 
 def _silence_in_child() -> None:
-    for switch in compiling.switches:
+    for switch in _switches:
         switch.on = False
         switch._lock = threading.RLock()  # the parent may have held it at the fork
 

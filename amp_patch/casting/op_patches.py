@@ -1,14 +1,21 @@
-"""Patches of ops: one for every listed spelling and registration; and replacements of what surrounds the ops."""
+"""Patches of ops: one for every listed spelling and registration, also where their package is imported later; and
+replacements of what surrounds the ops.
+"""
 
+import contextlib
+import os
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..config import OpLists
+from ..config import OpLists, op_lists
 from ..dtypes import CASTABLE
-from ..patching import Patch, Patcher
+from ..errors import OpListError
+from ..patching import ImportWatch, Patch, Patcher, references
+from ..reporting import logger
 from ..torch_private import C_NN, get_first_weight
 from .mode import Switch
 from .weight_cache import WeightCache
@@ -25,9 +32,8 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
         if (id(spelling.owner), spelling.name) not in overridden:
             yield plan_op(spelling.owner, spelling.name, spelling.kind, casts, spelling.entry.place)
     for owner, name, kind in registered:
-        if kind == "neutral":  # taken off whatever list it was on
-            continue
-        yield plan_op(owner, name, kind, casts)
+        if kind != "neutral":  # taken off whatever list it was on
+            yield plan_op(owner, name, kind, casts)
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
@@ -43,6 +49,107 @@ def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -
     """Return the patch that has `owner.name` follow the rule `kind`, which stands in `place`."""
     note = f"Patched by amp_patch until amp_patch.reset(): {kind}, {place or 'registered'}."
     return Patch(owner, name, lambda original: casts.wrap(kind, original), note)
+
+
+class DeferredOps:
+    """The listed ops outside torch of one session: patched through its patcher when their package is imported, and
+    again when it is reloaded, until this is closed.
+
+    Args:
+        oplists: the lists of the session.
+        overridden: owner and name of the functions that the user registered, to which the lists do not apply.
+        casts: makes the replacements.
+        patcher: takes the patches.
+        lock: held while the patcher is at work. Imports happen in any thread.
+    """
+
+    def __init__(
+        self,
+        oplists: OpLists,
+        overridden: Iterable[tuple[Any, str]],
+        casts: OpCasts,
+        patcher: Patcher,
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        self._deferred = oplists.deferred
+        self._spellings = list(oplists.deferred)
+        self._spellings += filter(lambda spelling: spelling.is_outside_torch, oplists.spellings)
+        self._overridden = {(id(owner), name) for owner, name in overridden}
+        self._casts = casts
+        self._patcher = patcher
+        self._lock = lock
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._warned: set[op_lists.Spelling] = set()
+        self._watch = ImportWatch(self.look_again)
+
+    def __len__(self) -> int:
+        return len(self._spellings)
+
+    def open(self) -> None:
+        """Wait for the packages that are not imported yet."""
+        for spelling in self._deferred:
+            path = spelling.owner_name.split(".")
+            self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
+
+    def close(self) -> None:
+        """Patch nothing any more. Harmless twice."""
+        self._watch.close()
+        with self._lock:
+            self._is_closed = True
+
+    def look_again(self, module_name: str) -> None:
+        """Patch what is not patched yet under a module that was imported or reloaded.
+
+        Raises nothing, since it runs inside of somebody's import: what cannot be patched, or turns out not to exist, is
+        warned of once.
+        """
+        if os.getpid() != self._process_id:
+            return  # a forked child imports for itself
+        functions: dict[int, Callable[..., Any]] = {}
+        problems: list[tuple[op_lists.Spelling, str]] = []
+        with self._lock:
+            if self._is_closed:
+                return
+            concerned = [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
+            for spelling in concerned:
+                try:
+                    functions |= self._patch(spelling, module_name)
+                except OpListError as exc:
+                    problems.append((spelling, str(exc)))
+                except Exception as exc:
+                    at = f"{spelling.entry.place}: {spelling.entry.op!r}"
+                    problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
+            if functions and (stuck := references.redirect([(self._patcher, functions)], ())):
+                problems.append((concerned[0], references.describe_stuck(stuck)))
+        for spelling, message in problems:  # without the lock: whoever shows warnings may import something
+            self._warn(spelling, message)
+
+    def _patch(self, spelling: op_lists.Spelling, complete: str) -> dict[int, Callable[..., Any]]:
+        """Patch an op if it is there and not patched yet. Returns its replacement, by the id of the original."""
+        owner, name = op_lists.find_owner(spelling, complete), spelling.name
+        if owner is None or self._patcher.is_in_place(owner, name) or (id(owner), name) in self._overridden:
+            return {}
+        self._patcher.forget(owner, name)
+        held = vars(owner).get(name)
+        for original, replacement in self._patcher.functions():
+            if replacement is held:
+                # the module imported another patched function by this name: it gets one wrapper, not two
+                setattr(owner, name, original)
+        self._patcher.install([plan_op(owner, name, spelling.kind, self._casts, spelling.entry.place)])
+        return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
+
+    def _warn(self, spelling: op_lists.Spelling, message: str) -> None:
+        if spelling in self._warned:
+            return
+        self._warned.add(spelling)
+        try:
+            warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)
+        except UserWarning:  # the user turns warnings into errors; this one would be an error of the import
+            logger.warning("%s", message)
+
+
+# ---- what surrounds the ops ------------------------------------------------------------------------------------------
 
 
 def replay_regions(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
@@ -67,12 +174,7 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         weight = get_first_weight(module)
-        if (
-            casts.switch.is_on_here()
-            and weight is not None
-            and input.dtype != weight.dtype
-            and {input.dtype, weight.dtype} <= CASTABLE
-        ):
+        if weight is not None and {input.dtype, weight.dtype} <= CASTABLE and casts.switch.is_on_here():
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
         original(module, input, batch_sizes)
 

@@ -3,13 +3,14 @@ computed in float32, its result rounded, as matrix units do.
 
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
-function transforms, double backward, checkpoints) knows these.
+function transforms, double backward, checkpoints) knows these. Autograd saves the operands in 16 bits, and widens them
+again for backward.
 """
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,22 @@ from ..config import op_lists
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..interrupts import is_running
 from ..patching import Patch
-from .compiling import is_dynamo_compiling as is_tracing
+from ..torch_private import (
+    are_saved_tensors_hooks_enabled,
+    get_saved_tensors_hooks,
+    get_tracing_state,
+    get_version,
+    peek_interpreter_stack,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+)
+from .compiling import is_compiling, is_dynamo_compiling
 from .mode import Mode, Switch
-from .overrides import NEVER_OVERRIDDEN, PublicOp, Replacements
-from .saved_operands import SavedOperands, may_save_low
-from .tensor_cast import cast_nested, make_plain_cast, make_test, tensors_in
+from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
+from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
-Op = Callable[..., Any]
-InRegion = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
-Beside = Callable[[Tensor, Op, tuple[Any, ...], dict[str, Any]], Any]
+_NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
 
 
 class Products:
@@ -50,26 +57,26 @@ class Products:
         self.device_type = device_type
         self._replacements = Replacements()
         self._inside = threading.local()  # frame: of the product being computed in this thread
-        self._is_here = make_test(device_type)
         self._cast = make_plain_cast(low, device_type)
         self._widen = make_plain_cast(torch.float32, device_type)
-        round_weight = self._round if cache is None else cache.make_cast(self._round)
-        # to the low dtype, but weights, which may be cached, to float32 with a value of the low dtype
-        self.to_operand: TensorCast = lambda tensor: (
-            round_weight(tensor) if tensor.__class__ is Parameter else self._cast(tensor)
-        )
+        self._round_weight: TensorCast = self._round
+        if cache is not None:
+            self._round_weight = cache.make_cast(self._round)
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Return the value in the low dtype, as float32; what is not to be cast as it is."""
         rounded = self._cast(tensor)
-        return self._widen(rounded) if rounded.dtype is self.low else rounded
+        if rounded.dtype is self.low:
+            return self._widen(rounded)
+        return rounded
 
-    def narrow(self, result: Any) -> Any:
+    def _narrow(self, result: Any) -> Any:
         """Return a result, or what of a nested one is float32, in the low dtype."""
-        float32 = torch.float32
         if result.__class__ is Tensor:
-            return self._cast(result) if result.dtype is float32 else result
-        return cast_nested(result, lambda tensor: self._cast(tensor) if tensor.dtype is float32 else tensor)
+            if result.dtype is torch.float32:
+                return self._cast(result)
+            return result
+        return cast_nested(result, lambda tensor: self._cast(tensor) if tensor.dtype is torch.float32 else tensor)
 
     # ---- where nothing is cast ---------------------------------------------------------------------------------------
 
@@ -88,146 +95,205 @@ class Products:
         return self._replacements.get("product", original, make)
 
     def run_low(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
-        """Compute in float32 what is called with operands of the low dtype; call as it was written whatever has others,
-        has only one (an einsum of one operand is no product, and may be a view), or names where or in which dtype the
-        result is to be.
+        """Compute in float32 what is called with operands of the low dtype. Whatever has others, has only one (an
+        einsum of one operand is no product, and may be a view), or names where or in which dtype the result is to be,
+        runs as it was written.
         """
         name = getattr(original, "__name__", "")
+        low, device_type, count = self.low, self.device_type, 2
+        if op_lists.is_without_kernel(name):
+            count = 1
+        compute = self._compute(original, None)
         if name.endswith("_") and not name.endswith("__"):
-            return self._run_low_in_place(original, public)
-        switch, are_low, call, has_overrides = self.switch, self._are_low, self.call, public.has_overrides
-        count = 1 if op_lists.is_without_kernel(name) else 2
+            compute = self._compute_in_place(original)
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if switch.on and are_low(args, kwargs, count):
-                return call(original, args, kwargs, _as_it_is)
-            return original(*args, **kwargs)
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
+                return original, args, kwargs
+            found = 0
+            for value in (*args, *kwargs.values()):
+                for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
+                    if tensor.dtype is low:
+                        if tensor.device.type != device_type or is_opaque(tensor):
+                            return original, args, kwargs
+                        found += 1
+                    elif tensor.is_floating_point() or tensor.is_complex():
+                        return original, args, kwargs
+            if found < count:
+                return original, args, kwargs
+            return compute, args, kwargs
 
-        return wrapper
+        return replace(original, rule, self.switch, public, torch.float32)
 
-    def call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
-        """Call with every tensor as `cast` returns it, in float32 if that is low; return the result rounded.
+    def _compute(self, original: Op, cast: TensorCast | None) -> Op:
+        """Return `original` with every tensor as `cast` returns it, in float32 if that is low, and the result rounded.
 
         What is called inside of it runs as it is: what a product is made of, and the product itself, which export calls
         by its public name once more.
         """
-        if is_tracing():
-            return self._call(original, args, kwargs, cast)
-        inside = self._inside
-        frame = getattr(inside, "frame", None)
-        if frame is not None and is_running(frame):  # else an interrupt has ended that call
-            return original(*args, **kwargs)
-        inside.frame = sys._getframe()
-        try:
-            return self._call(original, args, kwargs, cast)
-        finally:
-            inside.frame = None
+        low, widen, inside = self.low, self._widen, self._inside
 
-    def _call(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> Any:
-        saved, low, widen = SavedOperands() if may_save_low() else None, self.low, self._widen
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            is_traced = is_dynamo_compiling()
+            if not is_traced:
+                frame = getattr(inside, "frame", None)
+                if frame is not None and is_running(frame):  # else an interrupt has ended that call
+                    return original(*args, **kwargs)
+                inside.frame = sys._getframe()
+            saved = None
+            try:
+                if _may_save_low():
+                    saved = SavedOperands()
 
-        def operand(tensor: Tensor) -> Tensor:
-            rounded = cast(tensor)
-            if rounded.dtype is not low:
-                return rounded
-            wide = widen(rounded)
-            if saved is not None and wide is not rounded:
-                saved.add(wide, rounded)
-            return wide
+                def operand(tensor: Tensor) -> Tensor:
+                    if cast is not None:
+                        tensor = cast(tensor)
+                    if tensor.dtype is not low:
+                        return tensor
+                    wide = widen(tensor)
+                    if saved is not None and wide is not tensor:
+                        saved.add(wide, tensor)
+                    return wide
 
-        operands = [
-            operand(value)
-            if isinstance(value, Tensor)
-            else cast_nested(value, operand)
-            if value.__class__ is list or value.__class__ is tuple
-            else value
-            for value in args
-        ]
-        if kwargs:
-            kwargs = _cast_values(kwargs, operand)
-        if not saved:
-            return self.narrow(original(*operands, **kwargs))
-        with saved:
-            result = original(*operands, **kwargs)
-        return self.narrow(result)
+                operands, kwargs = cast_arguments(args, kwargs, operand)
+                if saved is None or not saved.lows:
+                    return self._narrow(original(*operands, **kwargs))
+                with saved:
+                    result = original(*operands, **kwargs)
+                return self._narrow(result)
+            finally:
+                if not is_traced:
+                    inside.frame = None
 
-    def _run_low_in_place(self, original: Op, public: PublicOp) -> Op:
-        switch, widen, are_low, has_overrides = self.switch, self._widen, self._are_low, public.has_overrides
+        return compute
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if switch.on and args and are_low(args, kwargs, 2):
-                target, *others = args
-                wide = widen(target)
-                original(wide, *[cast_nested(value, widen) for value in others], **_cast_values(kwargs, widen))
-                return target.copy_(wide)
-            return original(*args, **kwargs)
+    def _compute_in_place(self, original: Op) -> Op:
+        widen = self._widen
 
-        return wrapper
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if not args:  # a call that names its target
+                return original(**kwargs)
+            wide = widen(args[0])
+            others, kwargs = cast_arguments(args[1:], kwargs, widen)
+            original(wide, *others, **kwargs)
+            return args[0].copy_(wide)
 
-    def _are_low(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> bool:
-        """Tell whether there are at least `count` tensors of the low dtype, no floating ones of another, and the call
-        leaves the result to the op.
-        """
-        if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
-            return False
-        found = 0
-        low, is_here = self.low, self._is_here
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
-                if tensor.dtype is low:
-                    if not is_here(tensor):
-                        return False
-                    found += 1
-                elif tensor.is_floating_point() or tensor.is_complex():
-                    return False
-        return found >= count
+        return compute
 
-    def whitelist(
-        self, original: Op, low: Op, switch: Switch, in_region: InRegion, beside: Beside, public: PublicOp
-    ) -> Op:
+    # ---- whitelisted products ----------------------------------------------------------------------------------------
+
+    def round_operands(
+        self, original: Op, low: Op, in_region: Callable[..., Call], beside: Callable[..., Call]
+    ) -> Rule:
         """Round all tensors, compute in float32, and round the result.
 
         Args:
             low: the op where nothing is cast.
-            switch: whether casts act.
-            in_region, beside: call the op in a region, and with a tensor that is not to be cast.
-            public: its public name.
+            in_region, beside: how the op is called in a region, and with a tensor that is not to be cast.
         """
-        call, to_operand, to_low, by_lists = self.call, self.to_operand, self._cast, Mode.BY_LISTS
-        has_overrides = public.has_overrides
+        to_low, compute = self._cast, self._compute(original, self.to_operand)
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if not switch.on or (kwargs and kwargs.get("out") is not None):
-                return low(*args, **kwargs)
-            if switch.regions and switch.mode_here() is not by_lists:
-                return in_region(low, args, kwargs)
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if kwargs and kwargs.get("out") is not None:
+                return low, args, kwargs
+            if mode is not Mode.BY_LISTS:
+                return in_region(low, args, kwargs, mode)
             count = 0
-            for value in (*args, *kwargs.values()) if kwargs else args:
+            for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor):
                     count += 1
                     if value.__class__ not in PLAIN_CLASSES and is_opaque(value):
                         return beside(value, low, args, kwargs)
                 elif value.__class__ is list or value.__class__ is tuple:
-                    count += sum(1 for _ in tensors_in(value))
-            if count < 2 or (kwargs and "out_dtype" in kwargs):
-                return low(*[cast_nested(value, to_low) for value in args], **_cast_values(kwargs, to_low))
-            return call(original, args, kwargs, to_operand)
+                    count += len(list(tensors_in(value)))
+            if count < 2 or "out_dtype" in kwargs:
+                return (low, *cast_arguments(args, kwargs, to_low))
+            return compute, args, kwargs
 
-        return wrapper
+        return rule
 
-
-def _cast_values(kwargs: dict[str, Any], cast: TensorCast) -> dict[str, Any]:
-    return {name: cast_nested(value, cast) for name, value in kwargs.items()}
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    def to_operand(self, tensor: Tensor) -> Tensor:
+        """Cast to the low dtype; a weight, which may be cached, to float32 with a value of the low dtype."""
+        if tensor.__class__ is Parameter:
+            return self._round_weight(tensor)
+        return self._cast(tensor)
 
 
-_NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
+# ---- what is saved for backward --------------------------------------------------------------------------------------
+
+
+class _Packed(NamedTuple):
+    """Stands for a tensor that autograd saves: the tensor itself, or a float32 copy of `saved` laid out as given."""
+
+    saved: Tensor  # without a graph: that of a result would lead back here
+    version: int
+    size: torch.Size | None = None
+    stride: tuple[int, ...] = ()
+
+
+class SavedOperands:
+    """A `with` block around one product: of the operands given to `add`, the 16-bit originals are saved for backward.
+
+    What is changed in place before backward, original or not, raises RuntimeError there, as it does without the block.
+
+    Attributes:
+        lows: 16-bit and float32 operands, by the address of the latter.
+    """
+
+    __slots__ = ("lows",)
+
+    def __init__(self) -> None:
+        self.lows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, wide: Tensor, low: Tensor) -> None:
+        """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
+        if wide.__class__ is not Tensor or wide.layout is not torch.strided or wide.is_nested:
+            return
+        # with the same strides any view of the copy is the same view of the tensor
+        if low.is_contiguous() or low.stride() == torch.empty_like(low, device="meta").stride():
+            self.lows[wide.data_ptr()] = low, wide
+
+    def __enter__(self) -> "SavedOperands":
+        push_saved_tensors_hooks(self._pack, _unpack)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_saved_tensors_hooks()
+        self.lows.clear()  # autograd holds this object
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
+            low, _ = self.lows.get(tensor.data_ptr(), (None, None))
+            if low is not None and tensor.numel() == low.numel():
+                return _Packed(low.detach(), get_version(low), tensor.size(), tensor.stride())
+        return _Packed(tensor.detach(), get_version(tensor))
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    saved, version, size, stride = packed
+    if get_version(saved) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{saved.dtype} {list(saved.shape)}], an operand or result of a product, is at version"
+            f" {get_version(saved)}; expected version {version} instead"
+        )
+    if size is None:
+        return saved
+    if saved.size() != size or saved.stride() != stride:
+        saved = saved.as_strided(size, stride)
+    return saved.to(torch.float32)
+
+
+def _may_save_low() -> bool:
+    """Tell whether a graph is recorded, by nobody who looks at what it saves himself: other hooks, such as those of
+    checkpoints, function transforms and tracers.
+    """
+    if is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    hooks = get_saved_tensors_hooks(True)
+    while hooks and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
+        pop_saved_tensors_hooks()  # an interrupted product has left them: products do not nest
+        hooks = get_saved_tensors_hooks(True)
+    if hooks is not None or peek_interpreter_stack() is not None or get_tracing_state():
+        return False
+    return not is_compiling() and are_saved_tensors_hooks_enabled()

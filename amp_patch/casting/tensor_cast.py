@@ -1,6 +1,10 @@
-"""Casting one tensor, or those in a list or tuple, as wrappers do it."""
+"""Casting tensors: one, those in the arguments of an op, and those in whatever a model takes or returns."""
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+import operator
+import types
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,18 +16,18 @@ _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 
 def is_uncastable(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is never cast to a low dtype although its dtype could be: an op on it runs in the dtype
-    that it shows. Such are opaque tensors (quantized ones), and on a CPU, which has no 16-bit products of those,
-    compressed sparse ones.
+    """Tell whether `tensor` is never cast to a low dtype although its dtype is castable: an op on it runs in the dtype
+    that it shows. Opaque tensors are (those of quantization libraries), and on a CPU, which has no 16-bit products of
+    them, compressed sparse ones.
     """
     return is_opaque(tensor) or (tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32)
 
 
 def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
-    other as it is. Where kernels of a low dtype are to have the result (`is_for_kernels`), uncastable ones, too.
+    other as it is. Where kernels of a low dtype get the result (`is_for_kernels`), uncastable ones, too.
     """
-    # as in make_test, which would be a frame more for each cast
+    # `device.type` makes a string, at a tenth of what a cast costs
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     asks_layout, strided = is_for_kernels and on_cpu, torch.strided
 
@@ -34,22 +38,14 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
             return tensor
         if asks_layout and tensor.layout is not strided and is_uncastable(tensor):
             return tensor
-        return tensor.to(dtype) if tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor) else tensor
+        if tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor):
+            return tensor
+        return tensor.to(dtype)
 
     return cast
 
 
-def make_test(device_type: str) -> Callable[[Tensor], bool]:
-    """Return a function that tells whether a tensor is on such a device and not opaque."""
-    # `device.type` makes a string, at a tenth of what a cast costs
-    on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-
-    def is_here(tensor: Tensor) -> bool:
-        if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
-            return False
-        return tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor)
-
-    return is_here
+# ---- the arguments of an op ------------------------------------------------------------------------------------------
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -63,11 +59,130 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def cast_nested(value: Any, cast: TensorCast) -> Any:
-    """Cast a tensor, or the tensors in a list or tuple (of lists or tuples); anything else is returned as it is."""
+    """Cast a tensor, or the tensors in a list or tuple (of lists or tuples). Anything else is returned as it is, and so
+    is a list in which nothing changes: the op may write to it.
+    """
     if isinstance(value, Tensor):
         return cast(value)
-    if value.__class__ is list:
-        return [cast_nested(item, cast) for item in value]
-    if value.__class__ is tuple:
-        return tuple([cast_nested(item, cast) for item in value])
+    if value.__class__ is not list and value.__class__ is not tuple:
+        return value
+    items = [cast_nested(item, cast) for item in value]
+    if all(map(operator.is_, items, value)):
+        return value
+    return value.__class__(items)
+
+
+def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with all tensors in them cast. Takes no frame for each argument."""
+    cast_args = list(args)
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            cast_args[index] = cast(value)
+        elif value.__class__ is list or value.__class__ is tuple:
+            cast_args[index] = cast_nested(value, cast)
+    cast_kwargs = kwargs.copy()
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            cast_kwargs[name] = cast(value)
+        elif value.__class__ is list or value.__class__ is tuple:
+            cast_kwargs[name] = cast_nested(value, cast)
+    return cast_args, cast_kwargs
+
+
+# ---- what models take and return -------------------------------------------------------------------------------------
+
+
+def cast_tree(value: Any, cast: TensorCast) -> Any:
+    """Return `value` with every tensor in it replaced by `cast(tensor)`.
+
+    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class: lists, mappings and dataclasses are
+    copied and filled, others go through their constructor, and pass through untouched where that takes something else.
+    A value in which nothing changes is returned itself, so a model that fills a container of its caller still does. A
+    generator becomes a generator of cast values. Modules, arrays, strings and every other object pass through
+    untouched.
+    """
+    if isinstance(value, Tensor):
+        return cast(value)
+    if value is None or isinstance(value, (str, bytes, bool, int, float, torch.nn.Module, torch.Size)):
+        return value
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = [cast_tree(item, cast) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return _rebuild(value, items)
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, cast)
+    if isinstance(value, types.GeneratorType):
+        return (cast_tree(item, cast) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, cast)
     return value
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """Return a container like `value` that holds `items`, or `value` where its class does not let one be made."""
+    kind = type(value)
+    if kind in (tuple, list, set, frozenset):
+        return kind(items)
+    try:
+        if isinstance(value, list):
+            result: Any = copy.copy(value)
+            list.clear(result)
+            list.extend(result, items)
+        elif hasattr(kind, "_make"):  # a named tuple
+            result = kind._make(items)
+        else:
+            result = kind(items)
+        is_like = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
+    except Exception:  # a constructor of the user's may raise anything
+        return value
+    if is_like:
+        return result
+    return value
+
+
+def _find_changed(values: Mapping[Any, Any], cast: TensorCast) -> dict[Any, Any]:
+    """Return the values that a cast replaces, by their keys."""
+    changed = {}
+    for key, value in values.items():
+        result = cast_tree(value, cast)
+        if result is not value:
+            changed[key] = result
+    return changed
+
+
+def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, Any]:
+    changed = _find_changed(value, cast)
+    if not changed:
+        return value
+    if type(value) is dict:
+        return {**value, **changed}
+    if not isinstance(value, MutableMapping):
+        # such as types.MappingProxyType: nothing but its own constructor can fill it
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    result = copy.copy(value)
+    if not isinstance(value, dict):  # the copy of a mapping of the user's own shares the dict inside with the original
+        for name, inner in vars(result).items():
+            if isinstance(inner, MutableMapping):
+                setattr(result, name, copy.copy(inner))
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
+    fields = {}
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            fields[field.name] = getattr(value, field.name)
+    changed = _find_changed(fields, cast)
+    if not changed:
+        return value
+    try:
+        result = copy.copy(value)
+    except dataclasses.FrozenInstanceError:  # slots of its own: copy sets them one by one
+        result = object.__new__(type(value))
+        changed = {**fields, **changed}
+    for name, item in changed.items():
+        object.__setattr__(result, name, item)  # works for frozen dataclasses too
+    return result

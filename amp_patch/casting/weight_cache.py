@@ -7,16 +7,12 @@ the parameter in any number of forward and backward passes.
 What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
 them), nor do addresses (memory is used again), so a copy is used only while its entry is *valid*: the entry holds the
 memory that the copy was made from, each use compares the signature and the dtype, and these events invalidate entries:
-any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`.
+any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`. What
+records ops (traces, function transforms, dispatch modes) must see the cast each time, and is never given an entry.
 
-What records ops (traces, function transforms, dispatch modes such as fake tensors, `make_fx` and selective checkpoints)
-must see the cast each time: while one is at work no entry is made or used.
-
-Where launching a kernel costs more than running it, copies are *refreshed* in place, many of them in one
-`torch._foreach_copy_`. That would break a graph that still needs the old values, so it happens only where no graph
-holds the copy any more. Otherwise the copy is replaced by a new one, and the old graph keeps the old one, as
-it would keep the result of a plain cast. On a CPU copies are dropped instead. One made where it is used is in the
-caches, and in memory that was just freed: with refreshed copies a step of a small transformer took 5 % longer there.
+Where launching a kernel costs more than running it, copies that no graph holds any more are *refreshed* in place, all
+of them in one `torch._foreach_copy_`; one that a live graph holds is replaced by a new one. On a CPU copies are dropped
+instead: one made where it is used is in the caches, and refreshed copies made a step of a small transformer 5 % longer.
 """
 
 import contextlib
@@ -50,36 +46,45 @@ ValidEntry = tuple[Tensor, Signature, Tensor]
 
 @dataclass(slots=True)
 class _Entry:
+    """A copy that is refreshed in place.
+
+    Attributes:
+        parameter, copy: what ops are given is the copy; its grad_fn leads to the parameter.
+        alias: the memory of the copy without the grad_fn: what a refresh writes.
+        source: an alias of the parameter's memory, to which no other can come while it lives.
+        place: device and signature of the parameter, without the version: what no step changes. After `set_`, gradients
+            of old copies would lead nowhere.
+        memory: the address of the copy's storage.
+        idle_uses: how many hold the copy and its storage while no graph needs them.
+    """
+
     parameter: Tensor
-    copy: Tensor  # what ops get; its grad_fn leads to the parameter
-    alias: Tensor  # the same memory without the grad_fn: what a refresh writes
-    source: Tensor  # an alias of the parameter's memory, to which no other can come while it lives
-    place: tuple[torch.device, int, bool, torch.Size, tuple[int, ...]]  # of the parameter: the device and what of its
-    # signature no step changes; after `set_`, gradients of old copies lead nowhere
-    memory: int  # the address of the storage that both share, for counting who holds it
-    idle_uses: tuple[int, int] = (0, 0)  # how many hold the copy and its memory while no graph needs them
+    copy: Tensor
+    alias: Tensor
+    source: Tensor
+    place: tuple[object, ...]
+    memory: int
+    idle_uses: tuple[int, int] = (0, 0)
 
     def count_uses(self) -> tuple[int, int]:
-        """Count the holders of the copy and of its memory: a graph saves the tensor itself or a view of it."""
+        """Count the holders of the copy and of its storage: a graph saves the tensor itself or a view of it."""
         return get_tensor_uses(self.copy), get_storage_uses(self.memory)
 
-    def is_held(self) -> bool:
-        """Tell whether a graph needs the values that the copy has now."""
-        tensor_uses, memory_uses = self.count_uses()
-        return tensor_uses > self.idle_uses[0] or memory_uses > self.idle_uses[1]
+    def may_be_written(self) -> bool:
+        """Tell whether no graph needs the values that the copy has now, and the parameter is what it was."""
+        return (
+            self.parameter.dtype is torch.float32
+            and _is_cacheable(self.parameter)
+            and self.place == _place(self.parameter)
+            and self.count_uses() == self.idle_uses
+        )
 
 
 def _signature(parameter: Tensor) -> Signature:
-    return (
-        get_version(parameter),
-        parameter.data_ptr(),
-        parameter.requires_grad,
-        parameter.shape,
-        parameter.stride(),
-    )
+    return get_version(parameter), parameter.data_ptr(), parameter.requires_grad, parameter.shape, parameter.stride()
 
 
-def _place(parameter: Tensor) -> tuple[torch.device, int, bool, torch.Size, tuple[int, ...]]:
+def _place(parameter: Tensor) -> tuple[object, ...]:
     return parameter.device, *_signature(parameter)[1:]
 
 
@@ -95,67 +100,60 @@ class WeightCache:
         low: their dtype.
         device_type: where they are, which says whether they are refreshed in place, or dropped.
         is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
+
+    Attributes:
+        valid, owned: the valid entries and the parameters, by the parameter's id.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
         self.low = low
+        self.valid: dict[int, ValidEntry] = {}
+        self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
-        self.valid: dict[int, ValidEntry] = {}  # by the parameter's id
-        self._entries: dict[int, _Entry] = {}
-        self._owned: dict[int, Tensor] = {}
+        self._entries: dict[int, _Entry] = {}  # those that are refreshed
         self._is_bypassed = False
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
         """Cache copies of these parameters. Only of float32 ones; the others take a plain cast at each use."""
-        self._owned.update((id(parameter), parameter) for parameter in parameters)
+        for parameter in parameters:
+            self.owned[id(parameter)] = parameter
 
     def disown(self, parameters: Iterable[Tensor]) -> None:
         """Forget these parameters and free their copies."""
         for parameter in parameters:
-            self._owned.pop(id(parameter), None)
+            self.owned.pop(id(parameter), None)
             self._drop(id(parameter))
 
     def disown_all(self) -> None:
         """Forget every parameter."""
-        self._owned.clear()
+        self.owned.clear()
         self._entries.clear()
         self.valid.clear()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
         """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
-        `plain_cast`.
+        `plain_cast`. A tensor that may have an entry has one from then on.
         """
-        valid, owned, cast_uncached = self.valid, self._owned, self.make_cast_uncached(plain_cast)
+        valid, owned, float32 = self.valid, self.owned, torch.float32
 
         def to_low(tensor: Tensor) -> Tensor:
-            if is_dynamo_compiling() or id(tensor) not in owned:
+            if is_dynamo_compiling():
+                return plain_cast(tensor)
+            key = id(tensor)
+            if key not in owned or tensor.dtype is not float32:
                 return plain_cast(tensor)
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)
-            entry = valid.get(id(tensor))
-            if (
-                entry is not None
-                and tensor.dtype is torch.float32
-                and entry[1]
-                == (tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.stride())
-            ):
-                return entry[0]
-            return cast_uncached(tensor)
-
-        return to_low
-
-    def make_cast_uncached(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function for a tensor that has no valid entry. If it may have one, it has one from then on."""
-        valid, owned, float32, is_cacheable = self.valid, self._owned, torch.float32, _is_cacheable
-        is_grad_enabled, is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
-
-        def cast(tensor: Tensor) -> Tensor:
-            key = id(tensor)
-            if key not in owned or tensor.dtype is not float32 or self._is_bypassed or not is_cacheable(tensor):
+            entry = valid.get(key)
+            if entry is not None:
+                signature = (tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.stride())
+                if entry[1] == signature:
+                    return entry[0]
+            # without gradients nothing would invalidate an entry before weights that were swapped in are swapped out
+            if self._is_bypassed or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
                 return plain_cast(tensor)
-            if not is_grad_enabled() or is_inference_mode_enabled():
-                # nothing would invalidate an entry made here before weights that were swapped in are swapped out again
+            if not _is_cacheable(tensor):
                 return plain_cast(tensor)
             if self._is_refreshed:
                 return self._refresh_or_enter(tensor, plain_cast)
@@ -164,7 +162,7 @@ class WeightCache:
                 valid[key] = (copy, _signature(tensor), tensor.detach())
             return copy
 
-        return cast
+        return to_low
 
     def _refresh_or_enter(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
         key = id(tensor)
@@ -178,11 +176,11 @@ class WeightCache:
                 return valid[0]
             copy = plain_cast(tensor)
             if copy is not tensor:
-                alias = copy.detach()
-                entry = _Entry(tensor, copy, alias, tensor.detach(), _place(tensor), get_storage_address(alias))
+                alias, source = copy.detach(), tensor.detach()
+                entry = _Entry(tensor, copy, alias, source, _place(tensor), get_storage_address(alias))
                 entry.idle_uses = entry.count_uses()
                 self._entries[key] = entry
-                self.valid[key] = (copy, _signature(tensor), entry.source)
+                self.valid[key] = (copy, _signature(tensor), source)
             return copy
 
     def _drop(self, key: int) -> None:
@@ -194,18 +192,12 @@ class WeightCache:
         refreshed: list[_Entry] = []
         for key in list(self._entries):  # not items: garbage that is collected meanwhile may own some of them
             entry = self._entries.get(key)
-            if key in self.valid or entry is None:
+            if entry is None or key in self.valid:
                 continue
-            parameter = entry.parameter
-            if (
-                parameter.dtype is not torch.float32
-                or not _is_cacheable(parameter)
-                or entry.place != _place(parameter)
-                or entry.is_held()
-            ):
+            if entry.may_be_written():
+                refreshed.append(entry)
+            else:
                 self._drop(key)
-                continue
-            refreshed.append(entry)
         copy_(group([entry.alias for entry in refreshed], [entry.parameter for entry in refreshed]))
         for entry in refreshed:
             self.valid[id(entry.parameter)] = (entry.copy, _signature(entry.parameter), entry.source)

@@ -1,34 +1,39 @@
-"""What replaces a listed op: one plain function per op and rule, chosen when it is installed.
+"""`OpCasts`: the rules of the op lists, each for one op, and what stands in the place of the op.
 
-Each has the same shape: if casts act in this thread, cast the arguments that need it, then call the original. An
-argument already in the right dtype costs one `dtype is` test. As in torch.autocast, a call with an explicit `out=`
-(and, for float32 ops, `dtype=`) runs as it was written.
+A rule looks at the arguments of a call and says what to call with which. As in torch.autocast, a call with an explicit
+`out=` (and, for float32 ops, a dtype) runs as it was written.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..config import op_lists
-from ..dtypes import LOW_DTYPES, TensorCast
+from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast
 from ..errors import BannedOpError
-from .bodies import run_in_region, run_uncast
-from .compiling import is_dynamo_compiling as is_tracing
-from .fast_paths import FastPaths, Op
+from ..torch_private import count_dispatch_modes
+from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .overrides import NEVER_OVERRIDDEN, PublicOp, Replacements
 from .products import Products
-from .promotion import Promotions, target_of
-from .tensor_cast import cast_nested, is_uncastable, make_plain_cast
-from .weight_cache import WeightCache
+from .replacement import ALWAYS, Call, Op, PublicOp, Replacements, Rule, replace, run_in_region
+from .tensor_cast import cast_arguments, cast_nested, is_uncastable, make_plain_cast
+from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
+# Those that models call most, with (input, weight, bias, ...).
+_WEIGHTED = frozenset(
+    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+)
 
-class OpCasts(Promotions):
+_NOTHING: Mapping[int, Any] = {}
+
+
+class OpCasts:
     """Makes the replacements for one session.
 
     Args:
@@ -50,16 +55,19 @@ class OpCasts(Promotions):
         *,
         casts_inside: bool = True,
     ) -> None:
-        super().__init__(switch, device_type)
+        self.switch = switch
         self.low = low
+        self.device_type = device_type
         self.in_float32 = in_float32
         self.casts_inside = casts_inside
-        if in_float32 is not None:
-            cache = None  # its copies are for products
-        plain = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
-        self.to_low = plain if cache is None else cache.make_cast(plain)
-        uncached = plain if cache is None else cache.make_cast_uncached(plain)
-        self._fast_paths = FastPaths(switch, low, plain, self.to_low, uncached, {} if cache is None else cache.valid)
+        self.to_low = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
+        self.to_float = make_plain_cast(torch.float32, device_type)
+        self._plain = self.to_low
+        self._valid: Mapping[int, ValidEntry] = _NOTHING
+        self._owned: Mapping[int, Tensor] = _NOTHING
+        if cache is not None and in_float32 is None:  # else its copies are for products
+            self.to_low = cache.make_cast(self._plain)
+            self._valid, self._owned = cache.valid, cache.owned
         self._replacements = Replacements()
 
     def wrap(self, kind: str, original: Op) -> Op:
@@ -68,177 +76,292 @@ class OpCasts(Promotions):
 
     def _wrap(self, kind: str, original: Op) -> Op:
         is_torchs = _is_torchs(original)
-        if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
-            mode, cast = (Mode.LOW, self.to_low) if kind == "whitelist" else (Mode.FLOAT32, self.to_float)
-            return run_in_region(original, mode, cast, self.switch)
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if is_torchs else ""
-        public = PublicOp(name, is_of_torch=is_torchs)
-        public.function = function = self._choose(kind, original, name, public)
+        public = PublicOp(name, is_of_torch=is_torchs, takes_lists=kind == "sequence_promote")
+        if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
+            return replace(original, self._cast_inside(kind, original), self.switch, public, ALWAYS)
+        public.function = function = self._replace(kind, original, name, public)
         return function
 
-    def _choose(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
-        if self.in_float32 is not None and (op_lists.is_product(name) or op_lists.is_without_kernel(name)):
-            low = self.in_float32.run_low(original)
-            if kind == "whitelist" and op_lists.is_product(name):
-                return self.in_float32.whitelist(original, low, self.switch, self._in_region, self._beside, public)
-            original = low
-        inner = run_uncast(original, self.switch) if kind == "blacklist" and name in _COMPOSED else original
-        make: Callable[[Op, PublicOp], Op] = getattr(self, kind)  # each rule has the method of its name
-        general = make(inner, public)
-        if (make_fast_path := self._fast_paths.find(kind, name)) is not None:
-            return make_fast_path(original, general)
-        if kind in ("whitelist", "blacklist") and (position := _position_of_inplace(original)) is not None:
-            return _honouring_inplace(original, general, position)
+    def _replace(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
+        is_product = op_lists.is_product(name)
+        if self.in_float32 is not None and (is_product or op_lists.is_without_kernel(name)):
+            computed, original = original, self.in_float32.run_low(original)
+            if kind == "whitelist" and is_product:
+                rule = self.in_float32.round_operands(computed, original, self._in_region, self._beside)
+                return replace(original, rule, self.switch, public, ALWAYS)
+        if kind == "blacklist" and name in _COMPOSED:
+            original = run_in_region(original, Mode.OFF, self.switch)
+        make_rule, passing = {
+            "whitelist": (self._whitelist, self.low),
+            "blacklist": (self._blacklist, torch.float32),
+            "promote": (self._promote, None),
+            "sequence_promote": (self._promote_sequence, None),
+            "match_self": (self._match_self, None),
+            "inplace_error": (self._inplace_error, torch.float32),
+            "banned": (self._banned, torch.float32),
+        }[kind]
+        general = replace(original, make_rule(original), self.switch, public, passing)
+        if kind == "whitelist" and name in _WEIGHTED:
+            return self._weighted(original, general)
         return general
 
-    def whitelist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
+    # ---- one dtype for all -------------------------------------------------------------------------------------------
+
+    def _whitelist(self, original: Op) -> Rule:
         """Run in the low dtype."""
-        return self._cast_all(original, public, self.low, self.to_low, honours_dtype=False)
+        return self._cast_to(self.low, self.to_low, original, honours_dtype=False)
 
-    def blacklist(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
+    def _blacklist(self, original: Op) -> Rule:
         """Run in float32, unless the call names a dtype."""
-        return self._cast_all(original, public, torch.float32, self.to_float, honours_dtype=True)
+        return self._cast_to(torch.float32, self.to_float, original, honours_dtype=True)
 
-    def _cast_all(
-        self, original: Op, public: PublicOp, dtype: torch.dtype, cast: TensorCast, *, honours_dtype: bool
-    ) -> Op:
+    def _cast_to(self, dtype: torch.dtype, cast: TensorCast, original: Op, *, honours_dtype: bool) -> Rule:
         """Run in `dtype`, to which `cast` casts a tensor. With `honours_dtype`, a call that names a dtype runs as
-        written.
+        written; so does one with `inplace=True`, since a cast copy is not what it is to change.
         """
-        switch, in_region, by_lists, beside = self.switch, self._in_region, Mode.BY_LISTS, self._beside
-        dtype_class, has_overrides = torch.dtype if honours_dtype else None, public.has_overrides
+        position, by_lists = _position_of_inplace(original), Mode.BY_LISTS
+        float32, strided = torch.float32, torch.strided
+        on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
+        get_entry, owned = self._valid.get, self._owned
+        if dtype is float32:
+            get_entry, owned = _NOTHING.get, _NOTHING
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if switch.on and (not switch.regions or switch.mode_here() is by_lists):
-                given = kwargs
-                if kwargs:
-                    if kwargs.get("out") is not None or (honours_dtype and kwargs.get("dtype") is not None):
-                        return original(*args, **kwargs)
-                    kwargs = dict(kwargs)
-                    for name, value in given.items():
-                        if isinstance(value, Tensor):
-                            if value.dtype is not dtype:
-                                kwargs[name] = cast(value)
-                                if kwargs[name] is value and is_uncastable(value):
-                                    return beside(value, original, args, given)
-                        elif isinstance(value, (list, tuple)):
-                            kwargs[name] = cast_nested(value, cast)
-                cast_args: Any = None  # Dynamo of torch 2.6 cannot tell whether two tuples are one
-                for index, value in enumerate(args):
-                    if isinstance(value, Tensor):
-                        if value.dtype is not dtype:
-                            if cast_args is None:
-                                cast_args = list(args)
-                            cast_args[index] = cast(value)
-                            if cast_args[index] is value and is_uncastable(value):
-                                return beside(value, original, args, given)
-                    elif (kind := value.__class__) is dtype_class:
-                        return original(*args, **given)
-                    elif (kind is list or kind is tuple) and value and value[0].__class__ is not int:
-                        if cast_args is None:
-                            cast_args = list(args)
-                        cast_args[index] = cast_nested(value, cast)
-                return original(*(args if cast_args is None else cast_args), **kwargs)
-            return in_region(original, args, kwargs) if switch.on else original(*args, **kwargs)
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if position is not None and (kwargs.get("inplace") or (len(args) > position and args[position])):
+                return original, args, kwargs
+            if mode is not by_lists:
+                return self._in_region(original, args, kwargs, mode)
+            if kwargs and (kwargs.get("out") is not None or (honours_dtype and kwargs.get("dtype") is not None)):
+                return original, args, kwargs
+            # the short ways in this loop save a frame for each cast; compilers and dispatch modes take the long one
+            is_short = not is_dynamo_compiling() and not count_dispatch_modes()
+            values = [*args, *kwargs.values()]
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor):
+                    given = value.dtype
+                    if given is dtype or given not in CASTABLE:
+                        continue
+                    if is_short:
+                        entry = get_entry(id(value))
+                        if entry is not None and given is float32:
+                            version, address = value._version, value.data_ptr()
+                            if entry[1] == (version, address, value.requires_grad, value.shape, value.stride()):
+                                values[index] = entry[0]
+                                continue
+                        elif (
+                            (value.is_cpu if on_cpu else value.is_cuda and on_cuda)
+                            and value.__class__ in PLAIN_CLASSES
+                            and value.layout is strided
+                            and id(value) not in owned
+                        ):
+                            values[index] = value.to(dtype)
+                            continue
+                    values[index] = cast(value)
+                    if values[index] is value and is_uncastable(value):
+                        return self._beside(value, original, args, kwargs)
+                elif value.__class__ is list or value.__class__ is tuple:
+                    if value and value[0].__class__ is not int:
+                        values[index] = cast_nested(value, cast)
+                elif honours_dtype and value.__class__ is torch.dtype:
+                    return original, args, kwargs
+            if not kwargs:
+                return original, values, kwargs
+            count = len(args)
+            return original, values[:count], dict(zip(kwargs, values[count:], strict=True))
 
-        return wrapper
+        return rule
 
-    def _in_region(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_region(self, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
         """Run an op of either list where a region decides for both."""
-        mode = self.switch.mode_here()
-        if mode is Mode.OFF or kwargs.get("out") is not None:
-            return original(*args, **kwargs)
-        cast = self.to_low if mode is Mode.LOW else self.to_float
-        if mode is Mode.LOW and self.in_float32 is None:
+        if kwargs.get("out") is not None:
+            return original, args, kwargs
+        if mode is Mode.FLOAT32:
+            return (original, *cast_arguments(args, kwargs, self.to_float))
+        if self.in_float32 is None:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and is_uncastable(value):
                     return self._beside(value, original, args, kwargs)
-        return original(
-            *[cast_nested(value, cast) for value in args],
-            **{name: cast_nested(value, cast) for name, value in kwargs.items()},
-        )
+        return (original, *cast_arguments(args, kwargs, self.to_low))
 
-    def _beside(self, uncastable: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _beside(self, uncastable: Tensor, original: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Run an op of either list on a tensor that is not to be cast: in the dtype that it shows, to which the others
         are cast.
         """
-        cast = make_plain_cast(uncastable.dtype, self.device_type)
-        return original(
-            *[cast_nested(value, cast) for value in args],
-            **{name: cast_nested(value, cast) for name, value in kwargs.items()},
-        )
+        return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
-    def inplace_error(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
+    def _cast_inside(self, kind: str, original: Op) -> Rule:
+        """Cast the arguments of a function that is no op of torch, and what the ops in its body get, as under
+        `torch.amp.custom_fwd(cast_inputs=...)`.
+
+        The innermost function decides: whatever region it is called in, its body runs as its own rule says, unless
+        casts are off there. A call that names `out`, or a dtype where float32 is the rule, runs as it was written.
+        """
+        honours_dtype = kind == "blacklist"
+        if honours_dtype:
+            cast, in_region = self.to_float, run_in_region(original, Mode.FLOAT32, self.switch)
+        else:
+            cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
+
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if kwargs.get("out") is not None:
+                return original, args, kwargs
+            if honours_dtype:
+                for value in (*args, kwargs.get("dtype")):
+                    if isinstance(value, torch.dtype):
+                        return original, args, kwargs
+            return (in_region, *cast_arguments(args, kwargs, cast))
+
+        return rule
+
+    def _weighted(self, original: Op, walk: Op) -> Op:
+        """Serve calls of whitelisted ops with (input, weight, bias, ...) in one frame: weight and bias are looked up in
+        the cache in place, the input is not. Leave all others to `walk`, which does what this does.
+        """
+        switch, low, float32, by_lists = self.switch, self.low, torch.float32, Mode.BY_LISTS
+        plain_cast, to_low, get_entry = self._plain, self.to_low, self._valid.get
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) < 2 or has_torch_function(args) or is_dynamo_compiling() or count_dispatch_modes():
+                return walk(*args, **kwargs)  # a mode that only watches sees the same from there
+            if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
+                return walk(*args)
+            count = len(args)
+            value, w, b = args if count == 3 else (*args, None)[:3]
+            try:
+                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_uncastable(value):
+                    return walk(*args)
+                if (dtype := w.dtype) is not low:
+                    entry = get_entry(id(w)) if dtype is float32 else None
+                    is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
+                    w = entry[0] if is_valid else to_low(w)  # type: ignore[index]
+                    if w is args[1] and is_uncastable(w):
+                        return walk(*args)
+                if b is not None and (dtype := b.dtype) is not low:
+                    entry = get_entry(id(b)) if dtype is float32 else None
+                    is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
+                    b = entry[0] if is_valid else to_low(b)  # type: ignore[index]
+            except AttributeError:  # not tensors: the error is torch's to raise
+                return original(*args)
+            if count == 3:
+                return original(value, w, b)
+            return original(value, w) if count == 2 else original(value, w, b, *args[3:])
+
+        return wrapper
+
+    # ---- the dtypes of the arguments decide --------------------------------------------------------------------------
+
+    def _promote(self, original: Op, *, is_in_sequence: bool = False) -> Rule:
+        """Run in the widest dtype among the arguments, or among the tensors of the first one, a sequence.
+
+        With a float64 or complex tensor torch's own rule (or error) stands.
+        """
+        to_float = self.to_float
+
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            if kwargs.get("out") is not None:
+                return original, args, kwargs
+            if is_in_sequence:
+                values = args[0] if args else kwargs.get("tensors")
+                if values.__class__ is not list and values.__class__ is not tuple:
+                    return original, args, kwargs
+                values = list(values)
+            else:
+                values = [*args, *kwargs.values()]
+            dtypes = set()
+            for value in values:
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                    dtypes.add(value.dtype)
+            if len(dtypes) < 2 or not dtypes <= CASTABLE:
+                return original, args, kwargs
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+                    values[index] = to_float(value)
+            if not is_in_sequence:
+                count = len(args)
+                return original, values[:count], dict(zip(kwargs, values[count:], strict=True))
+            if args:
+                return original, (values, *args[1:]), kwargs
+            return original, (), {**kwargs, "tensors": values}
+
+        return rule
+
+    def _promote_sequence(self, original: Op) -> Rule:
+        return self._promote(original, is_in_sequence=True)
+
+    def _match_self(self, original: Op) -> Rule:
+        """Run in place in the dtype of the first argument; the other tensors are cast to it."""
+
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            target = _target_of(args, kwargs)
+            if not isinstance(target, Tensor) or target.dtype not in CASTABLE or target.device.type != self.device_type:
+                return original, args, kwargs
+            # the target has the dtype, and stays itself
+            return (original, *cast_arguments(args, kwargs, make_plain_cast(target.dtype, self.device_type)))
+
+        return rule
+
+    # ---- refusals ----------------------------------------------------------------------------------------------------
+
+    def _inplace_error(self, original: Op) -> Rule:
         """Refuse to run in place on a 16-bit tensor; cast the other arguments to float32 otherwise."""
-        switch, device_type, in_float = self.switch, self.device_type, self.blacklist(original)
-        has_overrides = public.has_overrides
+        in_float = self._blacklist(original)
         name = getattr(original, "__name__", str(original))
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if switch.on and (not switch.regions or switch.is_on_here()):
-                target = target_of(args, kwargs)
-                if _is_low(target, device_type):
-                    raise BannedOpError(
-                        f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
-                        f" Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
-                    )
-            return in_float(*args, **kwargs)
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            target = _target_of(args, kwargs)
+            if _is_low(target, self.device_type):
+                raise BannedOpError(
+                    f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
+                    f" Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
+                )
+            return in_float(args, kwargs, mode)
 
-        return wrapper
+        return rule
 
-    def banned(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
+    def _banned(self, original: Op) -> Rule:
         """Refuse to run on any 16-bit tensor."""
-        switch, device_type, has_overrides = self.switch, self.device_type, public.has_overrides
         name = getattr(original, "__name__", str(original))
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (has_overrides(args) or (kwargs and has_overrides(tuple(kwargs.values())))) and not is_tracing():
-                return public.hand_over(args, kwargs)
-            if switch.on and (not switch.regions or switch.is_on_here()):
-                for value in (*args, *kwargs.values()):
-                    if _is_low(value, device_type):
-                        raise BannedOpError(
-                            f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may"
-                            " leave the range. For binary_cross_entropy use"
-                            " torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; or"
-                            " cast the inputs with .float(), or move the op to the blacklist."
-                        )
-            return original(*args, **kwargs)
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            for value in (*args, *kwargs.values()):
+                if _is_low(value, self.device_type):
+                    raise BannedOpError(
+                        f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may"
+                        " leave the range. For binary_cross_entropy use"
+                        " torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; or"
+                        " cast the inputs with .float(), or move the op to the blacklist."
+                    )
+            return original, args, kwargs
 
-        return wrapper
+        return rule
 
 
 def _is_torchs(original: Op) -> bool:
     """Tell whether a function is of torch: methods of tensors name no module."""
     module = getattr(original, "__module__", None)
-    return (
-        issubclass(Tensor, getattr(original, "__objclass__", ()))
-        if module is None
-        else module.partition(".")[0] == "torch"
-    )
+    if module is None:
+        return issubclass(Tensor, getattr(original, "__objclass__", ()))
+    return bool(module.partition(".")[0] == "torch")
 
 
 def _position_of_inplace(original: Op) -> int | None:
     """Return where a function takes the flag `inplace`, or None if it takes none."""
     code = getattr(original, "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return names.index("inplace") if "inplace" in names else None
+    if code is None:
+        return None
+    names = code.co_varnames[: code.co_argcount]
+    if "inplace" not in names:
+        return None
+    return int(names.index("inplace"))
 
 
-def _honouring_inplace(original: Op, cast: Op, position: int) -> Op:
-    """A call with `inplace=True` runs as it was written: a cast copy is not what it is to change."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("inplace") or (len(args) > position and args[position]):
-            return original(*args, **kwargs)
-        return cast(*args, **kwargs)
-
-    return wrapper
+def _target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an in-place op works on: its first argument, which torch's functions call `input`."""
+    if args:
+        return args[0]
+    return kwargs.get("input")
 
 
 def _is_low(value: Any, device_type: str) -> bool:

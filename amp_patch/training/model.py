@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightCache, compiling
+from ..casting import Mode, Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..interrupts import UndoStack
@@ -120,8 +120,6 @@ class ModelBinding:
     def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
         """Where functions are patched: a region around each module that runs otherwise than what holds it."""
         borders = find_borders(model, self._runs)
-        if borders:
-            compiling.write_into_graphs(compiling.enter_in_graph, compiling.leave_in_graph)
         for module, run in borders.items():
             hooks = RegionHooks(self._switch, *((Mode.LOW, low) if run == "low" else (Mode.FLOAT32, torch.float32)))
             self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)

@@ -3,7 +3,6 @@
 A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
-import sys
 import weakref
 from typing import Any
 
@@ -82,30 +81,18 @@ class RegionHooks:
         self.switch = switch
         self.mode = mode
         self.cast = CastInputs(dtype)
-        self._is_traced: list[bool] = []
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the inputs and open the region."""
-        if compiling.is_dynamo_compiling():
-            self._is_traced.append(self.switch.is_on_here())
-            if not self._is_traced[-1]:
-                return args, kwargs
-            self.switch.enter_traced(self.mode)
+        if self.switch.enter_module(self.mode, self):
             return self.cast(module, args, kwargs)
-        is_on = self.switch.is_on_here()
-        if self.switch.on:  # the caller's frame is that of the whole forward, however it ends
-            self.switch.enter(self.mode if is_on else Mode.OFF, self, sys._getframe(1))
-        return self.cast(module, args, kwargs) if is_on else (args, kwargs)
+        return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
-        if compiling.is_dynamo_compiling():
-            if self._is_traced.pop():
-                self.switch.leave_traced()
-        elif (region := self.switch.find_region(self)) is not None:
-            self.switch.leave(region)
+        self.switch.leave_module(self)
 
 
 class _SessionHook:

@@ -183,36 +183,23 @@ def test_casts_may_be_turned_off_inside_a_graph():
             assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
-PRODUCTS = {"function": lambda x: torch.mm(x, x), "method": lambda x: x.mm(x), "operator": lambda x: x @ x}
+def products(x):
+    """As a function, a method and an operator."""
+    return torch.mm(x, x), x.mm(x), x @ x
 
 
-@pytest.mark.parametrize(
-    ("name", "is_off_first"), [("function", False), ("method", True), ("operator", False), ("operator", True)]
-)
-def test_casts_may_be_turned_off_around_a_compiled_function(name, is_off_first):
-    compiled = torch.compile(PRODUCTS[name], backend="aot_eager", fullgraph=True)
-    with casting(True):
-        for is_off in (is_off_first, not is_off_first, is_off_first):
-            with amp.disable_casts() if is_off else nullcontext():
-                assert compiled(X).dtype is (FULL if is_off else LOW)
-
-
-@pytest.mark.parametrize("function", PRODUCTS.values(), ids=PRODUCTS)
-def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(function, tmp_path):
+def test_blocks_compiled_one_by_one_follow_a_rule_for_what_holds_them(tmp_path):
     class Block(nn.Module):
         def forward(self, x):
-            return function(x)
+            return products(x)
 
     model = nn.ModuleDict({"low": nn.Sequential(Block()), "full": nn.Sequential(Block())})
-    amp.initialize(
-        model,
-        opt_level="O4",
-        lists=write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}']),
-        verbosity=0,
-    )
+    rules = write_rules(tmp_path / "rules.yaml", ['{match: "full", run: float32}'])
+    amp.initialize(model, opt_level="O4", lists=rules, verbosity=0)
     for part in model.values():
         part[0].compile(backend="aot_eager", fullgraph=True)
-    assert (model["low"](X).dtype, model["full"](X).dtype) == (LOW, FULL)
+    for name, dtype in (("low", LOW), ("full", FULL)) * 2:
+        assert [result.dtype for result in model[name](X)] == [dtype] * 3
 
 
 def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
@@ -233,7 +220,7 @@ def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
     rules = write_rules(tmp_path / "rules.yaml", ['{match: "0.full", run: float32}'])
     amp.initialize(model, opt_level="O4", lists=rules, verbosity=0)
     expected = model[0](X, torch.arange(3))
-    model[0].compile(backend="aot_eager", fullgraph=True)
+    model[0].compile(backend="aot_eager")
     for _ in range(2):
         results = model[0](X, torch.arange(3))
         assert [one.dtype for one in results] == [one.dtype for one in expected] == [FULL, LOW, LOW]
@@ -244,22 +231,26 @@ def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
 
 
 @pytest.mark.parametrize("has_idle_device", [True, False], ids=["as it is", "by dispatch keys"])
-def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, monkeypatch):
+@pytest.mark.parametrize("is_off_first", [False, True])
+def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, is_off_first, monkeypatch):
     if not has_idle_device:  # as with torch 2.6
         monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
         pass_keys_through()
-    graphs = Graphs()
-    compiled = torch.compile(lambda x: (x @ x.mm(x)).softmax(-1), backend=graphs, fullgraph=True)
+    graphs, compilations = Graphs(), []
+    compiled = torch.compile(lambda x: [x.softmax(-1) for x in products(x)], backend=graphs, fullgraph=True)
+    ways = [(Mode.OFF, FULL), (Mode.LOW, LOW), (Mode.FLOAT32, FULL)]
     with casting(True):
         switch = current.require().switch
         for _ in range(2):  # the second time nothing is compiled
-            assert compiled(X).dtype is FULL
-            for mode, expected in ((Mode.OFF, FULL), (Mode.LOW, LOW), (Mode.FLOAT32, FULL)):
+            if not is_off_first:
+                assert [result.dtype for result in compiled(X)] == [FULL] * 3
+            for mode, expected in ways:
                 with switch.region(mode):
-                    assert compiled(X).dtype is expected
+                    assert [result.dtype for result in compiled(X)] == [expected] * 3
                     with switch.region(Mode.BY_LISTS):
-                        assert compiled(X).dtype is FULL
-    assert len(graphs.traced) == 4 and [graph.count(LOW) for graph in graphs.all_casts()] == [3, 0, 3, 0]
+                        assert [result.dtype for result in compiled(X)] == [FULL] * 3
+            compilations.append(len(graphs.traced))
+    assert compilations[0] == compilations[1] and {graph.count(LOW) for graph in graphs.all_casts()} == {0, 6}
 
 
 def test_a_region_belongs_to_its_thread_also_for_compiled_code():
@@ -367,11 +358,11 @@ def take_step(run, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level):
+@pytest.mark.parametrize(("level", "compute"), [("O1", "float32"), ("O5", "float32"), ("O5", "native")])
+def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level, compute):
     trained = []
     for is_compiled in (False, True):
-        model, optimizer = make(level)
+        model, optimizer = make(level, compute=compute)
         run, compute_loss = (
             model,
             lambda output, target: F.cross_entropy(output, target).float() + F.mse_loss(output.mean(1), output.sum(1)),
@@ -442,7 +433,7 @@ def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
     lists, trained = write_rules(tmp_path / "rules.yaml", RULES), []
     for is_compiled in (False, True):
         model, optimizer = make(level, lists=lists)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        run = torch.compile(model, backend="aot_eager") if is_compiled else model
         for seed in range(3):
             take_step(run, optimizer, numbers(6, 8) + seed)
         trained.append([parameter.clone() for parameter in amp.master_params(optimizer)])
@@ -453,24 +444,41 @@ def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
         )  # AOTAutograd sums some gradients in another order
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_module_rule_breaks_the_graph_which_is_said_once(backend, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "_has_told", False)
+    model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES))
+    x = numbers(3, 8)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    compiled = torch.compile(model, backend=backend)  # whatever was traced before the refusal
+    for _ in range(2):
+        assert torch.equal(compiled(x), model(x)) and not current.require().switch.regions
+    assert caplog.text.count("breaks its graph") == 1
+
+
 def test_other_module_rules_recompile(tmp_path):
     other = ['{match: "last", run: float32}']
     graphs, model, x = Graphs(), None, numbers(6, 8)
     torch.manual_seed(0)
     model = Mixed()
-    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    compiled = torch.compile(model, backend=graphs)
     for rules in (None, RULES, other, RULES):
         if rules is not None:
             lists = write_rules(tmp_path / "rules.yaml", rules)
             amp.initialize(model, opt_level="O4", lists=lists, compute="native", verbosity=0)
         with torch.no_grad():
             assert torch.equal(compiled(x), model(x))
-        linears = [result_dtypes(node) for node in graphs.traced[-1].nodes if "addmm" in str(node.target)]
+        nodes = [node for graph in graphs.traced for node in graph.nodes]  # a rule breaks the graph
+        linears = [result_dtypes(node) for node in nodes if "addmm" in str(node.target)]
         assert (
             linears == {None: [[FULL]] * 2, id(RULES): [[FULL], [LOW]], id(other): [[LOW], [FULL]]}[rules and id(rules)]
         )
+        graphs.traced.clear()
+        with torch.no_grad():
+            compiled(x)
+        assert graphs.traced == []
         amp.reset()
-    assert len(graphs.traced) == 4
 
 
 # ---- the caches on disk ----------------------------------------------------------------------------------------------

@@ -474,73 +474,40 @@ def test_sparse_products_that_plain_torch_knows_do_not_fail(lists: str, layout: 
 # ---- Apex ------------------------------------------------------------------------------------------------------------
 
 OWNERS = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor, "torch._VF": torch._VF}
-# Rule, namespace: what Apex patched there. In-place twins follow by its rules: an error for float32 ops, the dtype of
-# the target for the others.
-APEX = {
-    (
-        "whitelist",
-        "torch.nn.functional",
-    ): """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear""",
-    (
-        "whitelist",
-        "torch",
-    ): (
-        """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr
-        matmul mm mv addbmm baddbmm bmm"""
-    ),
-    ("whitelist", "torch.Tensor"): "__matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
-    ("whitelist", "torch._VF"): "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell",
-    (
-        "blacklist",
-        "torch.nn.functional",
-    ): (
-        """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
-        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
-        hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
-        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
-        soft_margin_loss triplet_margin_loss ctc_loss"""
-    ),
-    (
-        "blacklist",
-        "torch",
-    ): (
-        """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist
-        norm prod std sum var renorm"""
-    ),
-    (
-        "blacklist",
-        "torch.Tensor",
-    ): (
-        """__ipow__ __pow__ __rpow__ cpu acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow
-        cumprod cumsum dist norm prod std sum var renorm"""
-    ),
-    ("promote", "torch"): "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne",
-    (
-        "promote",
-        "torch.Tensor",
-    ): (
-        """addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne __add__ __eq__ __ge__ __gt__
-        __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rmul__
-        __rsub__ __sub__ __truediv__ __div__"""
-    ),
-    ("sequence_promote", "torch"): "cat stack",
-    ("banned", "torch.nn.functional"): "binary_cross_entropy",
-    ("inplace_error", "torch"): "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_",
-    (
-        "inplace_error",
-        "torch.Tensor",
-    ): (
-        """acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ pow_ cumprod_ cumsum_
-        renorm_"""
-    ),
-    (
-        "match_self",
-        "torch.Tensor",
-    ): """addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_""",
-}
-IN_APEX = [
-    Spelling(OWNERS[owner], owner, name, kind, None) for (kind, owner), names in APEX.items() for name in names.split()
-]  # type: ignore[arg-type]
+# Rule, namespace, and what Apex patched there; indented lines belong to the one above. In-place twins follow by its
+# rules: an error for float32 ops, the dtype of the target for the others.
+APEX = """
+whitelist torch.nn.functional conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    linear
+whitelist torch conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm
+    addmv addr matmul mm mv addbmm baddbmm bmm
+whitelist torch.Tensor __matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
+whitelist torch._VF rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell
+blacklist torch.nn.functional interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm
+    group_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
+    cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+    soft_margin_loss triplet_margin_loss ctc_loss
+blacklist torch acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist
+    norm prod std sum var renorm
+blacklist torch.Tensor __ipow__ __pow__ __rpow__ cpu acos asin cosh erfinv exp expm1 log log10 log2 reciprocal
+    rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm
+promote torch addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne
+promote torch.Tensor addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne __add__ __eq__ __ge__
+    __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rmul__
+    __rsub__ __sub__ __truediv__ __div__
+sequence_promote torch cat stack
+banned torch.nn.functional binary_cross_entropy
+inplace_error torch acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_
+inplace_error torch.Tensor acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_
+    pow_ cumprod_ cumsum_ renorm_
+match_self torch.Tensor addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_
+    le_ lt_ ne_
+"""
+IN_APEX = []
+for entry in APEX.strip().replace("\n    ", " ").splitlines():
+    kind, owner, *names = entry.split()
+    IN_APEX += [Spelling(OWNERS[owner], owner, name, kind, None) for name in names]  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")

@@ -1,7 +1,9 @@
 """`Switch`: regions nest, survive exceptions, belong to their thread, and a forked child casts nothing."""
 
 import _thread
+import contextlib
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -32,16 +34,9 @@ def ask_in_thread(switch: Switch) -> bool:
 
 def ask_in_foreign_thread(switch: Switch) -> bool:
     """What `is_on_here` says in a thread that Python's threading did not start, such as one of the autograd engine."""
-    answers: list[bool] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        answers.append(switch.is_on_here())
-        done.set()
-
-    _thread.start_new_thread(ask, ())
-    assert done.wait(timeout=30)
-    return answers[0]
+    answers: queue.Queue[bool] = queue.Queue()
+    _thread.start_new_thread(lambda: answers.put(switch.is_on_here()), ())
+    return answers.get(timeout=30)
 
 
 # ---- on and off ------------------------------------------------------------------------------------------------------
@@ -60,18 +55,15 @@ def test_a_switch_is_off_until_it_is_turned_on_and_after_it_is_turned_off() -> N
 
 
 def test_nested_regions_go_back_one_by_one(switch: Switch) -> None:
-    seen = [switch.is_on_here()]
-    with switch.region(Mode.OFF):
-        seen.append(switch.is_on_here())
-        with switch.region(Mode.BY_LISTS):
-            seen.append(switch.is_on_here())
-            with switch.region(Mode.OFF):
-                seen.append(switch.is_on_here())
-            seen.append(switch.is_on_here())
-        seen.append(switch.is_on_here())
-    seen.append(switch.is_on_here())
-    assert seen == [True, False, True, False, True, False, True]
-    assert switch.regions == 0
+    modes = [Mode.OFF, Mode.BY_LISTS, Mode.LOW, Mode.OFF, Mode.FLOAT32]
+    seen = []
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(switch.region(mode))
+            seen.append(switch.mode_here())
+            stack.callback(lambda: seen.append(switch.mode_here()))
+    assert seen == [*modes, *reversed(modes)]
+    assert switch.mode_here() is Mode.BY_LISTS and switch.regions == 0
 
 
 def test_a_region_used_as_a_decorator_may_be_entered_again_while_it_is_open(switch: Switch) -> None:
@@ -134,17 +126,12 @@ def test_every_thread_is_on_while_no_region_is_open(switch: Switch, ask: Callabl
     assert not ask(switch)
 
 
-def test_a_foreign_thread_follows_the_region_that_turns_casts_off(switch: Switch) -> None:
+def test_a_foreign_thread_follows_the_region_that_was_opened_last(switch: Switch) -> None:
     with switch.region(Mode.OFF):
         assert not ask_in_foreign_thread(switch)
+        with switch.region(Mode.BY_LISTS):
+            assert ask_in_foreign_thread(switch)
     assert ask_in_foreign_thread(switch)
-
-
-def test_a_foreign_thread_follows_the_region_that_keeps_casts_on(switch: Switch) -> None:
-    with switch.region(Mode.BY_LISTS):
-        assert ask_in_foreign_thread(switch)
-    with switch.region(Mode.OFF), switch.region(Mode.BY_LISTS):
-        assert ask_in_foreign_thread(switch)
 
 
 # ---- fork ------------------------------------------------------------------------------------------------------------
@@ -184,12 +171,7 @@ class TestFork:
             assert exit_code_of_child(opens_a_region) == 0
 
     def test_a_switch_made_in_the_child_works(self) -> None:
-        def own_switch_is_on() -> bool:
-            own = Switch()
-            own.turn_on()
-            return own.is_on_here()
-
-        assert exit_code_of_child(own_switch_is_on) == 0
+        assert exit_code_of_child(lambda: (own := Switch()).turn_on() is None and own.is_on_here()) == 0
 
     def test_the_check_itself_can_fail(self, switch: Switch) -> None:
         assert exit_code_of_child(lambda: switch.on) == 1

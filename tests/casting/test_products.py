@@ -275,25 +275,6 @@ def test_a_checkpointed_forward_gives_the_same_bits(level: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_compiled_code_computes_what_eager_code_computes(level: str) -> None:
-    options = {"compute": "float32", "loss_scale": 128.0}
-    plain = train(level, **options)
-    compiled = train(level, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True), **options)
-    assert plain[0] == pytest.approx(compiled[0], rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_an_exported_program_has_the_roundings(level: str) -> None:
-    model = start(level)
-    batch = torch.randn(2, 4)
-    with torch.no_grad():
-        program = torch.export.export(model, (batch,))
-        assert torch.equal(program.module()(batch), model(batch))
-
-
 def test_function_transforms_and_double_backward() -> None:
     start("O1")
     matrix, vectors = torch.randn(4, 4), torch.randn(3, 4)

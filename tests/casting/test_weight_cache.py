@@ -396,7 +396,7 @@ def test_a_live_graph_outlives_an_invalidation_of_weights_that_did_not_change(
             products.switch.turn_on()
             replacement = OpCasts(switch, LOW, "cpu", cache, products).wrap("whitelist", op)
         else:
-            replacement = OpCasts(switch, LOW, "cpu", cache).whitelist(op)
+            replacement = OpCasts(switch, LOW, "cpu", cache).wrap("whitelist", op)
         by_hand = product_by_hand(op, x, weight) if is_product(op.__name__) else op(x.to(LOW), weight.to(LOW))
         expected = torch.autograd.grad(loss_of(by_hand), (x, weight))
         loss = loss_of(replacement(x, weight))

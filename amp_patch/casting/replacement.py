@@ -1,0 +1,157 @@
+"""What stands in the place of an op: a plain function, of one shape whatever the rule of the op.
+
+Arguments may answer a call themselves, by `__torch_function__`, or a TorchFunctionMode may. torch gives them the
+function that was called, and they compare it with its public name (`func is F.linear`), or look it up in a table. That
+name holds a replacement: it is the replacement they are given, before anything is cast. When they call it in turn, with
+overrides disabled, it casts; so casts happen below overrides, as those of torch.autocast do.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .compiling import is_dynamo_compiling
+from .mode import Mode, Switch
+
+Op = Callable[..., Any]
+
+Call = tuple[Op, Sequence[Any], dict[str, Any]]
+"""A function, and the arguments to call it with."""
+
+Rule = Callable[[tuple[Any, ...], dict[str, Any], Mode], Call]
+"""What is to be called in place of an op with these arguments, where casts act in that mode. It is never OFF."""
+
+ALWAYS = object()
+"""For `passing`: the rule is asked about every call."""
+
+
+def replace(original: Op, rule: Rule, switch: Switch, public: "PublicOp", passing: object) -> Op:
+    """Return what stands in the place of `original`.
+
+    Args:
+        rule: asked where casts act and some tensor is not in the dtype `passing`, or some are in a list.
+        switch: whether casts act.
+        public: the public name of the op.
+        passing: where all tensors have this dtype, the op is called as it is; None means any dtype, if all have it.
+    """
+    has_overrides, off, by_lists, may_pass = public.has_overrides, Mode.OFF, Mode.BY_LISTS, passing is not ALWAYS
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values()) if kwargs else args
+        if has_overrides(values) and not is_dynamo_compiling():
+            return public.hand_over(args, kwargs)
+        if not switch.on:
+            return original(*args, **kwargs)
+        mode = by_lists
+        if switch.regions:
+            mode = switch.mode_here()
+            if mode is off:
+                return original(*args, **kwargs)
+        if may_pass and mode is by_lists:
+            expected = passing
+            for value in values:
+                if isinstance(value, Tensor):
+                    if value.dtype is not expected:
+                        if expected is not None:
+                            break
+                        expected = value.dtype
+                elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                    break
+            else:
+                return original(*args, **kwargs)
+        function, args, kwargs = rule(args, kwargs, mode)  # type: ignore[assignment]
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def run_in_region(original: Op, mode: Mode, switch: Switch) -> Op:
+    """Return `original` run in a region of that mode, in which are all the functions that it calls."""
+
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        with switch.region(mode):
+            return original(*args, **kwargs)
+
+    return in_region
+
+
+class Replacements:
+    """One replacement for each original and rule, under all the names of the original: a function that torch has twice
+    stays one.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], tuple[Op, Op]] = {}
+
+    def get(self, kind: str, original: Op, make: Callable[[], Op]) -> Op:
+        """Return the replacement of `original` under the rule `kind`; make it where there is none yet."""
+        key = kind, id(original)
+        if key not in self._made:
+            self._made[key] = original, make()  # with the original, which is kept alive
+        return self._made[key][1]
+
+
+class PublicOp:
+    """One op by its public name.
+
+    Args:
+        name: of the op. Methods such as `__matmul__` answer NotImplemented where nobody takes the call.
+        is_of_torch: whether it is torch's, and so to be overridden at all.
+        takes_lists: whether it takes tensors in lists, which may answer, too.
+
+    Attributes:
+        function: what the name holds: the replacement.
+        has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may answer the call. While
+            Dynamo traces nobody is to be asked: it knows overrides by itself.
+    """
+
+    __slots__ = ("_is_operator", "function", "has_overrides")
+
+    def __init__(self, name: str, *, is_of_torch: bool, takes_lists: bool = False) -> None:
+        self.function: Op | None = None
+        self._is_operator = name.startswith("__")
+        self.has_overrides: Callable[[Sequence[Any]], bool] = _find_none
+        if is_of_torch and (takes_lists or name in _TAKE_LISTS):
+            self.has_overrides = _has_some_in_lists
+        elif is_of_torch:
+            self.has_overrides = has_torch_function
+
+    def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have those that may answer the call answer it."""
+        try:
+            return handle_torch_function(self.function, _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
+        except TypeError:
+            if self._is_operator:
+                return NotImplemented
+            raise
+
+
+_TAKE_LISTS = frozenset({"einsum", "multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+def _has_some_in_lists(values: Sequence[Any]) -> bool:
+    for value in values:
+        if (value.__class__ is list or value.__class__ is tuple) and has_torch_function(value):
+            return True
+    return has_torch_function(values)
+
+
+# finds nothing, without a frame; Dynamo of torch 2.6 calls no bound method of a builtin
+_find_none: Callable[[Sequence[Any]], bool] = functools.partial(operator.is_, None)
+
+
+NEVER_OVERRIDDEN = PublicOp("", is_of_torch=False)
+"""For functions that are not torch's."""
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, and those in lists and tuples of them."""
+    for value in values:
+        if value.__class__ is list or value.__class__ is tuple:
+            yield from value
+        else:
+            yield value
