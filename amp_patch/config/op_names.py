@@ -89,7 +89,7 @@ def find_deferred(op: str, complete: str) -> object | None:
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
     try:
-        owner = _find_elsewhere(op, path, name)
+        owner = _find_elsewhere(op, path, name, complete)
         if owner is None:
             check_that_it_may_come(path)
     except OpListError:
@@ -162,10 +162,10 @@ def _find_bare(name: str) -> tuple[dict[Key, object], list[str]]:
     return found, faults
 
 
-def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None where its package is not imported.
+def _find_elsewhere(op: str, owner_path: list[str], name: str, complete: str = "") -> object | None:
+    """Return the owner of a name outside torch, or None where its package is not imported, or not to its end.
 
-    Looks attributes up without running code.
+    Looks attributes up without running code. `complete` is as in `find_deferred`.
     """
     top = owner_path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
@@ -178,7 +178,10 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
         value = inspect.getattr_static(owner, part, None)
         if value is None:
             if isinstance(owner, types.ModuleType) and (
-                part != name or hasattr(type(owner), "__getattr__") or "__getattr__" in vars(owner)
+                part != name
+                or hasattr(type(owner), "__getattr__")
+                or "__getattr__" in vars(owner)
+                or (owner.__name__ != complete and is_being_imported(owner.__name__))
             ):
                 return None  # a submodule, or a lazily imported name, that may yet come
             raise OpListError(f"{'.'.join(owner_path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
