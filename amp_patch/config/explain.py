@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import OpListError
-from .list_file import OpEntry
+from .list_file import OpEntry, Rule
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import Key, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
-from .rules import Rule
+from .op_names import Key, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
 
 SUMMARIES = {
     Rule.WHITELIST: "runs in {low}",
@@ -112,7 +111,7 @@ def explain(op: str, lists: OpLists) -> Explanation:
         raise
     missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
     other_torch = tuple(
-        entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys()
+        entry for entry in lists.other_torch if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys()
     )
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
@@ -150,7 +149,7 @@ def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) ->
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    every = dict.fromkeys([*_with_twins(_find_all(op)), *keys])
+    every = dict.fromkeys([*_with_twins(find_or_none(op)), *keys])
     written = [key for key in every if _is_written_to(key)]
     plain = [key for key in every if not _is_written_to(key)]
     differences = list(_compare_keys(op, plain, left, right))
@@ -200,14 +199,6 @@ def _rule_all(lists: OpLists) -> _Rulings:
 def _is_named(op: str, entry: OpEntry) -> bool:
     """Whether an entry may mean an op that torch lacks: the same name, or one of the two is bare."""
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
-
-
-def _find_all(op: str) -> dict[Key, object | None]:
-    """Return the spellings of a name, none at all for one that no rule can apply to."""
-    try:
-        return find_spellings(op, may_be_missing=True)
-    except OpListError:
-        return {}
 
 
 def _with_twins(keys: dict[Key, object | None]) -> dict[Key, object | None]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch_state import VERSION
 
 import amp_patch
-from amp_patch.config import op_lists, overlay, packages, shipped
+from amp_patch.config import op_lists, op_names, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.config.yaml_nodes import load_mapping
@@ -397,7 +397,7 @@ def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     assert [entry.op for entry in lists.missing] == ["soon_to_come", "torch.fft.soon"]
     assert spelled(lists, "blacklist") == {"torch.exp", "torch.Tensor.exp"}
-    monkeypatch.setattr(overlay, "lists_dir", lambda: tmp_path)
+    monkeypatch.setattr(op_lists, "lists_dir", lambda: tmp_path)
     shipped = load_oplists(write("blacklist: [soon_to_come]", "float16.yaml"))
     assert [entry.op for entry in shipped.missing] == ["soon_to_come"]
 
@@ -611,7 +611,7 @@ def test_extends_cycles(write: Write) -> None:
 def test_a_long_chain_of_extends_is_refused(write: Write) -> None:
     for index in range(40):
         path = write(f"extends: f{index - 1}.yaml" if index else "whitelist: [mm]", f"f{index}.yaml")
-        if index < overlay.MAX_EXTENDS:
+        if index < op_lists.MAX_EXTENDS:
             assert load_oplists(path).spellings
     with pytest.raises(OpListError, match=r"f24\.yaml:1:10: more than 16 files extend each other"):
         load_oplists(path)
@@ -681,7 +681,7 @@ def test_the_same_name_in_another_folder_is_another_list(write: Write, monkeypat
 def test_a_package_that_is_imported_in_between_is_seen(
     write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType
 ) -> None:
-    monkeypatch.setattr(packages, "_is_installed", lambda root: True)  # else a warning comes each time
+    monkeypatch.setattr(op_names, "_is_installed", lambda root: True)  # else a warning comes each time
     path = write("blacklist: [somelib.ops.roi_align]\nmodules: [{type: somelib.ops.Block, run: low}]")
     modules = {name: sys.modules[name] for name in ("somelib", "somelib.ops")}
     for name in modules:
