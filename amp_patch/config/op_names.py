@@ -7,6 +7,7 @@ imported already.
 """
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import re
@@ -64,19 +65,20 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     return found
 
 
-def _candidates(owner_name: str, name: str) -> Iterator[tuple[Key, object]]:
-    """Yield the spellings that a name of torch would have if all of them were there, with their owners."""
+@functools.lru_cache(maxsize=4096)
+def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
+    """Return the spellings that a name of torch would have if all of them were there, with their owners."""
     if owner_name:
-        yield (owner_name, name), OWNERS[owner_name]
-        return
+        return (((owner_name, name), OWNERS[owner_name]),)
+    keys: list[Key] = []
     for alias in GROUPS.get(name, (name,)):
         if alias.startswith("__"):
-            yield ("torch.Tensor", alias), torch.Tensor
+            keys.append(("torch.Tensor", alias))
             continue
-        for searched in SEARCHED:
-            yield (searched, alias), OWNERS[searched]
+        keys += [(searched, alias) for searched in SEARCHED]
         if alias in RNN:
-            yield ("torch._VF", alias), OWNERS["torch._VF"]
+            keys.append(("torch._VF", alias))
+    return tuple((key, OWNERS[key[0]]) for key in keys)
 
 
 def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_missing: bool) -> None:
