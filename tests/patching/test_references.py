@@ -27,6 +27,7 @@ from amp_patch.patching.patcher import Patch, Patcher
 
 X = torch.ones(2, 4)
 LOW = torch.bfloat16
+HEAD = "import torch, torch.nn.functional as F\n"
 LISTS = "extends: bfloat16\nwhitelist: [gelu, silu]\nblacklist: [torch.Tensor.sinc]\n"
 
 
@@ -67,6 +68,17 @@ def make_package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.fixture
+def import_program(make_package):
+    """Returns a function that writes the source of a module with torch and F in it, and imports it."""
+
+    def import_program(source):
+        make_package({"program_x": HEAD + textwrap.dedent(source)})
+        return importlib.import_module("program_x")
+
+    return import_program
+
+
 def open_session(lists="bfloat16", model=None, **options):
     model = nn.Linear(4, 4) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,7 +88,6 @@ def open_session(lists="bfloat16", model=None, **options):
 
 # ---- one kind of slot at a time -------------------------------------------------------------------------------------
 
-HEAD = "import torch, torch.nn.functional as F\n"
 SLOTS = {
     # timm.layers.norm: from torch.nn.functional import rms_norm
     "global": ("from torch.nn.functional import gelu", lambda m, x: m.gelu(x)),
@@ -216,30 +227,18 @@ def test_a_program_run_as_a_script_is_redirected(tmp_path, fork_server):
     assert done.returncode == 0, done.stderr
 
 
-def test_methods_of_tensors_are_redirected_too(make_package, lists):
-    make_package(
-        {
-            "program_x": (
-                "import torch\n"
-                "OPS = {'sinc': torch.Tensor.sinc}\n"
-                "class Mine(torch.Tensor):\n"
-                "    my_sinc = torch.Tensor.sinc"
-            )
-        }
-    )
-    module = importlib.import_module("program_x")
+def test_methods_of_tensors_are_redirected_too(import_program, lists):
+    source = "OPS = {'sinc': torch.Tensor.sinc}\nclass Mine(torch.Tensor):\n    my_sinc = torch.Tensor.sinc"
+    module, low = import_program(source), X.bfloat16()
     original = module.OPS["sinc"]
     _session = open_session(lists)
-    assert (
-        module.OPS["sinc"](X.bfloat16()).dtype is X.bfloat16().as_subclass(module.Mine).my_sinc().dtype is torch.float32
-    )
+    assert module.OPS["sinc"](low).dtype is low.as_subclass(module.Mine).my_sinc().dtype is torch.float32
     amp.reset()
     assert module.OPS["sinc"] is vars(module.Mine)["my_sinc"] is original
 
 
-def test_what_the_user_changed_during_the_session_stays(make_package, lists):
+def test_what_the_user_changed_during_the_session_stays(import_program, lists):
     source = """
-        import torch.nn.functional as F
         act = F.gelu
         ACT = {"gelu": F.gelu, "gone": F.gelu}
         class C:
@@ -247,8 +246,7 @@ def test_what_the_user_changed_during_the_session_stays(make_package, lists):
         def f(x, act=F.gelu):
             return act(x)
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     _session = open_session(lists)
     module.act = module.ACT["gelu"] = module.C.act = mine = abs
     del module.ACT["gone"]
@@ -257,11 +255,8 @@ def test_what_the_user_changed_during_the_session_stays(make_package, lists):
     assert module.act is module.C.act is mine and {"gelu": mine} == module.ACT and module.f.__defaults__ == (mine,)
 
 
-def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
-    make_package(
-        {"program_x": "import torch.nn.functional as F\nclass C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass"}
-    )
-    module = importlib.import_module("program_x")
+def test_places_that_are_gone_by_the_end_are_no_trouble(import_program, lists):
+    module = import_program("class C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass")
     _session = open_session(lists)
     gone = weakref.ref(module.C), weakref.ref(module.f)
     del module.C, module.f
@@ -273,7 +268,6 @@ def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
 # ---- what must not happen --------------------------------------------------------------------------------------------
 
 TRAPS = """
-    import torch.nn.functional as F
     import types
 
     def fail(*args):
@@ -310,9 +304,8 @@ TRAPS = """
 """
 
 
-def test_no_code_of_the_program_is_run(make_package, lists):
-    make_package({"program_x": TRAPS})
-    module = importlib.import_module("program_x")
+def test_no_code_of_the_program_is_run(import_program, lists):
+    module = import_program(TRAPS)
     lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
     namespace_of, attributes_of = references.namespace_of, references.attributes_of
     namespace_of(lazy)["gelu"] = F.gelu
@@ -332,9 +325,8 @@ def test_no_code_of_the_program_is_run(make_package, lists):
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
 
-def test_nothing_is_imported(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nACT = {'gelu': F.gelu}"})
-    importlib.import_module("program_x")
+def test_nothing_is_imported(import_program, lists):
+    import_program("ACT = {'gelu': F.gelu}")
     _session = open_session(lists)
     amp.reset()
     before = set(sys.modules)
@@ -353,11 +345,10 @@ def test_modules_of_torch_are_left_alone(lists):
     assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
 
 
-def test_keys_of_tables_follow_in_their_order_and_come_back(make_package, lists):
+def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, lists):
     """`__torch_function__` is given what the public name holds, and looks it up: in tensordict, and in torch itself."""
-    source = "import torch.nn.functional as F\nHANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    source = "HANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
+    module = import_program(source)
     original, table = module.gelu, module.HANDLERS
     _session = open_session(lists)
     assert module.gelu is not original and list(table.items()) == [("a", 1), (module.gelu, "mine"), ("b", 2)]
@@ -367,7 +358,7 @@ def test_keys_of_tables_follow_in_their_order_and_come_back(make_package, lists)
     assert list(table) == ["a", original, "b", torch.softmax] and not hasattr(torch.softmax, "__wrapped__")
 
 
-def test_a_replacement_keeps_its_own_original(make_package, lists):
+def test_a_replacement_keeps_its_own_original(import_program, lists):
     """The closure of a replacement refers to the original. Redirected, it would call itself for ever."""
     source = """
         def shout(x):
@@ -377,8 +368,7 @@ def test_a_replacement_keeps_its_own_original(make_package, lists):
                 return original(*args) + 1
             return replacement
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     patcher = Patcher()
     patcher.install([Patch(module, "shout", module.wrap)])
     references.redirect([(patcher, references.functions_of(patcher))], [])
@@ -434,7 +424,6 @@ def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_close
 
 STUCK = """
     import functools, types
-    import torch.nn.functional as F
 
     class Slots:
         __slots__ = ("act",)
@@ -462,9 +451,8 @@ def warnings_of(open_it):
     return [w for w in caught if "cannot be exchanged" in str(w.message)]
 
 
-def test_what_cannot_be_redirected_is_named_in_one_warning(make_package, lists):
-    make_package({"program_x": STUCK})
-    module = importlib.import_module("program_x")
+def test_what_cannot_be_redirected_is_named_in_one_warning(import_program, lists):
+    module = import_program(STUCK)
     before = describe(module)
     (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
     named = {name for name in vars(module) if f"program_x.{name} (" in str(warning.message)}
@@ -686,17 +674,9 @@ def test_what_a_model_holds_in_an_object_of_its_own_is_named(lists):
 # ---- asking, and originals for a while -------------------------------------------------------------------------------
 
 
-def test_is_patched_and_get_original_know_globals_and_class_attributes(make_package, lists):
-    source = (
-        "import torch.nn.functional as F\n"
-        "act = F.gelu\n"
-        "class C:\n"
-        "    raw = F.gelu\n"
-        "    static = staticmethod(F.silu)\n"
-        "    n = 1"
-    )
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+def test_is_patched_and_get_original_know_globals_and_class_attributes(import_program, lists):
+    source = "act = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n    n = 1"
+    module = import_program(source)
     expected = {(module, "act"): F.gelu, (module.C, "raw"): F.gelu, (module.C, "static"): F.silu}
     assert not any(amp.is_patched(*target) for target in expected)
     _session = open_session(lists)
@@ -720,15 +700,9 @@ def test_suspended_puts_every_original_back_and_every_replacement_in_again(progr
     assert ([describe(module) for module in modules], model.act) == during != before
 
 
-def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lists):
-    source = (
-        "import torch\n"
-        "from torch.nn.functional import silu\n"
-        "def f(x: torch.Tensor) -> torch.Tensor:\n"
-        "    return silu(x)"
-    )
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+def test_script_reads_the_originals_of_what_is_bound_elsewhere(import_program, lists):
+    source = "from torch.nn.functional import silu\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return silu(x)"
+    module = import_program(source)
     _session = open_session(lists)
     torch.testing.assert_close(torch.jit.script(module.f)(X), X * torch.sigmoid(X))
     assert module.f(X).dtype is LOW
@@ -739,9 +713,8 @@ def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lis
 
 @pytest.mark.parametrize("slot", ["Global", "ClassAttribute", "Defaults", "Cell"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_package, lists, monkeypatch):
+def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_program, lists, monkeypatch):
     source = """
-        import torch.nn.functional as F
         act = F.gelu
         class C:
             act = F.gelu
@@ -751,8 +724,7 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_packag
             return lambda x: act(x)
         g = make(F.gelu)
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     before = describe(module)
     kind = getattr(references, slot)
     write = kind.write
@@ -771,12 +743,9 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_packag
     assert find_changes() == []
 
 
-def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
+def test_a_class_that_cannot_be_assigned_to_is_no_trouble(import_program, lists):
     """An enumeration refuses to have its members replaced, and holds them twice."""
-    make_package(
-        {"program_x": "import enum\nimport torch.nn.functional as F\nclass Act(enum.Enum):\n    GELU = F.gelu"}
-    )
-    module = importlib.import_module("program_x")
+    module = import_program("import enum\nclass Act(enum.Enum):\n    GELU = F.gelu")
     before = describe(module)
     (warning,) = warnings_of(lambda: open_session(lists))
     assert "program_x.Act.GELU (Act)" in str(warning.message)
@@ -785,7 +754,7 @@ def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
 
 
 def test_modules_may_come_and_go_meanwhile(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nACT = {'gelu': F.gelu}"})
+    make_package({"program_x": HEAD + "ACT = {'gelu': F.gelu}"})
     stop = threading.Event()
 
     def churn():
