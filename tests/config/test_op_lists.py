@@ -480,6 +480,12 @@ def test_names_that_no_list_may_hold(write: Write) -> None:
         refused(write(f"blacklist:\n  - {{why: range, op: {op}}}"), "2:22")
 
 
+def test_a_long_text_is_not_told_whole(write: Write) -> None:
+    with pytest.raises(OpListError, match="is not an op name; write a name such as") as caught:
+        load_oplists(write(f"whitelist: [{'x' * 10_000}!]"))
+    assert len(caught.value.message) < 3000
+
+
 def test_extends_cycles(write: Write) -> None:
     write("extends: b.yaml", "a.yaml")
     write("description: x\nextends: [float16, sub/../c.yaml]", "b.yaml")
