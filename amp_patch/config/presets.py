@@ -142,20 +142,13 @@ def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     return node.value
 
 
-_GONE = {
-    "cpu": "there are no properties for the CPU any more: a level means the same on every device. Take `cpu` out; for"
-    " bfloat16 there, extend O4 or O5"
-}
-"""Properties that presets files had once, and what to do instead."""
-
-
 def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
         if name not in parsers:
             line, column = parent.key_at.get(name, (node.line, node.column))
-            problem = _GONE.get(name, f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}")
+            problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
             raise PolicyError(problem, path, line, column)
         try:
             result[name] = None if _is_null(node) else parsers[name](_plain(node))
