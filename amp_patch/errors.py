@@ -19,6 +19,10 @@ class AmpError(RuntimeError):
     """Base of all errors of this package."""
 
 
+MAX_MESSAGE = 2000
+"""Characters of a message about a file, which quotes what is wrong there: the middle of a longer one is left out."""
+
+
 class _Located(Exception):
     """An error that may stand in a file; its text then starts with `path:line:column: `.
 
@@ -34,6 +38,8 @@ class _Located(Exception):
         line: int | None = None,
         column: int | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message if path is None else f"{os.fspath(path)}:{line}:{column}: {message}")
         self.message = message
         self.path = None if path is None else os.fspath(path)

@@ -13,7 +13,7 @@ from torch_state import find_changes
 
 import amp_patch
 from amp_patch import reporting
-from amp_patch.patching import search
+from amp_patch.patching import references
 from amp_patch.session import current
 
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
@@ -23,7 +23,8 @@ torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each cor
 # Each session looks through all packages that are imported, which would take most of the time of most tests: other
 # people's packages, and of ours those that hold originals on purpose, which sessions would say they cannot exchange.
 LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
-PASSED_OVER = search._PASSED_OVER | LARGE_PACKAGES | {"list_error_cases", "list_errors", "constructs", "torch_state"}
+OWN = {"list_error_cases", "list_errors", "constructs", "torch_state"}
+PASSED_OVER = references._PASSED_OVER | LARGE_PACKAGES | OWN
 PASSED_OVER_BY_CLIENTS = PASSED_OVER
 HOLDING_ORIGINALS = {
     "test_wrappers",
@@ -49,10 +50,10 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have sessions look through the module of the test, and where real packages are tested, through these."""
     if "clients" in item.path.parts:
-        search._PASSED_OVER = PASSED_OVER_BY_CLIENTS
+        references._PASSED_OVER = PASSED_OVER_BY_CLIENTS
         return
     own = item.module.__name__.partition(".")[0]
-    search._PASSED_OVER = PASSED_OVER - ({own} - HOLDING_ORIGINALS)
+    references._PASSED_OVER = PASSED_OVER - ({own} - HOLDING_ORIGINALS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def torch_is_left_as_found():
 @pytest.fixture
 def large_packages_are_searched(monkeypatch):
     """For tests of what imports them because its users do."""
-    monkeypatch.setattr(search, "_PASSED_OVER", search._PASSED_OVER - LARGE_PACKAGES)
+    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER - LARGE_PACKAGES)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", 
 WEIGHTS = {"config": 5, "casting": 6, "training": 6, "session": 4, "patching": 4, "apex/amp": 3, "apex": 2, "": 1}
 """How often an edit falls into a folder of the package; in folders that are not named, none does."""
 
-LEFT_OUT = {"errors.py", "reporting.py", "config/diagnostics.py", "config/explain.py", "apex/_gone.py"}
+LEFT_OUT = {"errors.py", "reporting.py", "config/explain.py", "apex/_gone.py"}
 """Modules of prose."""
 
 FOLDERS = ("session", "training", "patching", "config", "casting", "system", "apex", "cli", "doctor")

@@ -11,11 +11,9 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS, NAME, VERSION
-from amp_patch.config.loss_scale import DynamicScale
+from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS, MEANINGS, NAME, RULES, VERSION
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS, TYPE_NAME
-from amp_patch.config.policy import COMPUTE, Policy
-from amp_patch.config.rules import MEANINGS, RULES
+from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.dtypes import DTYPE_WORDS
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import OpListError
-from .list_file import OpEntry
+from .list_file import OpEntry, Rule
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import Key, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
-from .rules import Rule
+from .op_names import Key, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
 
 SUMMARIES = {
     Rule.WHITELIST: "runs in {low}",
@@ -111,18 +110,19 @@ def explain(op: str, lists: OpLists) -> Explanation:
         find_spellings(op, may_be_missing=False)  # knows more reasons, such as that it is a class of modules
         raise
     missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
-    other_torch = tuple(
-        entry for entry in lists.other_torch if _is_named(op, entry) or _find_all(entry.op).keys() & keys.keys()
-    )
+    other_torch: list[OpEntry] = []
+    for entry in lists.other_torch:
+        if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
+            other_torch.append(entry)
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
     by_key = _rule_all(lists)
     groups: dict[Ruling, list[str]] = {}
     for key, owner in _with_twins(keys).items():
-        package = key[0].partition(".")[0] if owner is None else None
-        groups.setdefault(by_key.get(key) or Ruling((), Rule.UNLISTED, package=package), []).append(".".join(key))
-    rulings = tuple(replace(ruling, spellings=tuple(names)) for ruling, names in groups.items())
-    return Explanation(op, rulings, missing, other_torch)
+        unlisted = Ruling((), Rule.UNLISTED, package=None if owner is not None else _package_of(key))
+        groups.setdefault(by_key.get(key, unlisted), []).append(".".join(key))
+    rulings = [replace(ruling, spellings=tuple(names)) for ruling, names in groups.items()]
+    return Explanation(op, tuple(rulings), missing, tuple(other_torch))
 
 
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
@@ -130,54 +130,65 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
     An in-place twin or augmented operator that merely follows an op that differs is not mentioned beside it.
     """
-    sides = _rule_all(left), _rule_all(right)
+    before, after = _rule_all(left), _rule_all(right)
     by_op: dict[str, list[Key]] = {}
-    for key in {**sides[0], **sides[1]}:
+    for key in {**before, **after}:
         by_op.setdefault(get_op(key), []).append(key)
-    ops = (difference for op, keys in by_op.items() for difference in _compare_op(op, keys, *sides))
-    return (*ops, *_compare_modules(left.modules, right.modules))
+    differences: list[Difference] = []
+    for op, keys in by_op.items():
+        differences += _compare_op(op, keys, before, after)
+    return (*differences, *_compare_modules(left.modules, right.modules))
 
 
 def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) -> Iterator[Difference]:
-    before, after = ({rule.chooser: rule.run for rule in rules} for rules in (left, right))
+    before = {rule.chooser: rule.run for rule in left}
+    after = {rule.chooser: rule.run for rule in right}
     for chooser in {**before, **after}:
-        sides = [side.get(chooser, Rule.UNLISTED) for side in (before, after)]
-        if sides[0] != sides[1]:
-            yield Difference(f"modules {chooser}", (), *sides)
-    written = [[f"{rule.chooser} {rule.run}" for rule in rules] for rules in (left, right)]
+        runs = before.get(chooser, Rule.UNLISTED), after.get(chooser, Rule.UNLISTED)
+        if runs[0] != runs[1]:
+            yield Difference(f"modules {chooser}", (), *runs)
+    written = _write_out(left), _write_out(right)
     if before == after and written[0] != written[1]:  # of several that cover a module, the last one counts
-        yield Difference("modules", (), *(", ".join(rules) for rules in written))
+        yield Difference("modules", (), *written)
+
+
+def _write_out(rules: Sequence[ModuleRule]) -> str:
+    return ", ".join(f"{rule.chooser} {rule.run}" for rule in rules)
 
 
 def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    every = dict.fromkeys([*_with_twins(_find_all(op)), *keys])
-    written = [key for key in every if _is_written_to(key)]
-    plain = [key for key in every if not _is_written_to(key)]
+    plain: list[Key] = []
+    written: dict[str, list[Key]] = {}  # spellings that write in place, by their name
+    for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
+        if is_inplace(key[1]) or is_augmented(key[1]):
+            written.setdefault(key[1], []).append(key)
+        else:
+            plain.append(key)
     differences = list(_compare_keys(op, plain, left, right))
     yield from differences
-    for name in dict.fromkeys(name for _, name in written):
-        keys = [key for key in written if key[1] == name]
-        if not differences or not all(_follows(key, plain, side) for key in keys for side in (left, right)):
-            yield from _compare_keys(name if op != ".".join(keys[0]) else op, keys, left, right)
+    for name, twins in written.items():
+        merely_follow = all(_follows(key, plain, side) for key in twins for side in (left, right))
+        if not (differences and merely_follow):
+            is_itself = op == ".".join(twins[0])
+            yield from _compare_keys(op if is_itself else name, twins, left, right)
 
 
 def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
     """Yield one difference for all the spellings if they agree on it, else one for each that differs."""
     kinds = {key: (_kind(key, left), _kind(key, right)) for key in keys}
-    groups = [(op, keys)] if len(set(kinds.values())) == 1 else [(".".join(key), [key]) for key in keys]
-    for name, members in groups:
-        before, after = kinds[members[0]]
+    if len(set(kinds.values())) == 1:
+        before, after = kinds[keys[0]]
         if before != after:
-            yield Difference(name, tuple(".".join(key) for key in members), before, after)
+            yield Difference(op, tuple(".".join(key) for key in keys), before, after)
+        return
+    for key, (before, after) in kinds.items():
+        if before != after:
+            yield Difference(".".join(key), (".".join(key),), before, after)
 
 
 def _kind(key: Key, rulings: _Rulings) -> Rule:
     ruling = rulings.get(key)
     return Rule.UNLISTED if ruling is None or ruling.kind is Rule.NEUTRAL else ruling.kind
-
-
-def _is_written_to(key: Key) -> bool:
-    return is_inplace(key[1]) or is_augmented(key[1])
 
 
 def _follows(key: Key, plain: list[Key], rulings: _Rulings) -> bool:
@@ -187,14 +198,18 @@ def _follows(key: Key, plain: list[Key], rulings: _Rulings) -> bool:
 
 def _rule_all(lists: OpLists) -> _Rulings:
     """Return the ruling of every spelling that the lists name, without its `spellings`."""
-    rulings = {
-        (spelling.owner_name, spelling.name): Ruling((), spelling.kind, spelling.entry, spelling.overridden)
-        for spelling in (*lists.spellings, *lists.neutral)
-    }
+    rulings: _Rulings = {}
+    for spelling in (*lists.spellings, *lists.neutral):
+        key = spelling.owner_name, spelling.name
+        rulings[key] = Ruling((), spelling.kind, spelling.entry, spelling.overridden)
     for spelling in lists.deferred:
-        package = spelling.owner_name.partition(".")[0]
-        rulings[spelling.owner_name, spelling.name] = Ruling((), spelling.kind, spelling.entry, package=package)
+        key = spelling.owner_name, spelling.name
+        rulings[key] = Ruling((), spelling.kind, spelling.entry, package=_package_of(key))
     return rulings
+
+
+def _package_of(key: Key) -> str:
+    return key[0].partition(".")[0]
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:
@@ -202,13 +217,6 @@ def _is_named(op: str, entry: OpEntry) -> bool:
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
-def _find_all(op: str) -> dict[Key, object | None]:
-    """Return the spellings of a name, none at all for one that no rule can apply to."""
-    try:
-        return find_spellings(op, may_be_missing=True)
-    except OpListError:
-        return {}
-
-
 def _with_twins(keys: dict[Key, object | None]) -> dict[Key, object | None]:
-    return keys | {twin: owner for key, owner in keys.items() if (twin := inplace_twin(key))}
+    twins = {inplace_twin(key): owner for key, owner in keys.items()}
+    return keys | {twin: owner for twin, owner in twins.items() if twin is not None}

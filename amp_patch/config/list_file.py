@@ -3,19 +3,55 @@
 Every function raises OpListError with its place; one that takes `diagnostics` may leave errors there and go on.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .diagnostics import Diagnostics
 from .op_namespaces import get_op_names
-from .rules import RULES, Rule
-from .yaml_nodes import Node
-from .yaml_syntax import quote
+from .yaml_nodes import Node, quote
+
+_log = logging.getLogger(__name__)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+class Rule(str, Enum):
+    """What happens to the arguments of an op. A member is its name: it compares, prints and is written to JSON so."""
+
+    WHITELIST = "whitelist"
+    BLACKLIST = "blacklist"
+    PROMOTE = "promote"
+    SEQUENCE_PROMOTE = "sequence_promote"
+    BANNED = "banned"
+    NEUTRAL = "neutral"
+    MATCH_SELF = "match_self"
+    INPLACE_ERROR = "inplace_error"
+    UNLISTED = "unlisted"
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+
+MEANINGS = {
+    Rule.WHITELIST: "Ops that run in the low dtype.",
+    Rule.BLACKLIST: "Ops that run in float32.",
+    Rule.PROMOTE: "Ops that run in the widest dtype among their arguments.",
+    Rule.SEQUENCE_PROMOTE: "The same for ops whose first argument is a sequence of tensors.",
+    Rule.BANNED: "Ops that raise an error on 16-bit tensors.",
+    Rule.NEUTRAL: "Ops that come off the list an earlier file put them on.",
+}
+"""What a list file says of each of its rules. Spellings that write in place, or are on no list, have the others."""
+
+RULES = tuple(MEANINGS)
+"""Those that are keys of a list file."""
 
 KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
@@ -25,6 +61,157 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_LIST_OF_DTYPE = {"float32": Rule.BLACKLIST} | dict.fromkeys(("low", "float16", "bfloat16"), Rule.WHITELIST)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of a file, or a warning; its text is `path:line:column: message`.
+
+    Attributes:
+        path, line, column: the place; None where there is none.
+    """
+
+    message: str
+    path: str | None
+    line: int | None
+    column: int | None
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        told = f"warning: {self.message}" if self.is_warning else self.message
+        return told if self.path is None else f"{self.path}:{self.line}:{self.column}: {told}"
+
+
+class Diagnostics:
+    """Where faults go: the first one is raised, or all of them are collected. `with diagnostics:` encloses what one
+    fault spoils.
+
+    An error leaves the block; when collecting it is stored instead, and what follows the block runs.
+
+    Args:
+        is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
+    """
+
+    def __init__(self, is_collecting: bool = False) -> None:
+        self.is_collecting = is_collecting
+        self.has_warned = False
+        self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not (self.is_collecting and isinstance(error, OpListError)):
+            return False
+        self._found[Finding(error.message, error.path, error.line, error.column)] = None
+        return True
+
+    def warn(self, text: str, path: str, line: int, column: int) -> None:
+        """Log, or collect, what is no fault but has no effect."""
+        self.has_warned = True
+        if self.is_collecting:
+            self._found[Finding(text, path, line, column, is_warning=True)] = None
+        else:
+            _log.warning("%s:%d:%d: %s", path, line, column, text)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The faults, sorted by place."""
+        return self._get(is_warning=False)
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """The collected warnings, sorted by place."""
+        return self._get(is_warning=True)
+
+    def _get(self, is_warning: bool) -> list[Finding]:
+        """Return findings by line and column, the files in the order of their first."""
+        found = [one for one in self._found if one.is_warning is is_warning]
+        files = [one.path for one in found]
+        return sorted(found, key=lambda one: (files.index(one.path), one.line or 0, one.column or 0))
+
+
+def fault(problem: str, path: Path, node: Node) -> OpListError:
+    """Return the error of a value."""
+    return OpListError(problem, path, node.line, node.column)
+
+
+# ---- keys and values -------------------------------------------------------------------------------------------------
+
+
+def is_op_list(root: Node) -> bool:
+    """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
+    assert isinstance(root.value, dict)
+    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
+    has_key = any(key in KEYS and not is_level for key, is_level in are_levels.items())
+    has_level = any(key not in KEYS and is_level for key, is_level in are_levels.items())
+    return has_key and not has_level
+
+
+def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
+    """Return what a list has under its keys; a presets file is refused."""
+    assert isinstance(root.value, dict)
+    if root.value and all(key not in KEYS and isinstance(node.value, dict) for key, node in root.value.items()):
+        problem = (
+            f"this is a presets file, with levels at its top ({', '.join(root.value)}): pass it as presets=...; an op"
+            f" list has the keys {', '.join(KEYS)}"
+        )
+        raise fault(problem, path, root)
+    return check_keys(root, KEYS, path, diagnostics)
+
+
+def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
+    """Return a mapping's values, after a look at its keys."""
+    assert isinstance(node.value, dict)
+    for key, (line, column) in node.key_at.items():
+        with diagnostics:
+            if key not in allowed:
+                problem = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                raise OpListError(problem, path, line, column)
+    return node.value
+
+
+def read_text(node: Node, path: Path, what: str) -> str:
+    """Return the text of a scalar; `what` it stands for opens the error."""
+    if not isinstance(node.value, str):
+        kind = "list" if isinstance(node.value, list) else "mapping"
+        raise fault(f"{what} must be a single text value, not a {kind}; write the text alone", path, node)
+    return node.value
+
+
+def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> str:
+    """Return the text of a scalar that must be one of the allowed words."""
+    text = read_text(node, path, what)
+    if text not in allowed:
+        problem = f"{what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
+        raise fault(problem, path, node)
+    return text
+
+
+def is_null(node: Node | None) -> bool:
+    """Tell whether a value is the word `null`."""
+    return node is not None and node.value == "null" and not node.quoted
+
+
+def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
+    """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
+    if node is None or (node.value == "" and not node.quoted):
+        return []
+    if isinstance(node.value, list):
+        return node.value
+    if key == "extends":
+        return [node]
+    item = "{type: torch.nn.LayerNorm, run: float32}" if key == "modules" else "softmax"
+    raise fault(f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`", path, node)
+
+
+# ---- entries ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,78 +245,12 @@ class OpEntry:
 
     def is_for_this_torch(self) -> bool:
         """Whether the bounds leave the running torch in."""
+        if not self.since and not self.until:
+            return True
         running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
-        return (not self.since or _parse_version(self.since) <= running) and (
-            not self.until or running < _parse_version(self.until)
-        )
-
-
-def is_op_list(root: Node) -> bool:
-    """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
-    assert isinstance(root.value, dict)
-    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
-    return any(not is_level for key, is_level in are_levels.items() if key in KEYS) and not any(
-        is_level for key, is_level in are_levels.items() if key not in KEYS
-    )
-
-
-def check_that_it_has_no_levels(root: Node, path: Path) -> None:
-    """Raise OpListError for a presets file: a mapping under each key, none of which a list has."""
-    assert isinstance(root.value, dict)
-    levels = root.value.items()
-    if levels and all(key not in KEYS and isinstance(node.value, dict) for key, node in levels):
-        problem = (
-            f"this is a presets file, with levels at its top ({', '.join(root.value)}): pass it as presets=...; an op"
-            f" list has the keys {', '.join(KEYS)}"
-        )
-        raise OpListError(problem, path, root.line, root.column)
-
-
-def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return a mapping's values, after a look at its keys."""
-    assert isinstance(node.value, dict)
-    for key, (line, column) in node.key_at.items():
-        with diagnostics:
-            if key not in allowed:
-                problem = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
-                raise OpListError(problem, path, line, column)
-    return node.value
-
-
-def read_text(node: Node, path: Path, what: str) -> str:
-    """Return the text of a scalar; `what` it stands for opens the error."""
-    if not isinstance(node.value, str):
-        kind = {list: "list", dict: "mapping"}[type(node.value)]
-        problem = f"{what} must be a single text value, not a {kind}; write the text alone"
-        raise OpListError(problem, path, node.line, node.column)
-    return node.value
-
-
-def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> str:
-    """Return the text of a scalar that must be one of the allowed words."""
-    text = read_text(node, path, what)
-    if text not in allowed:
-        problem = f"{what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
-        raise OpListError(problem, path, node.line, node.column)
-    return text
-
-
-def is_null(node: Node | None) -> bool:
-    """Tell whether a value is the word `null`."""
-    return node is not None and node.value == "null" and not node.quoted
-
-
-def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
-    """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
-    if node is None or (node.value == "" and not node.quoted):
-        return []
-    if isinstance(node.value, list):
-        return node.value
-    if key == "extends":
-        return [node]
-    item = "{type: torch.nn.LayerNorm, run: float32}" if key == "modules" else "softmax"
-    problem = f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`"
-    raise OpListError(problem, path, node.line, node.column)
+        is_early = bool(self.since) and running < _parse_version(self.since)
+        is_late = bool(self.until) and running >= _parse_version(self.until)
+        return not is_early and not is_late
 
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
@@ -140,52 +261,63 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
             nodes = get_items(keys.get(rule), path, rule)
         for node in nodes:
             with diagnostics:
-                yield from _read_entry(rule, node, path, diagnostics)
+                entry = _read_entry(rule, node, path, diagnostics)
+                if entry is not None:
+                    yield entry
 
 
-def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
-    """Yield one entry, or none where a fault leaves open which op it names, or for which torch it is."""
-    if isinstance(node.value, dict):
-        _check_that_its_op_is_no_key(node, path)
-    fields = check_keys(node, ENTRY_KEYS, path, diagnostics) if isinstance(node.value, dict) else {"op": node}
-    why, is_optional, bounds = "", False, None
+def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry | None:
+    """Return one entry, or None where a fault leaves open which op it names, or for which torch it is."""
+    if not isinstance(node.value, dict):
+        return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
+    _check_that_its_op_is_no_key(node, rule, path)
+    fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
+    why, is_optional = "", False
     with diagnostics:
-        why = read_text(fields["why"], path, "why") if "why" in fields else ""
+        if "why" in fields:
+            why = read_text(fields["why"], path, "why")
     with diagnostics:
-        is_optional = "optional" in fields and read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
+        if "optional" in fields:
+            is_optional = read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
     bounds = _read_bounds(fields, path, diagnostics)
-    if "op" not in fields and not set(fields) <= set(ENTRY_KEYS):
-        return  # another word for it may be among the unknown keys
     if "op" not in fields:
-        problem = f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone"
-        raise OpListError(problem, path, node.line, node.column)
-    name = _read_name(fields["op"], rule, path)
-    if bounds is not None:
-        yield OpEntry(name, rule, why, str(path), fields["op"].line, fields["op"].column, *bounds, is_optional)
+        if not set(fields) <= set(ENTRY_KEYS):
+            return None  # another word for it may be among the unknown keys
+        raise fault(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
+    op = fields["op"]
+    name = _read_name(op, rule, path)
+    return bounds and OpEntry(name, rule, why, str(path), op.line, op.column, *bounds, is_optional)
 
 
-def _check_that_its_op_is_no_key(node: Node, path: Path) -> None:
+def _check_that_its_op_is_no_key(node: Node, rule: Rule, path: Path) -> None:
     """Raise OpListError for an entry that is `softmax: range`, and nothing more."""
     assert isinstance(node.value, dict)
     key, why = next(iter(node.value.items()), ("", node))
-    if len(node.value) == 1 and isinstance(why.value, str) and ("." in key or key in get_op_names()):
-        reason = why.value if re.fullmatch(r"[\w ./-]*", why.value) else quote(why.value)
-        written = f"{{op: {key}, why: {reason}}}" if reason else key
-        raise OpListError(f"{key!r} is an op, and not a key of an entry; write {written}", path, node.line, node.column)
+    if len(node.value) != 1 or not isinstance(why.value, str) or not ("." in key or key in get_op_names()):
+        return
+    meant = _LIST_OF_DTYPE.get(why.value, rule)
+    if meant is not rule:
+        remedy = f"the list decides the dtype: put `- {key}` under `{meant}`"
+    elif why.value in _LIST_OF_DTYPE or not why.value:
+        remedy = f"write {key}"
+    elif re.fullmatch(r"[\w ./-]*", why.value):
+        remedy = f"write {{op: {key}, why: {why.value}}}"
+    else:
+        remedy = f"write {{op: {key}, why: {quote(why.value)}}}"
+    raise fault(f"{key!r} is an op, and not a key of an entry; {remedy}", path, node)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if not NAME.fullmatch(name):
-        problem = _explain_name(name, node.quoted)
-    elif rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+        raise fault(_explain_name(name, node.quoted), path, node)
+    if rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
             " unlisted, it takes 16-bit inputs as it is"
         )
-    else:
-        return name
-    raise OpListError(problem, path, node.line, node.column)
+        raise fault(problem, path, node)
+    return name
 
 
 def _explain_name(name: str, is_quoted: bool) -> str:
@@ -212,18 +344,18 @@ def _read_bounds(fields: dict[str, Node], path: Path, diagnostics: Diagnostics) 
     with diagnostics:
         if since and until and _parse_version(since) >= _parse_version(until):
             problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
-            raise OpListError(problem, path, fields["until"].line, fields["until"].column)
+            raise fault(problem, path, fields["until"])
     return since, until
 
 
 def _read_version(node: Node, path: Path, what: str) -> str:
     text = read_text(node, path, what)
     if not VERSION.fullmatch(text):
-        raise OpListError(f"{what} is {text!r}; give a torch version such as 2.12", path, node.line, node.column)
+        raise fault(f"{what} is {text!r}; give a torch version such as 2.12", path, node)
     return text
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
     """Return the three numbers of a version."""
-    parts = tuple(int(part) for part in text.split("."))
-    return parts + (0,) * (3 - len(parts))
+    parts = [int(part) for part in text.split(".")]
+    return (*parts, 0, 0, 0)[:3]

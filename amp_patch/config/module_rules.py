@@ -21,9 +21,8 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import OpListError, did_you_mean
-from .diagnostics import Diagnostics
-from .list_file import check_keys, read_choice, read_text
-from .packages import check_that_it_may_come, count_imported, is_being_imported
+from .list_file import Diagnostics, check_keys, fault, read_choice, read_text
+from .op_names import check_that_it_may_come, count_imported, is_being_imported
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
@@ -53,12 +52,12 @@ class ModuleRule:
 
     def chooses(self, name: str, module: nn.Module) -> bool:
         """Tell whether the rule names this module itself; the model has the name ""."""
-        if self.pattern is not None:
-            if self.chooser.startswith("re:"):
-                return self.pattern.search(name) is not None
-            return self.pattern.fullmatch(f"{name}." if name else "") is not None
-        found = _find_class(self.chooser)
-        return found is not None and isinstance(module, found)
+        if self.pattern is None:
+            found = _find_value(self.chooser.split("."))
+            return isinstance(found, type) and isinstance(module, found)
+        if self.chooser.startswith("re:"):
+            return self.pattern.search(name) is not None
+        return self.pattern.fullmatch(f"{name}." if name else "") is not None
 
     def find_problem(self) -> str | None:
         """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
@@ -71,46 +70,51 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
     Raises OpListError with its place; unknown keys go to `diagnostics`.
     """
     if not isinstance(node.value, dict):
-        problem = 'an entry of modules must be a mapping; write one such as {match: "encoder.*.norm", run: float32}'
-        raise OpListError(problem, path, node.line, node.column)
+        example = '{match: "encoder.*.norm", run: float32}'
+        raise fault(f"an entry of modules must be a mapping; write one such as {example}", path, node)
     fields = check_keys(node, MODULE_KEYS, path, diagnostics)
     if not set(fields) <= set(MODULE_KEYS):
         return None
     if ("match" in fields) == ("type" in fields):
-        problem = (
-            "an entry of modules needs either 'match' (a qualified name) or 'type' (a class), and not both; give one"
-        )
-        raise OpListError(problem, path, node.line, node.column)
+        needed = "either 'match' (a qualified name) or 'type' (a class), and not both"
+        raise fault(f"an entry of modules needs {needed}; give one", path, node)
     if "run" not in fields:
-        problem = f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}"
-        raise OpListError(problem, path, node.line, node.column)
+        raise fault(f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}", path, node)
     run = read_choice(fields["run"], path, "run", RUNS)
     why = read_text(fields["why"], path, "why") if "why" in fields else ""
-    key = "match" if "match" in fields else "type"
-    chooser, pattern = read_text(fields[key], path, key), None
-    if key == "match":
-        pattern = _compile(chooser, fields[key], path)
-    elif (fault := _find_problem(chooser)) is not None:
-        raise OpListError(fault, path, fields[key].line, fields[key].column)
+    if "match" in fields:
+        chooser = read_text(fields["match"], path, "match")
+        pattern = _compile(chooser, fields["match"], path)
+    else:
+        chooser, pattern = read_text(fields["type"], path, "type"), None
+        problem = _find_problem(chooser)
+        if problem is not None:
+            raise fault(problem, path, fields["type"])
     return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
     """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
+    is_expression = match.startswith("re:")
     try:
-        if match.startswith("re:"):
-            return re.compile(match.removeprefix("re:"))
-        parts = match.split(".")
-        if not all(parts):
-            raise ValueError("a part of the name is empty")
-        return re.compile("".join(r"(?:[^.]+\.)*" if part == "**" else _compile_part(part) + r"\." for part in parts))
+        return re.compile(match.removeprefix("re:") if is_expression else _translate(match))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        remedy = "correct the regular expression" if match.startswith("re:") else "write one such as encoder.*.norm"
-        raise OpListError(f"{match!r} is not a pattern: {error}; {remedy}", path, node.line, node.column) from None
+        remedy = "correct the regular expression" if is_expression else "write one such as encoder.*.norm"
+        raise fault(f"{match!r} is not a pattern: {error}; {remedy}", path, node) from None
 
 
-def _compile_part(part: str) -> str:
-    return "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in part)
+def _translate(glob: str) -> str:
+    translated = ""
+    for part in glob.split("."):
+        if not part:
+            raise ValueError("a part of the name is empty")
+        if part == "**":
+            translated += r"(?:[^.]+\.)*"
+            continue
+        for character in part:
+            translated += {"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character))
+        translated += r"\."
+    return translated
 
 
 def _find_problem(chooser: str) -> str | None:
@@ -124,8 +128,7 @@ def _find_problem(chooser: str) -> str | None:
         return None
     found = _find_value(names)
     if found is None and not _may_come(names):
-        is_torch = names[0] == "torch"
-        hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.") if is_torch else ""
+        hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.") if names[0] == "torch" else ""
         missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
         return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
     if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
@@ -146,13 +149,8 @@ def _torch_modules() -> list[str]:
     return [name for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
 
 
-def _find_class(dotted: str) -> type | None:
-    """Look a class up in what is imported, without running code."""
-    value = _find_value(dotted.split("."))
-    return value if isinstance(value, type) else None
-
-
 def _find_value(names: list[str]) -> object:
+    """Look a class up in what is imported, without running code."""
     length = count_imported(names)
     value: object = sys.modules.get(".".join(names[:length]))
     for name in names[length:]:

@@ -19,32 +19,97 @@ torch version the entry applies to, `until` the first it no longer applies to, `
 
 A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `op_names` finds them. In-place
 twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
+
+`list_file` reads what one file says, `Overlay` lays files over each other, later over earlier, and `load_oplists`
+remembers what came of it.
 """
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..errors import OpListError
-from .diagnostics import Diagnostics
-from .diagnostics import Finding as Finding
+from ..errors import OpListError, did_you_mean
+from .list_file import INPLACE_CHOICES as INPLACE_CHOICES
+from .list_file import MEANINGS as MEANINGS
+from .list_file import RULES as RULES
+from .list_file import Diagnostics, fault, get_items, is_null, read_choice, read_entries, read_keys, read_text
+from .list_file import Finding as Finding
 from .list_file import OpEntry as OpEntry
-from .op_names import find_deferred, inplace_twin
+from .list_file import Rule as Rule
+from .module_rules import ModuleRule, read_module_rule
+from .op_names import Key, find_deferred, find_doubt, inplace_twin, is_augmented, is_inplace
 from .op_names import find_spellings as find_spellings
-from .overlay import OpLists as OpLists
-from .overlay import Overlay
-from .overlay import Spelling as Spelling
-from .overlay import locate as locate
 from .products import find_products as find_products
 from .products import is_product as is_product
 from .products import is_without_kernel as is_without_kernel
-from .rules import MEANINGS as MEANINGS
-from .rules import RULES as RULES
-from .rules import Rule as Rule
-from .shipped import shipped_names
-from .yaml_nodes import read_bytes
+from .shipped import lists_dir, shipped_names
+from .shipped import locate as locate
+from .yaml_nodes import Node, load_mapping, read_bytes
+
+MAX_EXTENDS = 16
+MAX_LOADED = 16
+
+TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
+"""Rules that the in-place twins of an op follow too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`.
+
+    Attributes:
+        owner: None while its package is not imported.
+        entry: the line that decides.
+        overridden: the entries that earlier files had for it, the earliest first.
+    """
+
+    owner: object | None
+    owner_name: str
+    name: str
+    kind: Rule
+    entry: OpEntry
+    overridden: tuple[OpEntry, ...] = ()
+
+    @property
+    def is_outside_torch(self) -> bool:
+        """Whether the owner belongs to a package built on torch."""
+        return self.owner_name.partition(".")[0] != "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class OpLists:
+    """The resolved lists. Each (owner_name, name) occurs once in `spellings` and `deferred` together.
+
+    Attributes:
+        names: the lists asked for.
+        missing: entries that the running torch has no op for.
+        deferred: spellings of packages that are not imported yet.
+        modules: rules for parts of a model; of those that cover the same module the last one counts.
+        digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
+        neutral: spellings that a neutral entry took off.
+        other_torch: entries that `since` or `until` keep out on the running torch.
+        inplace_blacklist: that setting.
+        is_whole: whether a file says `extends: null`.
+    """
+
+    names: tuple[str, ...]
+    spellings: tuple[Spelling, ...]
+    missing: tuple[OpEntry, ...]
+    deferred: tuple[Spelling, ...]
+    modules: tuple[ModuleRule, ...]
+    digest: str
+    neutral: tuple[Spelling, ...] = ()
+    other_torch: tuple[OpEntry, ...] = ()
+    inplace_blacklist: str = "match"
+    is_whole: bool = False
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> OpLists:
@@ -52,23 +117,21 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
     Raises OpListError, with its place where the fault is in a file, before anything has been changed anywhere.
     """
-    specs = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec) if isinstance(spec, (list, tuple)) else []
+    specs: list[Any] = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not specs or not all(isinstance(one, (str, os.PathLike)) for one in specs):
-        raise OpListError(
-            f"op lists {spec!r}: give a shipped name ({', '.join(shipped_names())}), a path, or a non-empty list of"
-            " those"
-        )
-    names = tuple(str(os.fspath(one)) for one in specs)
-    paths = []
+        known = ", ".join(shipped_names())
+        raise OpListError(f"op lists {spec!r}: give a shipped name ({known}), a path, or a non-empty list of those")
+    names, paths = [], []
     for one in specs:
+        names.append(str(os.fspath(one)))
         try:
             paths.append(locate(one, Path()))
         except OpListError as error:
             raise OpListError(f"op list {os.fspath(one)!r}: {error}") from None
-    key = (names, tuple(map(str, paths)), torch.__version__)
+    key = (tuple(names), tuple(map(str, paths)), torch.__version__)
     loaded = _loaded.pop(key, None)
     if loaded is None or not loaded.is_current():
-        loaded = _Loaded(names, paths)
+        loaded = _Loaded(tuple(names), paths)
     if not loaded.has_warned:  # a warning comes each time
         _loaded[key] = loaded
     while len(_loaded) > MAX_LOADED:
@@ -81,31 +144,28 @@ class _Loaded:
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
         diagnostics = Diagnostics()
-        overlay = Overlay(diagnostics)
+        self._overlay = Overlay(diagnostics)
         for path in paths:
-            overlay.add(path)
-        self.lists = overlay.resolve(names)
+            self._overlay.add(path)
+        self.lists = self._overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
-        self._files = overlay.files
-        self._found = overlay.found
-        self._twins = overlay.twins
 
     def is_current(self) -> bool:
         """Tell whether reading the files again would give the same: they are unchanged, and each op is found where it
         was, and nowhere else.
         """
+        made_of = self._overlay
         try:
             return (
-                all(read_bytes(path, OpListError) == content for path, content in self._files.items())
-                and all(find_spellings(op, may_be_missing=True) == found for op, found in self._found.items())
-                and all(inplace_twin(key) == twin for key, twin in self._twins.items())
+                all(read_bytes(path, OpListError) == content for path, content in made_of.files.items())
+                and all(find_spellings(op, may_be_missing=True) == found for op, found in made_of.found.items())
+                and all(inplace_twin(key) == twin for key, twin in made_of.twins.items())
                 and all(rule.find_problem() is None for rule in self.lists.modules)
             )
         except OpListError:
             return False
 
 
-MAX_LOADED = 16
 _loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last
 
 
@@ -129,4 +189,245 @@ def find_owner(spelling: Spelling, complete: str) -> object | None:
     try:
         return find_deferred(entry.op, complete)
     except OpListError as error:
-        raise OpListError(str(error), entry.path, entry.line, entry.column) from None
+        raise _at(entry, str(error)) from None
+
+
+# ---- files over files ------------------------------------------------------------------------------------------------
+
+
+class Overlay:
+    """The spellings that files put on lists; the `kind` of each is the rule of its entry until `resolve`.
+
+    Each `with self._diagnostics` block is what one fault spoils.
+
+    Attributes:
+        files: what each file holds that was read.
+        found: the spellings of each op that was looked for, with their owners.
+        twins: the in-place twin of each spelling that may have one, or None.
+    """
+
+    def __init__(self, diagnostics: Diagnostics) -> None:
+        self._diagnostics = diagnostics
+        self.files: dict[Path, bytes] = {}
+        self.found: dict[str, dict[Key, object | None]] = {}
+        self.twins: dict[Key, Key | None] = {}
+        self._clear(is_whole=False)
+
+    def _clear(self, *, is_whole: bool) -> None:
+        self._done: set[str] = set()
+        self._spellings: dict[Key, Spelling] = {}
+        self._missing: dict[str, OpEntry] = {}
+        self._modules: list[ModuleRule] = []
+        self._other_torch: list[OpEntry] = []
+        self._inplace = "match"
+        self._is_whole = is_whole
+
+    def add(self, path: Path, chain: tuple[str, ...] = ()) -> None:
+        """Read a file and those it extends, each file once; `chain` are the files that are being read."""
+        identity = _identify(path)
+        if identity in self._done:
+            return
+        self.files[path] = read_bytes(path, OpListError)
+        keys = read_keys(load_mapping(path, OpListError, self.files[path]), path, self._diagnostics)
+        extends = keys.get("extends")
+        if is_null(extends):
+            self._clear(is_whole=True)
+            extends = None
+        for node in get_items(extends, path, "extends"):
+            with self._diagnostics:
+                self.add(_find_base(node, path, (*chain, identity)), (*chain, identity))
+        self._done.add(identity)
+        self._read_settings(keys, path)
+        self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
+
+    def _read_settings(self, keys: Mapping[str, Node], path: Path) -> None:
+        """Read what a file has beside entries."""
+        with self._diagnostics:
+            if "description" in keys:
+                read_text(keys["description"], path, "description")
+        with self._diagnostics:
+            if "inplace_blacklist" in keys:
+                self._inplace = read_choice(keys["inplace_blacklist"], path, "inplace_blacklist", INPLACE_CHOICES)
+        for node in get_items(keys.get("modules"), path, "modules"):
+            with self._diagnostics:
+                rule = read_module_rule(node, path, self._diagnostics)
+                if rule is not None:
+                    self._modules.append(rule)
+
+    def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
+        """Find every spelling of one file's entries, then lay them over those of earlier files."""
+        named: dict[Key, Spelling] = {}
+        absent: dict[Key, OpEntry] = {}
+        for entry in entries:
+            if not entry.is_for_this_torch():
+                self._other_torch.append(entry)
+                continue
+            with self._diagnostics:
+                self._name(entry, is_shipped or entry.is_optional, named, absent)
+        if self._diagnostics.is_collecting:
+            self._warn_of_redundant(named)
+        self._spellings |= named
+        for entry in absent.values():
+            self._missing[entry.op] = entry
+
+    def _name(
+        self, entry: OpEntry, may_be_missing: bool, named: dict[Key, Spelling], absent: dict[Key, OpEntry]
+    ) -> None:
+        """Enter the spellings of an entry beside those that its file has named so far."""
+        try:
+            found = find_spellings(entry.op, may_be_missing)
+        except OpListError as error:
+            raise _at(entry, str(error)) from None
+        self.found[entry.op] = found
+        for key in found or {("", entry.op): None}:
+            other = named[key].entry if key in named else absent.get(key)
+            if other is not None:
+                raise _twice(entry, other, ".".join(key).removeprefix("."))
+        if not found:
+            absent["", entry.op] = entry
+            return
+        problem = None if may_be_missing else find_doubt(found)
+        if problem:
+            self._warn(entry, f"{entry.op!r} has no effect: {problem}")
+        if entry.rule is Rule.NEUTRAL:
+            self._warn_of_neutral(entry, found, named)
+        for key, owner in found.items():
+            earlier = self._spellings.get(key)
+            overridden = (*earlier.overridden, earlier.entry) if earlier else ()
+            named[key] = Spelling(owner, *key, entry.rule, entry, overridden)
+
+    def resolve(self, names: tuple[str, ...]) -> OpLists:
+        """Add the in-place twins, and freeze."""
+        spellings = dict(self._spellings)
+        for key, spelling in self._spellings.items():
+            if spelling.entry.rule in TWINNED:
+                self.twins[key] = twin = inplace_twin(key)
+                if twin is not None and twin not in spellings:
+                    spellings[twin] = replace(spelling, name=twin[1])
+        live: list[Spelling] = []
+        deferred: list[Spelling] = []
+        neutral: list[Spelling] = []
+        for spelling in spellings.values():
+            spelling = replace(spelling, kind=_kind_of(spelling.name, spelling.entry.rule, self._inplace))
+            if spelling.kind is Rule.NEUTRAL:
+                neutral.append(spelling)
+            elif spelling.owner is None:
+                deferred.append(spelling)
+            else:
+                live.append(spelling)
+        return OpLists(
+            names,
+            spellings=tuple(live),
+            missing=tuple(self._missing.values()),
+            deferred=tuple(deferred),
+            modules=tuple(self._modules),
+            digest=self._digest([*live, *deferred]),
+            neutral=tuple(neutral),
+            other_torch=tuple(self._other_torch),
+            inplace_blacklist=self._inplace,
+            is_whole=self._is_whole,
+        )
+
+    def _digest(self, spellings: Iterable[Spelling]) -> str:
+        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in spellings)
+        lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    # ---- warnings of entries without effect ----
+
+    def _warn_of_neutral(self, entry: OpEntry, found: Iterable[Key], named: Mapping[Key, Spelling]) -> None:
+        """Say that a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
+        if self._diagnostics.is_collecting and not self._spellings:
+            return  # a file that is checked and extends none: what it will lie over is not known
+        if not any(_has_rule(key, side) for key in found for side in (self._spellings, named)):
+            self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
+
+    def _warn_of_redundant(self, named: Mapping[Key, Spelling]) -> None:
+        """Say which entries change nothing: all their spellings are on that rule already, or follow as twins."""
+        by_entry: dict[OpEntry, list[Key]] = {}
+        for key, spelling in named.items():
+            by_entry.setdefault(spelling.entry, []).append(key)
+        for entry, keys in by_entry.items():
+            causes = [self._cause(key, entry.rule, named) for key in keys]
+            if None not in causes:
+                self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
+
+    def _cause(self, key: Key, rule: Rule, named: Mapping[Key, Spelling]) -> str | None:
+        """Return what puts a spelling on a rule besides its entry in the file of `named`, or None."""
+        earlier = self._spellings.get(key)
+        if earlier:
+            return f"by {earlier.entry.op!r} at {earlier.entry.place}" if earlier.entry.rule is rule else None
+        base = _without_underscore(key)
+        plain = named.get(base) or self._spellings.get(base)
+        if plain is None or plain.entry.rule is not rule or rule not in TWINNED or inplace_twin(base) != key:
+            return None
+        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.place}"
+
+    def _warn(self, entry: OpEntry, text: str) -> None:
+        self._diagnostics.warn(text, entry.path, entry.line, entry.column)
+
+
+def _kind_of(name: str, rule: Rule, inplace_blacklist: str) -> Rule:
+    """Return how a spelling behaves whose entry is under `rule`.
+
+    An op that writes to its first argument must not be handed a cast copy of it. Apex does hand a copy to augmented
+    operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    """
+    if rule in (Rule.BANNED, Rule.NEUTRAL):
+        return rule
+    if is_augmented(name):
+        return rule if inplace_blacklist == "error" else Rule.MATCH_SELF
+    if is_inplace(name):
+        return Rule.INPLACE_ERROR if rule is Rule.BLACKLIST and inplace_blacklist == "error" else Rule.MATCH_SELF
+    return rule
+
+
+def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
+    """Return the file that an item of `extends` names; one of `chain` would close a circle."""
+    text = read_text(node, path, "extends")
+    try:
+        base = locate(text, path.parent)
+    except OpListError as error:
+        raise fault(str(error), path, node) from None
+    if not os.path.exists(base):
+        beside = (one.name for one in base.parent.glob("*.y*ml") if one.name != path.name)
+        hint = did_you_mean(base.name, beside, prefix=text.removesuffix(base.name), cutoff=0.8)
+        known = ", ".join(shipped_names())
+        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
+        raise fault(problem, path, node)
+    identity = _identify(base)
+    shown = " -> ".join(Path(name).name for name in (*chain, identity))
+    if identity in chain:
+        raise fault(f"the files extend each other: {shown}; remove one `extends`", path, node)
+    if len(chain) >= MAX_EXTENDS:
+        raise fault(f"more than {MAX_EXTENDS} files extend each other: {shown}; remove one `extends`", path, node)
+    return base
+
+
+def _identify(path: Path) -> str:
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # a null byte, a loop of links: the reader says it with the path
+        return str(path)
+
+
+def _without_underscore(key: Key) -> Key:
+    """Return the spelling of the op whose in-place twin this may be."""
+    return key[0], key[1].removesuffix("_")
+
+
+def _has_rule(key: Key, spellings: Container[Key]) -> bool:
+    """Whether a spelling, or the op whose in-place twin it is, has a rule."""
+    return key in spellings or _without_underscore(key) in spellings
+
+
+def _at(entry: OpEntry, problem: str) -> OpListError:
+    return OpListError(problem, entry.path, entry.line, entry.column)
+
+
+def _twice(entry: OpEntry, other: OpEntry, spelling: str) -> OpListError:
+    if entry.rule is other.rule:
+        problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {other.place}"
+    else:
+        problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {other.place}"
+    return _at(entry, f"{problem}; take one of them out")

@@ -6,22 +6,30 @@ nothing and runs nothing: names are attributes of torch's op namespaces, and of 
 imported already.
 """
 
+import contextlib
+import functools
+import importlib.util
 import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, find_fault, get_op_names
-from .packages import check_that_it_may_come, count_imported, is_being_imported
 
 Key = tuple[str, str]  # owner name, attribute name
 
 # How code that imports torch as most does names the namespaces.
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
+
+_AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
+_PACKAGES = (
+    *("torch", "torchvision", "torchaudio", "torchtext", "torch_geometric", "torch_scatter", "torch_sparse"),
+    *("transformers", "diffusers", "timm", "xformers", "flash_attn", "detectron2", "mmcv", "einops", "peft"),
+)
 
 
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
@@ -36,68 +44,89 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     if dot and first in SHORT:
         op = f"{SHORT[first]}.{rest}"
     owner_name, _, name = op.rpartition(".")
-    if problem := _find_refusal(op, owner_name, name, may_be_missing):
-        raise OpListError(problem)
-    if not owner_name:
-        found, faults = _find_bare(name)
-    elif owner_name in OWNERS:
-        value = getattr(OWNERS[owner_name], name, None)
-        fault = None if value is None else find_fault(value, name)
-        found, faults = (
-            ({(owner_name, name): OWNERS[owner_name]} if value is not None and fault is None else {}),
-            [fault] if fault else [],
-        )
-    elif op.split(".")[0] == "torch":
-        hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
-        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")
-    else:
-        try:
-            return {(owner_name, name): _find_elsewhere(op, owner_name.split("."), name)}
-        except OpListError:
-            if may_be_missing:
-                return {}
-            raise
+    _check_that_it_may_be_listed(op, owner_name, name, may_be_missing)
+    if owner_name and owner_name not in OWNERS:
+        return _find_elsewhere(op, owner_name, name, may_be_missing)
+    found: dict[Key, object | None] = {}
+    faults: list[str] = []
+    for key, owner in _candidates(owner_name, name):
+        value = getattr(owner, key[1], None)
+        if value is None:
+            continue
+        fault = find_fault(value, key[1])
+        if fault:
+            faults.append(fault)
+        else:
+            found[key] = owner
     if faults and not found:
         raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
     if not found and not may_be_missing:
-        raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggestion(owner_name, name)}")
-    return dict(found)
+        raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(owner_name, name)}")
+    return found
 
 
-def _find_refusal(op: str, owner_name: str, name: str, may_be_missing: bool) -> str | None:
-    """Return why no list may have a name, whatever torch has by it, and what to do."""
+@functools.lru_cache(maxsize=4096)
+def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
+    """Return the spellings that a name of torch would have if all of them were there, with their owners."""
+    if owner_name:
+        return (((owner_name, name), OWNERS[owner_name]),)
+    keys: list[Key] = []
+    for alias in GROUPS.get(name, (name,)):
+        if alias.startswith("__"):
+            keys.append(("torch.Tensor", alias))
+            continue
+        keys += [(searched, alias) for searched in SEARCHED]
+        if alias in RNN:
+            keys.append(("torch._VF", alias))
+    return tuple((key, OWNERS[key[0]]) for key in keys)
+
+
+def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_missing: bool) -> None:
+    """Raise OpListError for what no list may name, whatever torch has by that name."""
     if not may_be_missing and _is_module_class(owner_name, name):
         meant = did_you_mean(name, _bare_names(), cutoff=0.8)
-        return (
+        raise OpListError(
             f"{op!r} is a class of modules, and a rule applies to functions. Name an op, or choose these modules by"
             f" `modules: [{{type: torch.nn.{name}, run: float32}}]` (or low).{meant}"
         )
     if name.startswith("__") and name not in OPERATORS:
-        return f"{name!r} is not an operator that a rule can apply to; allowed are {', '.join(sorted(OPERATORS))}"
-    if owner_name not in ("", *OWNERS) or name not in REFUSED | READS:
-        return None
-    reason = "the casts are made of it, or it is no op" if name in REFUSED else "it returns no tensor"
-    return f"{op!r} cannot be on a list, since {reason}; leave it out"
+        allowed = ", ".join(sorted(OPERATORS))
+        raise OpListError(f"{name!r} is not an operator that a rule can apply to; allowed are {allowed}")
+    if owner_name and owner_name not in OWNERS:
+        return
+    if name in REFUSED:
+        raise OpListError(f"{op!r} cannot be on a list, since the casts are made of it, or it is no op; leave it out")
+    if name in READS:
+        raise OpListError(f"{op!r} cannot be on a list, since it returns no tensor; leave it out")
 
 
-def find_deferred(op: str, complete: str) -> object | None:
-    """Return the owner of a name outside torch, or None while an import may yet bring the name.
+def _is_module_class(owner_name: str, name: str) -> bool:
+    """Whether a name on a list is that of one of torch's module classes, with the namespace or without."""
+    is_there = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
+    return is_there and isinstance(getattr(torch.nn, name, None), type)
 
-    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a
-    module that has just run to its end, while its import goes on. Looks submodules up, and imports none.
-    """
-    owner_name, _, name = op.rpartition(".")
-    path = owner_name.split(".")
-    try:
-        owner = _find_elsewhere(op, path, name)
-        if owner is None:
-            check_that_it_may_come(path)
-    except OpListError:
-        on_the_way = {".".join(path[:length]) for length in range(1, len(path) + 1)}
-        if any(is_being_imported(module_name) for module_name in on_the_way - {complete}):
-            return None
-        raise
-    return owner
+
+def _bare_names() -> Iterator[str]:
+    return (name for name in get_op_names() if "." not in name)
+
+
+def _suggest_op(owner_name: str, name: str) -> str:
+    """Return a hint for an unknown torch op: the same name in another namespace, or a similar name."""
+    for other, owner in OWNERS.items():
+        if other not in SEARCHED and other != "torch._VF" and hasattr(owner, name):
+            return did_you_mean(name, [name], prefix=f"{other}.")
+    hint = _suggest_in(owner_name, name) if owner_name else ""
+    return hint or did_you_mean(name, _bare_names())
+
+
+def _suggest_in(owner_name: str, name: str) -> str:
+    """Return a hint for the name of an op of one namespace."""
+    prefix = f"{owner_name}."
+    known = (op.removeprefix(prefix) for op in get_op_names() if op.startswith(prefix))
+    return did_you_mean(name, known, prefix=prefix)
+
+
+# ---- spellings that belong together ----------------------------------------------------------------------------------
 
 
 def get_names(op: str) -> tuple[str, ...]:
@@ -121,15 +150,21 @@ def get_op(key: Key) -> str:
     In-place twins have the name of their op.
     """
     owner_name, name = key
-    for candidate in dict.fromkeys((name.removesuffix("_") if is_inplace(name) else name, name)):
-        op = GROUPS.get(candidate, (candidate,))[0]
-        spellings = _find_bare(op)[0]
+    candidates = [name.removesuffix("_"), name] if is_inplace(name) else [name]
+    for candidate in candidates:
+        op = get_names(candidate)[0]
+        spellings = find_or_none(op)
         if key in spellings or any(inplace_twin(spelling) == key for spelling in spellings):
             return op
     return f"{owner_name}.{name}"
 
 
-_AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
+def find_or_none(op: str) -> dict[Key, object | None]:
+    """Return the spellings of a name, none at all for one that no rule can apply to."""
+    try:
+        return find_spellings(op, may_be_missing=True)
+    except OpListError:
+        return {}
 
 
 def is_inplace(name: str) -> bool:
@@ -145,58 +180,68 @@ def is_augmented(name: str) -> bool:
     return bool(_AUGMENTED.fullmatch(name))
 
 
-def _find_bare(name: str) -> tuple[dict[Key, object], list[str]]:
-    """Return every spelling of a bare name, and why the attributes of that name that are not ops are not."""
-    found: dict[Key, object] = {}
-    faults: list[str] = []
-    for alias in GROUPS.get(name, (name,)):
-        for owner_name in (*SEARCHED, "torch._VF") if alias in RNN else SEARCHED:
-            owner = OWNERS[owner_name]
-            value = None if alias.startswith("__") and owner is not torch.Tensor else getattr(owner, alias, None)
-            if value is None:
-                continue
-            if fault := find_fault(value, alias):
-                faults.append(fault)
-            else:
-                found[owner_name, alias] = owner
-    return found, faults
+# ---- other packages --------------------------------------------------------------------------------------------------
 
 
-def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None where its package is not imported.
+def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[Key, object | None]:
+    if owner_name.partition(".")[0] == "torch":
+        hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
+        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")
+    try:
+        return {(owner_name, name): _find_owner(op, owner_name.split("."), name)}
+    except OpListError:
+        if may_be_missing:
+            return {}
+        raise
+
+
+def find_deferred(op: str, complete: str) -> object | None:
+    """Return the owner of a name outside torch, or None while an import may yet bring the name.
+
+    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a
+    module that has just run to its end, while its import goes on. Looks submodules up, and imports none.
+    """
+    owner_name, _, name = op.rpartition(".")
+    path = owner_name.split(".")
+    try:
+        owner = _find_owner(op, path, name, complete)
+        if owner is None:
+            check_that_it_may_come(path)
+    except OpListError:
+        on_the_way = {".".join(path[:length]) for length in range(1, len(path) + 1)}
+        if any(is_being_imported(module_name) for module_name in on_the_way - {complete}):
+            return None
+        raise
+    return owner
+
+
+def _find_owner(op: str, path: list[str], name: str, complete: str = "") -> object | None:
+    """Return the owner of a name outside torch, or None where it may yet come with an import.
 
     Looks attributes up without running code.
     """
-    top = owner_path[0]
-    if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in owner_path[1:]):
+    top = path[0]
+    if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
-    length = count_imported(owner_path)
+    length = count_imported(path)
     if not length:
         return None
-    owner: object = sys.modules[".".join(owner_path[:length])]
-    for part in (*owner_path[length:], name):
+    owner: object = sys.modules[".".join(path[:length])]
+    for part in path[length:]:
         value = inspect.getattr_static(owner, part, None)
+        if value is None and isinstance(owner, types.ModuleType):
+            return None  # a submodule, or a lazily imported name
         if value is None:
-            if isinstance(owner, types.ModuleType) and (
-                part != name or hasattr(type(owner), "__getattr__") or "__getattr__" in vars(owner)
-            ):
-                return None  # a submodule, or a lazily imported name, that may yet come
-            raise OpListError(f"{'.'.join(owner_path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
-        if part is name:
-            break
-        home = (
-            value.__name__
-            if isinstance(value, types.ModuleType)
-            else value.__module__
-            if isinstance(value, type)
-            else ""
-        )
-        if home.partition(".")[0] != top:
-            raise OpListError(
-                f"{op!r} leads through {part!r}, which is no module or class of {top!r}; name the function where it is"
-                " defined"
-            )
+            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
+        if _home_of(value).partition(".")[0] != top:
+            problem = f"{op!r} leads through {part!r}, which is no module or class of {top!r}"
+            raise OpListError(f"{problem}; name the function where it is defined")
         owner = value
+    value = inspect.getattr_static(owner, name, None)
+    if value is None:
+        if isinstance(owner, types.ModuleType) and (_serves_names(owner) or _is_under_way(owner, complete)):
+            return None
+        raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
     if isinstance(value, (type, types.ModuleType)) or not callable(value) or is_stdlib:
         raise OpListError(
@@ -206,21 +251,71 @@ def _find_elsewhere(op: str, owner_path: list[str], name: str) -> object | None:
     return owner
 
 
-def _is_module_class(owner_name: str, name: str) -> bool:
-    """Whether a name on a list is that of one of torch's module classes, with the namespace or without."""
-    is_there = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
-    return is_there and isinstance(getattr(torch.nn, name, None), type)
+def _home_of(value: object) -> str:
+    """Return the module that a class is of, or that a module is; nothing for anything else."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return value.__module__ if isinstance(value, type) else ""
 
 
-def _bare_names() -> Iterator[str]:
-    return (name for name in get_op_names() if "." not in name)
+def _serves_names(module: types.ModuleType) -> bool:
+    """Whether a module may have names that are imported when they are asked for."""
+    return hasattr(type(module), "__getattr__") or "__getattr__" in vars(module)
 
 
-def _suggestion(owner_name: str, name: str) -> str:
-    """Return a hint for an unknown torch op: the same name in another namespace, or a similar name."""
-    for other, owner in OWNERS.items():
-        if other not in SEARCHED and other != "torch._VF" and hasattr(owner, name):
-            return did_you_mean(name, [name], prefix=f"{other}.")
-    prefix = f"{owner_name}."
-    own = (one.removeprefix(prefix) for one in get_op_names() if one.startswith(prefix))
-    return (did_you_mean(name, own, prefix=prefix) if owner_name else "") or did_you_mean(name, _bare_names())
+def _is_under_way(module: types.ModuleType, complete: str) -> bool:
+    return module.__name__ != complete and is_being_imported(module.__name__)
+
+
+def count_imported(path: list[str]) -> int:
+    """Return how many parts of a path lead to the last module on it that is imported."""
+    for length in range(len(path), 0, -1):
+        if sys.modules.get(".".join(path[:length])) is not None:
+            return length
+    return 0
+
+
+def is_being_imported(module_name: str) -> bool:
+    """Tell whether the import of a module has begun and not ended."""
+    spec = getattr(sys.modules.get(module_name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def check_that_it_may_come(path: list[str]) -> None:
+    """Raise OpListError if the first module on the path that is not imported does not exist."""
+    imported = count_imported(path)
+    if imported in (0, len(path)):
+        return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
+    parent, part = sys.modules[".".join(path[:imported])], path[imported]
+    if _serves_names(parent) or part in vars(parent):
+        return
+    if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
+        return
+    raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
+
+
+def find_doubt(spellings: Mapping[Key, object | None]) -> str | None:
+    """Return what is the matter with the package of ops that are not imported: it is not installed. None if nothing is.
+
+    Looks for the package by name, and runs nothing of it.
+    """
+    for (owner_name, name), owner in spellings.items():
+        root = owner_name.partition(".")[0]
+        if owner is None and sys.modules.get(root) is None and not _is_installed(root):
+            hint = _suggest_beginning(owner_name, name) or did_you_mean(root, _PACKAGES)
+            return f"there is no package {root!r} installed.{hint}"
+    return None
+
+
+def _suggest_beginning(owner_name: str, name: str) -> str:
+    """Return a hint for a name that leaves out how an op of torch begins, such as `linalg.norm`."""
+    for owner in OWNERS:
+        if owner.casefold().endswith(f".{owner_name.casefold()}"):
+            return _suggest_in(owner, name)
+    return ""
+
+
+def _is_installed(root: str) -> bool:
+    with contextlib.suppress(ImportError, ValueError):  # a module without a spec
+        return importlib.util.find_spec(root) is not None
+    return False

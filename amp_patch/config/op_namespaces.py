@@ -82,19 +82,8 @@ OPERATORS = frozenset(name for name in GROUPS if name.startswith("__"))
 # The casts themselves call these, or they are no computation.
 REFUSED = frozenset(
     {
-        "load",
-        "save",
-        "compile",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "backward",
-        "detach",
-        "copy_",
+        *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
+        *("detach", "copy_"),
     }
 )
 

@@ -1,6 +1,7 @@
 """The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -11,9 +12,108 @@ import torch
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
 from ..errors import PolicyError, did_you_mean
 from ..hardware import explain_imitation, explain_products, has_low_products
-from .loss_scale import INIT_SCALE, DynamicScale, parse_loss_scale
 
 Parser = Callable[[Any], Any]
+
+
+# ---- the loss scale: a number, or how a dynamic scale starts, grows and backs off ------------------------------------
+
+INIT_SCALE = 2.0**16
+MOST = 2**31 - 1
+"""Steps and overflows are counted in int32."""
+
+
+def _to_number(value: object) -> float:
+    """Return a number, or text that is one, as a float; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def is_scale(number: float) -> bool:
+    """Tell whether a loss scale can be this number: finite and positive, in float32 too."""
+    return 0.0 < torch.tensor(number, dtype=torch.float32).item() < math.inf
+
+
+def _is_fraction(value: object) -> bool:
+    """Tell whether a number is written as a fraction, be it a whole one, as 2.0 is."""
+    return isinstance(value, float) or (isinstance(value, str) and "." in value)
+
+
+def _is_count(number: float) -> bool:
+    return 1 <= number <= MOST and number.is_integer()
+
+
+def _knob(default: float, is_allowed: Callable[[float], bool], allowed: str) -> Any:
+    """Return a field of `DynamicScale`: what its values are, and how that is said."""
+    return field(default=default, metadata={"is_allowed": is_allowed, "allowed": allowed})
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScale:
+    """How a dynamic loss scale moves: names and defaults of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
+
+    Attributes:
+        init: where it starts. The default gives way to a bound that excludes it.
+        growth_factor: what `growth_interval` steps in a row without an overflow multiply it by.
+        backoff_factor: what an overflow multiplies it by, once `hysteresis` of them have come since it last grew, or
+            since the start.
+    """
+
+    init: float = _knob(INIT_SCALE, is_scale, "a finite positive number")
+    growth_factor: float = _knob(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
+    backoff_factor: float = _knob(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, and neither")
+    growth_interval: int = _knob(2000, _is_count, f"a whole number from 1 to {MOST}")
+    hysteresis: int = _knob(1, _is_count, f"a whole number from 1 to {MOST}")
+
+    def __str__(self) -> str:
+        """Return `dynamic`, and in brackets what is not the default."""
+        others: list[str] = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value != one.default:
+                others.append(f"{one.name} {value:.12g}")
+        return f"dynamic ({', '.join(others)})" if others else "dynamic"
+
+    @classmethod
+    def read(cls, given: Mapping[Any, Any]) -> "DynamicScale":
+        """Return the scale that a mapping states, by numbers or by text; keys that it leaves out are the defaults.
+
+        Raises PolicyError for the first key or value that cannot be.
+        """
+        known = {one.name: one for one in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise PolicyError(f"unknown key {name!r} ({', '.join(known)}).{did_you_mean(name, known)}")
+            knob, number = known[name], _to_number(value)
+            is_count = isinstance(knob.default, int)
+            if not knob.metadata["is_allowed"](number) or (is_count and _is_fraction(value)):
+                raise PolicyError(f"{name}={value!r} must be {knob.metadata['allowed']}")
+            values[name] = int(number) if is_count else number
+        return cls(**values)
+
+
+def parse_loss_scale(value: object) -> float | DynamicScale:
+    """Return a finite positive float, or how a dynamic scale moves: "dynamic" means the mapping without keys."""
+    if isinstance(value, DynamicScale):
+        return value
+    if isinstance(value, Mapping):
+        return DynamicScale.read(value)
+    if value == "dynamic":
+        return DynamicScale()
+    number = _to_number(value)
+    if not is_scale(number):
+        keys = ", ".join(one.name for one in fields(DynamicScale))
+        raise PolicyError(
+            f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of"
+            f" {keys}.{did_you_mean(value, ('dynamic',))}"
+        )
+    return number
+
+
+# ---- properties ------------------------------------------------------------------------------------------------------
 
 
 def _parse_boolean(value: object) -> bool:
@@ -112,25 +212,34 @@ class Policy:
     def computes_in_float32(self, device_type: str) -> bool:
         """Tell whether products of 16-bit values are computed in float32 on such devices."""
         low = self.low_dtype
-        if low is None or self.compute != "auto":
-            return low is not None and self.compute == "float32"
-        return not has_low_products(device_type, low)
+        if low is None:
+            return False
+        if self.compute == "auto":
+            return not has_low_products(device_type, low)
+        return self.compute == "float32"
 
     def explain_compute(self, device_type: str) -> list[str]:
         """Return a sentence if products are not computed by instructions made for them on such devices."""
         low = self.low_dtype
-        if low is not None and self.computes_in_float32(device_type):
+        if low is None:
+            return []
+        if self.computes_in_float32(device_type):
             return [explain_products(device_type, low)]
-        return [] if low is None or has_low_products(device_type, low) else [explain_imitation(device_type, low)]
+        return [] if has_low_products(device_type, low) else [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
         """Return the name and the value in words of each property that has an effect."""
-        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["is_described"]}
-        idle = {"patch_torch_functions_type"} if not self.patch_torch_functions else set()
-        idle |= {"compute"} if self.low_dtype is None else set()
-        return [
-            (name, _in_words(value)) for name, value in shown.items() if name not in idle and value not in (None, ())
-        ]
+        idle = set()
+        if not self.patch_torch_functions:
+            idle.add("patch_torch_functions_type")
+        if self.low_dtype is None:
+            idle.add("compute")
+        described = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.metadata["is_described"] and one.name not in idle and value not in (None, ()):
+                described.append((one.name, _in_words(value)))
+        return described
 
     @classmethod
     def get_overrides(cls) -> dict[str, Parser]:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..dtypes import dtype_name
+from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import AmpError, PolicyError, did_you_mean
 from .list_file import is_op_list
-from .loss_scale import DynamicScale as DynamicScale
-from .loss_scale import parse_loss_scale as parse_loss_scale
+from .policy import DynamicScale as DynamicScale
 from .policy import Policy, find_contradictions
+from .policy import parse_loss_scale as parse_loss_scale
 from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
@@ -112,8 +112,13 @@ class Presets:
         node = self._levels[level]
         entries = dict(_mapping(self.path, node))
         base = entries.pop("extends", None)
-        inherited = {} if base is None else self._base(level, base, seen)
-        return {**inherited, **_parse(self.path, node, entries)}
+        properties = {} if base is None else self._base(level, base, seen)
+        properties |= _parse(self.path, node, entries)
+        low = properties.get("patch_torch_functions_type")
+        if properties.get("patch_torch_functions") and low not in LOW_DTYPES:
+            problem = f"level {level!r} patches functions, so patch_torch_functions_type must be float16 or bfloat16"
+            raise PolicyError(problem, self.path, node.line, node.column)
+        return properties
 
     def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
         """Return the properties of the level that `base` names."""
@@ -137,20 +142,13 @@ def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     return node.value
 
 
-_GONE = {
-    "cpu": "there are no properties for the CPU any more: a level means the same on every device. Take `cpu` out; for"
-    " bfloat16 there, extend O4 or O5"
-}
-"""Properties that presets files had once, and what to do instead."""
-
-
 def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
         if name not in parsers:
             line, column = parent.key_at.get(name, (node.line, node.column))
-            problem = _GONE.get(name, f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}")
+            problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
             raise PolicyError(problem, path, line, column)
         try:
             result[name] = None if _is_null(node) else parsers[name](_plain(node))
@@ -165,16 +163,19 @@ def _plain(node: Node) -> Any:
     """Return the value of a node as text, lists and dictionaries."""
     if isinstance(node.value, dict):
         return {key: _plain(item) for key, item in node.value.items()}
-    return [_plain(item) for item in node.value] if isinstance(node.value, list) else node.value
+    if isinstance(node.value, list):
+        return [_plain(item) for item in node.value]
+    return node.value
 
 
 def _place_of_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
     """Return line and column of what cannot be read in a node: in a mapping, the first key that is wrong by itself."""
-    for key, item in node.value.items() if isinstance(node.value, dict) else ():
-        try:
-            parse({key: _plain(item)})
-        except AmpError:
-            return node.key_at[key]
+    if isinstance(node.value, dict):
+        for key, item in node.value.items():
+            try:
+                parse({key: _plain(item)})
+            except AmpError:
+                return node.key_at[key]
     return node.line, node.column
 
 

@@ -2,8 +2,8 @@
 
 A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as they were
 written. What lets a YAML file surprise its reader is refused: anchors and aliases, tags, duplicate or compound keys, a
-second document, deep nesting, huge files. The reader walks the parser's events and builds only `Node`; no constructor
-of PyYAML ever runs.
+second document, deep nesting, huge files, control characters. The reader walks the parser's events and builds only
+`Node`; no constructor of PyYAML ever runs.
 """
 
 import re
@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import yaml
 
 from ..errors import AmpError, OpListError, PolicyError
-from .yaml_syntax import explain_syntax, quote
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -26,7 +25,7 @@ FileError = type[OpListError] | type[PolicyError]
 
 # Only its event parser is used, which is the same for the safe and the full loader.
 _LOADER = getattr(yaml, "CLoader", yaml.Loader)
-# The characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
+# All but the characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -49,14 +48,16 @@ def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Nod
     Args:
         data: what `read_bytes` returned, where that was called before.
     """
-    text = _decode(path, error, read_bytes(path, error) if data is None else data)
-    reader = _Reader(path, error, text)
+    if data is None:
+        data = read_bytes(path, error)
+    text = _decode(path, error, data)
     try:
-        return reader.read()
+        return _Reader(path, error, text).read()
     except AmpError:  # some of these are ValueErrors too, and already say where
         raise
     except yaml.YAMLError as exc:
-        reader.refuse_syntax(exc)
+        problem, line, column = _explain_syntax(exc, text)
+        raise error(f"not valid YAML: {problem}", path, line, column) from exc
     except (ValueError, ArithmeticError, RecursionError) as exc:  # of a bad escape or number, in the pure Python parser
         raise error(f"not valid YAML: {exc}", path, 1, 1) from exc
 
@@ -82,6 +83,11 @@ def read_bytes(path: Path, error: FileError) -> bytes:
     return data
 
 
+def quote(value: str) -> str:
+    """Return a value as it is to be written: in quotes that leave backslashes alone, if it has any."""
+    return f"'{value}'" if "\\" in value or '"' in value else f'"{value}"'
+
+
 def _decode(path: Path, error: FileError, data: bytes) -> str:
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -90,7 +96,8 @@ def _decode(path: Path, error: FileError, data: bytes) -> str:
         line, column = _position(data[: exc.start].decode("utf-8"))
         problem = f"byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
         raise error(problem, path, line, column) from exc
-    if found := _FORBIDDEN.search(text):
+    found = _FORBIDDEN.search(text)
+    if found:
         line, column = _position(text[: found.start()])
         raise error(f"character U+{ord(found[0]):04X} is not allowed in YAML; remove it", path, line, column)
     return text
@@ -105,7 +112,7 @@ class _Reader:
     """Builds nodes from the events of one file."""
 
     def __init__(self, path: Path, error: FileError, text: str) -> None:
-        self._path, self._error, self._text = path, error, text
+        self._path, self._error = path, error
         self._events: Iterator[Any] = iter(yaml.parse(text, Loader=_LOADER))
 
     def read(self) -> Node:
@@ -115,40 +122,36 @@ class _Reader:
             raise self._error("the file is empty; it must hold a mapping (`key: value` lines)", self._path, 1, 1)
         root = self._node(next(self._events), 1)
         if not isinstance(root.value, dict):
-            self._refuse(
-                root.line, root.column, f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)"
-            )
+            problem = f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)"
+            raise self._error(problem, self._path, root.line, root.column)
         next(self._events)  # the end of the document
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
-            self._refuse_event(event, "a second document starts here; put it into a file of its own")
+            self._refuse(event, "a second document starts here; put it into a file of its own")
         return root
-
-    def refuse_syntax(self, exc: yaml.YAMLError) -> NoReturn:
-        """Raise the parser's complaint, in plain words, with its position."""
-        problem, line, column = explain_syntax(exc, self._text)
-        raise self._error(f"not valid YAML: {problem}", self._path, line, column) from exc
 
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
             quoted = quote(f"*{event.anchor}")
-            self._refuse_event(event, f"alias *{event.anchor} is not allowed; if it is a pattern, quote it: {quoted}")
+            self._refuse(event, f"alias *{event.anchor} is not allowed; if it is a pattern, quote it: {quoted}")
         if getattr(event, "anchor", None) is not None:
-            self._refuse_event(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
+            self._refuse(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
         if getattr(event, "tag", None) is not None:
-            self._refuse_event(event, f"tag {event.tag!r} is not allowed; write plain text, a list or a mapping")
+            self._refuse(event, f"tag {event.tag!r} is not allowed; write plain text, a list or a mapping")
         if depth > MAX_DEPTH:
-            self._refuse_event(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
+            self._refuse(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
         if isinstance(event, yaml.ScalarEvent):
+            escaped = _FORBIDDEN.search(event.value)
+            if escaped:  # a terminal would obey it
+                self._refuse(event, f"the escape of character U+{ord(escaped[0]):04X} is not allowed; remove it")
             return Node(event.value, line, column, quoted=bool(event.style))
-        if isinstance(event, yaml.SequenceStartEvent):
-            return Node(list(self._items(depth)), line, column)
-        return self._mapping(line, column, depth)
-
-    def _items(self, depth: int) -> Iterator[Node]:
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(line, column, depth)
+        items: list[Node] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            yield self._node(event, depth + 1)
+            items.append(self._node(event, depth + 1))
+        return Node(items, line, column)
 
     def _mapping(self, line: int, column: int, depth: int) -> Node:
         values: dict[str, Node] = {}
@@ -156,20 +159,83 @@ class _Reader:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, depth + 1)
             if not isinstance(key.value, str):
-                self._refuse(key.line, key.column, f"a key is {_kind(key)}; keys must be plain text")
+                self._refuse(event, f"a key is {_kind(key)}; keys must be plain text")
             if key.value in key_at:
                 first = "{}:{}".format(*key_at[key.value])
-                self._refuse(key.line, key.column, f"key {key.value!r} is already given at {first}; give each key once")
+                self._refuse(event, f"key {key.value!r} is already given at {first}; give each key once")
             key_at[key.value] = key.line, key.column
             values[key.value] = self._node(next(self._events), depth + 1)
         return Node(values, line, column, key_at=key_at)
 
-    def _refuse_event(self, event: Any, problem: str) -> NoReturn:
-        self._refuse(event.start_mark.line + 1, event.start_mark.column + 1, problem)
-
-    def _refuse(self, line: int, column: int, problem: str) -> NoReturn:
-        raise self._error(problem, self._path, line, column)
+    def _refuse(self, event: Any, problem: str) -> NoReturn:
+        raise self._error(problem, self._path, event.start_mark.line + 1, event.start_mark.column + 1)
 
 
 def _kind(node: Node) -> str:
     return {str: "a single text value", list: "a list", dict: "a mapping"}[type(node.value)]
+
+
+# ---- what the parser's complaints mean: a sentence and a remedy in the place of its grammar --------------------------
+
+_INDICATOR = re.compile(r"[*&!%@`|>]")
+_VALUE = re.compile(r"[^,}\]#\n]*")
+
+
+def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
+    """Return what is wrong with a file that is not YAML, and what to do, with line and column from 1.
+
+    Args:
+        exc: the `yaml.YAMLError`, of either of PyYAML's parsers.
+    """
+    problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
+    context = getattr(exc, "context", None) or ""
+    begin = getattr(exc, "context_mark", None)
+    mark = getattr(exc, "problem_mark", None) or begin
+    if mark is None:
+        return problem, 1, 1
+    here = mark.line + 1, mark.column + 1
+    opened = (begin.line + 1, begin.column + 1) if begin else here
+    lines = [*text.splitlines(), "", ""]
+    source = lines[mark.line]
+    if "\t" in source[: len(source) - len(source.lstrip())]:
+        return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *here
+    if "alias" in context or "anchor" in context or "cannot start any token" in problem:
+        return _explain_indicator(source, *here)
+    if begin and "simple key" in context and lines[begin.line].lstrip().startswith("-"):
+        return "a dash without a space after it begins no item; write `- ` and the name", *opened
+    if begin and "escape" in problem:
+        return "a backslash in double quotes begins an escape; use single quotes", *opened
+    return _explain(problem, context, source, "{}:{}".format(*opened), mark.column), *here
+
+
+def _explain_indicator(source: str, line: int, column: int) -> tuple[str, int, int]:
+    """Say that a value needs quotes; the mark is at its first character, or at the second."""
+    if column > 1 and _INDICATOR.match(source, column - 2):
+        column -= 1
+    found = _VALUE.match(source, column - 1)
+    value = found[0].strip() if found else ""
+    return f"a plain value cannot begin with {value[:1]}; quote it: {quote(value)}", line, column
+
+
+def _explain(problem: str, context: str, source: str, opened: str, column: int) -> str:
+    if "flow node" in context:  # where a value is due: the mark is there, and not at the bracket
+        if source[column : column + 1] == ",":
+            return "no value stands before this comma; write one, or take the comma out"
+        return "a bracket is not closed before this; close it, or quote a value that has a `:` in it"
+    if "flow" in context:
+        return f"the bracket at {opened} is not closed before this; close it, or quote a value that has a `:` in it"
+    if "unexpected ':'" in problem:
+        return "a plain value in brackets has a `:` in it; quote the value"
+    if "quoted scalar" in context or "double-quoted" in context:
+        return f"the quote at {opened} is not closed; close it"
+    if "simple key" in context:
+        return f"the key at {opened} has no colon; write `key:`"
+    is_indented_otherwise = any(words in problem for words in ("block end", "expected key", "indicator"))
+    is_second_colon = "mapping values" in problem
+    if source.strip().startswith("-") and (is_indented_otherwise or is_second_colon):
+        return "this item is indented otherwise than the list it belongs to; put the dashes of a list below each other"
+    if is_second_colon:
+        return "there is a second colon in this entry; quote the value, or indent the line as those it belongs to"
+    if is_indented_otherwise or "document start" in problem:
+        return "this is indented otherwise than what it belongs to; begin the keys of a mapping in one column"
+    return problem

@@ -1,9 +1,9 @@
 """Patches that leave no trace: `Patcher` puts replacements in and takes every one of them out again.
 
 It knows neither tensors nor dtypes. A replacement is a plain function made from the original;
-`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how
-`wrapt.unwrap_object` finds the way back. `install` replaces attributes of the owners that define a function, `redirect`
-other references to it.
+`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how wrapt finds the
+way back. `install` replaces attributes of the owners that define a function, `redirect` other references to it. Both
+exchange what a slot holds; all exchanges are in one list, which is undone backwards.
 """
 
 import contextlib
@@ -11,9 +11,10 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import wrapt
 
@@ -22,6 +23,13 @@ from . import pickling
 logger = logging.getLogger("amp_patch")
 
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
+Cover = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]
+
+ABSENT = object()
+"""What a slot holds that holds nothing."""
+
+namespace_of: Callable[[Any], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
+attributes_of: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,52 +42,189 @@ class Patch:
     note: str = ""
 
 
-class Slot(Protocol):
-    """Somewhere that refers to a function without being asked for it by name each time: a global, a default argument,
-    an item of a table.
+class Slot:
+    """Somewhere that refers to a function. All but `Attribute` are read and written without running anybody's code.
+
+    Attributes:
+        key: of an attribute, its name.
     """
+
+    __slots__ = ("_holder", "key")
+
+    def __init__(self, holder: Any, key: Any) -> None:
+        self._holder = holder
+        self.key = key
 
     def owner(self) -> Any:
         """Return the object whose attribute the slot is; None if it is no attribute, or its owner is gone."""
-
-    @property
-    def key(self) -> Any:
-        """The name of the attribute."""
+        return None
 
     def read(self) -> Any:
-        """Return what is there; something that is nowhere else if nothing is."""
+        """Return what is there, or ABSENT."""
+        raise NotImplementedError
 
     def write(self, value: Any) -> None:
         """Put `value` there."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Redirection:
-    """A slot, what it held, what it is to hold, and the function (or one of them) that this is about."""
+class Attribute(Slot):
+    """An attribute of what a patch is for. To write ABSENT takes it away."""
+
+    def owner(self) -> Any:
+        return self._holder
+
+    def read(self) -> Any:
+        return vars(self._holder).get(self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        if value is ABSENT:
+            delattr(self._holder, self.key)
+        else:
+            setattr(self._holder, self.key, value)
+
+
+class Item(Slot):
+    """An item of a dict."""
+
+    def read(self) -> Any:
+        return dict.get(self._holder, self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        dict.__setitem__(self._holder, self.key, value)
+
+
+class Global(Slot):
+    """A global of a module."""
+
+    def owner(self) -> Any:
+        return self._holder
+
+    def read(self) -> Any:
+        return namespace_of(self._holder).get(self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        namespace_of(self._holder)[self.key] = value
+
+
+class Key(Slot):
+    """A key of a dict, which stays where it is in the order."""
+
+    def read(self) -> Any:
+        return self.key if dict.__contains__(self._holder, self.key) else ABSENT
+
+    def write(self, value: Any) -> None:
+        items = [(value if key is self.key else key, item) for key, item in dict.items(self._holder)]
+        self.key = value
+        dict.update(self._holder, items)  # before anything goes: other threads may look something up
+        try:
+            dict.clear(self._holder)
+        finally:  # also if an interrupt comes
+            dict.update(self._holder, items)
+
+
+class Cell(Slot):
+    """A variable that functions share with the function they were defined in."""
+
+    def read(self) -> Any:
+        return contents_of(self._holder)
+
+    def write(self, value: Any) -> None:
+        self._holder.cell_contents = value
+
+
+def contents_of(cell: types.CellType) -> Any:
+    """Return the value of a closure's variable, or ABSENT."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has not been assigned yet, or was deleted
+        return ABSENT
+
+
+class _WeakSlot(Slot):
+    """A slot of an object that may belong to a model, and is not kept alive."""
+
+    def __init__(self, holder: Any, key: str) -> None:
+        super().__init__(weakref.ref(holder), key)
+
+    def owner(self) -> Any:
+        return self._holder()
+
+    def read(self) -> Any:
+        holder = self._holder()
+        return ABSENT if holder is None else self._get(holder)
+
+    def write(self, value: Any) -> None:
+        holder = self._holder()
+        if holder is not None:
+            self._set(holder, value)
+
+    def _get(self, holder: Any) -> Any:
+        raise NotImplementedError
+
+    def _set(self, holder: Any, value: Any) -> None:
+        raise NotImplementedError
+
+
+class ClassAttribute(_WeakSlot):
+    """An attribute that a class itself holds."""
+
+    def _get(self, holder: type) -> Any:
+        return attributes_of(holder).get(self.key, ABSENT)
+
+    def _set(self, holder: type, value: Any) -> None:
+        type.__setattr__(holder, self.key, value)
+
+
+class InstanceAttribute(_WeakSlot):
+    """An attribute in the `__dict__` of a module of a model."""
+
+    def _get(self, holder: Any) -> Any:
+        return vars(holder).get(self.key, ABSENT)
+
+    def _set(self, holder: Any, value: Any) -> None:
+        vars(holder)[self.key] = value
+
+
+class Defaults(_WeakSlot):
+    """The positional defaults of a function, one tuple."""
+
+    def owner(self) -> Any:
+        return None  # an attribute, but none that is a function
+
+    def _get(self, holder: types.FunctionType) -> Any:
+        return holder.__defaults__
+
+    def _set(self, holder: types.FunctionType, value: Any) -> None:
+        holder.__defaults__ = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """A slot, what it held, and what it is to hold.
+
+    Attributes:
+        before: ABSENT for an attribute that its owner only inherited, or served by `__getattr__`.
+        original: the function that is replaced; for a patch it may be a static or class method.
+        is_patch: whether `install` made it, and not `redirect`.
+    """
 
     slot: Slot
     before: Any
     after: Any
-    function: Callable[..., Any]
+    original: Any
+    is_patch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Installed:
-    owner: Any
-    name: str
-    original: Callable[..., Any]
-    replacement: Callable[..., Any]
-    # the owner only inherited the name, or served it dynamically: undo deletes instead of restoring
-    is_new_attribute: bool
-
-
-def _prepare(patch: Patch) -> _Installed:
-    _, _, original = wrapt.resolve_path(patch.owner, patch.name)
+def _plan(patch: Patch) -> Exchange:
+    original = wrapt.resolve_path(patch.owner, patch.name)[2]
     if isinstance(original, (staticmethod, classmethod)):
         replacement: Any = type(original)(_make(patch, original.__func__))
     else:
         replacement = _make(patch, original)
-    return _Installed(patch.owner, patch.name, original, replacement, patch.name not in vars(patch.owner))
+    slot = Attribute(patch.owner, patch.name)
+    before = original if patch.name in vars(patch.owner) else ABSENT
+    return Exchange(slot, before, replacement, original, is_patch=True)
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,42 +244,34 @@ class Patcher:
     """Installs patches all together or not at all, and undoes them last in, first out."""
 
     def __init__(self) -> None:
-        self._installed: list[_Installed] = []
-        self._by_target: dict[tuple[int, str], list[_Installed]] = {}
-        self._redirected: list[Redirection] = []
-        self._redirected_attributes: dict[tuple[int, Any], Redirection] = {}
+        self._exchanges: list[Exchange] = []
+        self._by_attribute: dict[tuple[int, Any], list[Exchange]] = {}
         self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each is around
 
     def __len__(self) -> int:
-        return len(self._installed) + len(self._redirected)
+        return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
         """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes
         out again.
         """
-        prepared = [_prepare(patch) for patch in patches]
-        mark = len(self._installed)
+        self._put_in([_plan(patch) for patch in patches])
+
+    def redirect(self, exchanges: Iterable[Exchange]) -> None:
+        """Write what each slot is to hold; on any exception, the slots written so far get back what they held."""
+        self._put_in(exchanges)
+
+    def _put_in(self, exchanges: Iterable[Exchange]) -> None:
+        mark = len(self._exchanges)
         try:
-            for item in prepared:
-                self._by_target.setdefault((id(item.owner), item.name), []).append(item)
-                # logged before the attribute changes: an interrupt in between is undone as well
-                self._installed.append(item)
-                wrapt.wrap_object(item.owner, item.name, _return_replacement, (item,))  # type: ignore[arg-type]
+            for exchange in exchanges:
+                self._exchanges.append(exchange)  # before the slot changes: an interrupt in between is undone as well
+                owner = exchange.slot.owner()
+                if owner is not None:
+                    self._by_attribute.setdefault((id(owner), exchange.slot.key), []).append(exchange)
+                exchange.slot.write(exchange.after)
         except BaseException:
             self._undo_down_to(mark)
-            raise
-
-    def redirect(self, redirections: Iterable[Redirection]) -> None:
-        """Write what each slot is to hold; on any exception, the slots written so far get back what they held."""
-        mark = len(self._redirected)
-        try:
-            for redirection in redirections:
-                self._redirected.append(redirection)  # logged before it is written, as above
-                if (owner := redirection.slot.owner()) is not None:
-                    self._redirected_attributes[id(owner), redirection.slot.key] = redirection
-                redirection.slot.write(redirection.after)
-        except BaseException:
-            self._restore_down_to(mark)
             raise
 
     def undo(self) -> None:
@@ -144,176 +281,132 @@ class Patcher:
         must be inert by then.
         """
         self.uncover()
-        self._restore_down_to(0)
         self._undo_down_to(0)
-
-    def forget(self, owner: Any, name: str) -> None:
-        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
-        of ours left in it.
-        """
-        forgotten = self._by_target.pop((id(owner), name), [])
-        self._installed = [item for item in self._installed if not any(item is other for other in forgotten)]
-        for item in forgotten:
-            pickling.retire(item.replacement)
-
-    def _restore_down_to(self, mark: int) -> None:
-        while len(self._redirected) > mark:
-            redirection = self._redirected[-1]
-            if redirection.slot.read() is redirection.after:  # else it is somebody else's by now, or was never written
-                redirection.slot.write(redirection.before)
-            self._redirected.pop()
-        for key in [
-            key
-            for key, redirection in self._redirected_attributes.items()
-            if not mark or not any(redirection is kept for kept in self._redirected)
-        ]:
-            del self._redirected_attributes[key]
 
     def _undo_down_to(self, mark: int) -> None:
         stuck: list[str] = []
-        while len(self._installed) > mark:
-            item = self._installed[-1]
-            if not _remove(item):
-                stuck.append(f"{getattr(item.owner, '__name__', item.owner)}.{item.name}")
-            pickling.retire(item.replacement)
-            items = self._by_target.get((id(item.owner), item.name), [])
-            if item in items:  # not if an interrupt came here before
-                items.remove(item)
-            self._installed.pop()
+        while len(self._exchanges) > mark:
+            exchange = self._exchanges[-1]
+            if not _take_out(exchange):
+                owner = exchange.slot.owner()
+                stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
+            self._retire(exchange)
+            self._exchanges.pop()  # last: what an interrupt cut short is done again
         if stuck:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
                 ", ".join(stuck),
             )
 
+    def _retire(self, exchange: Exchange) -> None:
+        """Forget an exchange that was taken out, but for pickles."""
+        same = self._by_attribute.get((id(exchange.slot.owner()), exchange.slot.key), [])
+        same[:] = [other for other in same if other is not exchange]
+        if exchange.is_patch:
+            pickling.retire(exchange.after)
+
+    def forget(self, owner: Any, name: str) -> None:
+        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
+        of ours left in it.
+        """
+        for exchange in self._find(owner, name):
+            self._exchanges.remove(exchange)
+            self._retire(exchange)
+
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Put the originals back inside the block, for what reads functions instead of calling them."""
-        covers = dict(self._covers)
-        items = [
-            (item, held)
-            for item in reversed(self._installed)
-            if (held := vars(item.owner).get(item.name)) is item.replacement
-            or (held is not None and held is covers.get(id(item.replacement)))
-        ]
-        redirections = [
-            (redirection, held)
-            for redirection in reversed(self._redirected)
-            if (held := redirection.slot.read()) is redirection.after
-            or (held is not None and held is covers.get(id(redirection.after)))
-        ]
+        in_place: list[tuple[Exchange, Any]] = []
+        for exchange in self._exchanges:
+            held = exchange.slot.read()
+            if held is exchange.after or held is self._covers.get(id(exchange.after), exchange.after):
+                in_place.append((exchange, held))
         try:
-            for redirection, _ in redirections:
-                redirection.slot.write(redirection.before)
-            for item, _ in items:
-                _put_back(item)
+            for exchange, _ in reversed(in_place):
+                exchange.slot.write(exchange.before)
             yield
         finally:
-            for item, held in reversed(items):
-                setattr(item.owner, item.name, held)
-            for redirection, held in reversed(redirections):
-                redirection.slot.write(held)
+            for exchange, held in in_place:
+                exchange.slot.write(held)
 
-    def cover(self, make: Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]) -> None:
+    def cover(self, make: Cover) -> None:
         """Put a function around each replacement, wherever it is referred to: `make(owner, name, replacement)`, or
         leave it alone for None. It must call what it covers. On any exception, all is as it was.
         """
         try:
-            for item in self._installed:
-                key = id(item.replacement)
-                if key in self._covers or not inspect.isfunction(item.replacement):
+            for exchange in self._exchanges:
+                replacement = exchange.after
+                if not exchange.is_patch or not inspect.isfunction(replacement) or id(replacement) in self._covers:
                     continue
-                if (made := make(item.owner, item.name, item.replacement)) is not None:
-                    self._covers[key] = functools.update_wrapper(made, item.replacement)
-            for item in self._installed:
-                if id(item.replacement) in self._covers and vars(item.owner).get(item.name) is item.replacement:
-                    setattr(item.owner, item.name, self._covers[id(item.replacement)])
-            for one in self._redirected:
-                if id(one.after) in self._covers and one.slot.read() is one.after:
-                    one.slot.write(self._covers[id(one.after)])
+                made = make(exchange.slot.owner(), exchange.slot.key, replacement)
+                if made is not None:
+                    self._covers[id(replacement)] = functools.update_wrapper(made, replacement)
+            for exchange in self._exchanges:
+                made = self._covers.get(id(exchange.after))
+                if made is not None and exchange.slot.read() is exchange.after:
+                    exchange.slot.write(made)
         except BaseException:
             self.uncover()
             raise
 
     def uncover(self) -> None:
         """Put the replacements back. Harmless twice, and without covers."""
-        covers = self._covers
-        for item in self._installed if covers else ():
-            made = covers.get(id(item.replacement))
-            if made is not None and vars(item.owner).get(item.name) is made:
-                setattr(item.owner, item.name, item.replacement)
-        for one in self._redirected if covers else ():
-            made = covers.get(id(one.after))
-            if made is not None and one.slot.read() is made:
-                one.slot.write(one.after)
-        covers.clear()
+        if not self._covers:
+            return
+        for exchange in self._exchanges:
+            made = self._covers.get(id(exchange.after))
+            if made is not None and exchange.slot.read() is made:
+                exchange.slot.write(exchange.after)
+        self._covers.clear()
 
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
-        return bool(self._by_target.get((id(owner), name))) or self._find_redirection(owner, name) is not None
+        return bool(self._find(owner, name))
 
     def is_in_place(self, owner: Any, name: str) -> bool:
         """Tell whether the patch of `owner.name` is still there, or below another one. Runs no code of the owner's."""
-        items = self._by_target.get((id(owner), name))
-        value = inspect.getattr_static(owner, name, None) if items else None
-        while value is not None:
-            if value is items[-1].replacement:  # type: ignore[index]
-                return True
+        found = [exchange for exchange in self._find(owner, name) if exchange.is_patch]
+        if not found:
+            return False
+        value = inspect.getattr_static(owner, name, None)
+        while value is not None and value is not found[-1].after:
             value = inspect.getattr_static(value, "__wrapped__", None)
-        return False
+        return value is not None
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
-        items = self._by_target.get((id(owner), name))
-        if items:
-            return items[0].original
-        redirection = self._find_redirection(owner, name)
-        before = None if redirection is None else redirection.before
-        return before.__func__ if isinstance(before, staticmethod) else before
+        found = self._find(owner, name)
+        return found[0].original if found else None
 
-    def _find_redirection(self, owner: Any, name: str) -> Redirection | None:
-        redirection = self._redirected_attributes.get((id(owner), name))
-        return redirection if redirection is not None and redirection.slot.owner() is owner else None
+    def _find(self, owner: Any, name: str) -> list[Exchange]:
+        """Return the exchanges of an attribute, the earliest first."""
+        known = self._by_attribute.get((id(owner), name), ())
+        return [exchange for exchange in known if exchange.slot.owner() is owner]  # the id may be another's by now
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yield each patched function with its replacement, in the order in which they were put in."""
-        for item in self._installed:
-            if isinstance(item.original, staticmethod):
-                yield item.original.__func__, item.replacement.__func__  # type: ignore[attr-defined]
-            elif not isinstance(item.original, classmethod):
-                yield item.original, item.replacement
+        for exchange in self._exchanges:
+            if not exchange.is_patch or isinstance(exchange.original, classmethod):
+                continue
+            if isinstance(exchange.original, staticmethod):
+                yield exchange.original.__func__, exchange.after.__func__
+            else:
+                yield exchange.original, exchange.after
 
 
-def _put_back(item: _Installed) -> None:
-    if item.is_new_attribute:
-        delattr(item.owner, item.name)
-    else:
-        setattr(item.owner, item.name, item.original)
-
-
-def _return_replacement(_: Any, item: _Installed) -> Any:
-    return item.replacement
-
-
-def _remove(item: _Installed) -> bool:
-    """Undo one patch; return False if something foreign sits on top of it."""
-    if isinstance(item.original, (staticmethod, classmethod)):  # wrapt would restore the function inside
-        if vars(item.owner).get(item.name) is item.replacement:
-            _put_back(item)
-            return True
-        return item.name not in vars(item.owner) or vars(item.owner)[item.name] is item.original
-    if vars(item.owner).get(item.name) is not item.replacement:
-        try:
-            current = wrapt.resolve_path(item.owner, item.name)[2]
-        except AttributeError:
-            return True
-        if current is item.original:
-            return True  # interrupted before it went in, or taken out already
+def _take_out(exchange: Exchange) -> bool:
+    """Undo one exchange. Return False if our function stays, below somebody else's."""
+    held = exchange.slot.read()
+    if held is exchange.after:
+        exchange.slot.write(exchange.before)
+        return True
+    is_gone = held is ABSENT or held is exchange.original  # taken out already, or never put in
+    if is_gone or not exchange.is_patch:
+        return True
+    if isinstance(exchange.after, (staticmethod, classmethod)):
+        return False  # wrapt would leave the function inside of ours
     try:
-        wrapt.unwrap_object(item.owner, item.name, item.replacement, missing_ok=True)
+        wrapt.unwrap_object(exchange.slot.owner(), exchange.slot.key, exchange.after, missing_ok=True)
     except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):
         return False
-    if item.is_new_attribute and vars(item.owner).get(item.name) is item.original:
-        # a module that serves names through __getattr__: wrapt restores by assignment there
-        delattr(item.owner, item.name)
-    return vars(item.owner).get(item.name) is not item.replacement
+    return True

@@ -1,8 +1,10 @@
 """Where pickle finds replacements that are no longer in place: copies of a model that was patched may still hold some.
+The layer `GELUActivation` of transformers keeps `F.gelu`, and a copy of a model made during a session keeps its
+replacement.
 
 Pickle stores a function as the module and the name that lead to it. A replacement in place is found where it is
 installed. One that was taken out is found here, under a name made of where it was; another process, which has no such
-replacement, gets what stands there now.
+replacement, gets what stands there now. Files refer to this module by its name.
 """
 
 import itertools

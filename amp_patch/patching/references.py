@@ -1,15 +1,71 @@
-"""References to patched functions, redirected to replacements and back: what sessions do with `Search`."""
+"""References to patched functions outside torch: found without running anybody's code, redirected to replacements, and
+given the originals back.
 
-from collections.abc import Callable, Iterable, Sequence
+Where `Search` looks, in every imported module outside torch, this package and the standard library: globals, class
+attributes, default arguments and closures of the functions and methods defined there, and dicts (keys too) and layers
+in globals and class attributes; in models: attributes of their modules, and the classes of those. Each kind of slot is
+one that a published package has; `tests/patching/test_references.py` names it. Namespaces are read with C's own
+accessors: no property, no descriptor, no `__getattr__` and no metaclass gets to run.
+
+Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch,
+`torch.Tensor` or a patched function: it has no way to come by one.
+"""
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
+from ..torch_private import FUNCTION_TABLES
 from . import pickling
-from .patcher import Patcher
-from .search import Functions, Search
+from .patcher import (
+    Cell,
+    ClassAttribute,
+    Defaults,
+    Exchange,
+    Global,
+    InstanceAttribute,
+    Item,
+    Key,
+    Patcher,
+    Slot,
+    attributes_of,
+    contents_of,
+    namespace_of,
+)
+
+Functions = Mapping[int, Callable[..., Any]]
+"""What is to stand for each function, by the id of the function."""
 
 MAX_NAMED = 10  # of what cannot be redirected
+
+_flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
+_IS_ASSIGNABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or made to look so
+_IS_IMMUTABLE = 1 << 8
+
+_BELOW_TORCH = {
+    *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions"),
+    *("wrapt", "yaml"),
+}
+_PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
+_PLAIN = frozenset(
+    {
+        *(str, bytes, int, float, complex, bool, type(None), type(Ellipsis)),
+        *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GetSetDescriptorType),
+        *(types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    }
+)
+"""Types of values that hold no function, and are not looked into."""
+
+_HOLDERS = frozenset({functools.partial, tuple, list, dict})
+"""Types of a module's attributes that may hold a function where it cannot be exchanged."""
+
+
+# ---- what sessions do ------------------------------------------------------------------------------------------------
 
 
 def functions_of(patcher: Patcher) -> Functions:
@@ -21,7 +77,7 @@ def functions_of(patcher: Patcher) -> Functions:
 
 
 def redirect(
-    functions: Sequence[tuple[Patcher, Functions]], models: Iterable[torch.nn.Module], *, with_modules: bool = True
+    functions: Sequence[tuple[Patcher, Functions]], models: Iterable[nn.Module], *, with_modules: bool = True
 ) -> list[str]:
     """Have what refers to one of the functions refer to its replacement: in models, and in the imported modules. Their
     patchers can undo it.
@@ -29,21 +85,20 @@ def redirect(
     Replacements that a copy of a model kept from an earlier session are redirected like their originals. Returns what
     could not be redirected.
     """
-    models, wanted = list(models), {key: replacement for _, some in functions for key, replacement in some.items()}
+    models, wanted = list(models), dict[int, Callable[..., Any]]()
+    for _, some in functions:
+        wanted.update(some)
     if not wanted:
         return []
     _rewrite(Search(pickling.get_originals()), models, with_modules=False)
     search = Search(wanted, _packages_of(wanted.values()))
-    for model in models:
-        search.search_model(model)
-    if with_modules:
-        search.search_modules()
+    search.look_through(models, with_modules=with_modules)
     for patcher, some in functions:
-        patcher.redirect([redirection for redirection in search.found if id(redirection.function) in some])
+        patcher.redirect([exchange for function, exchange in search.found if function in some])
     return search.find_stuck()
 
 
-def undo(patchers: Sequence[Patcher], models: Iterable[torch.nn.Module]) -> None:
+def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
     """Undo the patchers, last one first, and give the originals back to whatever took hold of a replacement while it
     was in. Interrupted, it is to be called again.
     """
@@ -63,7 +118,9 @@ def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
 
 def describe_stuck(stuck: Sequence[str]) -> str:
     """Return the warning about what could not be redirected."""
-    shown = ", ".join(stuck[:MAX_NAMED]) + (f" and {len(stuck) - MAX_NAMED} more" if len(stuck) > MAX_NAMED else "")
+    shown = ", ".join(stuck[:MAX_NAMED])
+    if len(stuck) > MAX_NAMED:
+        shown += f" and {len(stuck) - MAX_NAMED} more"
     return (
         f"patched functions are also held where they cannot be exchanged, and calls from there are not cast: {shown}. "
         "Look the function up when it is called (F.gelu), or make these objects after initialize."
@@ -74,13 +131,256 @@ def _packages_of(replacements: Iterable[Callable[..., Any]]) -> set[str]:
     return {str(replacement.__module__ or "").partition(".")[0] for replacement in replacements} - {""}
 
 
-def _rewrite(search: Search, models: Iterable[torch.nn.Module], *, with_modules: bool) -> None:
+def _rewrite(search: "Search", models: Iterable[nn.Module], *, with_modules: bool) -> None:
     """Write what is found, for good."""
-    if search.is_idle:
-        return
-    for model in models:
-        search.search_model(model)
-    if with_modules:
-        search.search_modules()
-    for redirection in search.found:
-        redirection.slot.write(redirection.after)
+    if search.functions:
+        search.look_through(models, with_modules=with_modules)
+    for _, exchange in search.found:
+        exchange.slot.write(exchange.after)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+class Search:
+    """Finds the slots that refer to some functions, and what else refers to them, where nothing can be exchanged.
+
+    Args:
+        functions: what is to stand for each function, by the function's id.
+        packages: the top-level packages, beside torch, that these functions belong to.
+
+    Attributes:
+        found: the exchanges, each with the id of its function.
+    """
+
+    def __init__(self, functions: Functions, packages: Iterable[str] = ()) -> None:
+        self.functions = functions
+        self.found: list[tuple[int, Exchange]] = []
+        self._ids = frozenset(functions)
+        self._homes = {"torch", *packages}
+        self._package = ""  # the one that is being searched
+        # a replacement's own closure holds the original, and is to keep it
+        self._seen = {id(function) for function in functions.values()}
+        self._others: list[tuple[str, str, Any]] = []
+
+    def look_through(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
+        """Look through models, and through the imported modules."""
+        for model in models:
+            self._search_model(model)
+        if with_modules:
+            self.search_modules()
+
+    def search_modules(self) -> None:
+        """Look through the imported modules."""
+        packages: dict[str, list[tuple[str, types.ModuleType]]] = {}
+        evidence = {*self._ids, id(Tensor)}
+        for name, module in list(sys.modules.items()):
+            top = name.partition(".")[0]
+            is_home, is_passed_over = top in self._homes, top in _PASSED_OVER
+            if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
+                continue
+            if is_home:
+                evidence.add(id(module))
+            if not is_passed_over:
+                packages.setdefault(top, []).append((name, module))
+        self._search_tables_of_torch()
+        for package, modules in packages.items():
+            if len(modules) > 1 and not any(_holds_any(module, evidence) for _, module in modules):
+                continue
+            self._package = package
+            for name, module in modules:
+                self._search_module(name, module)
+
+    def find_stuck(self) -> list[str]:
+        """Return what holds one of the functions where it cannot be redirected, as `module.name (its class)` each."""
+        if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], self._seen))):
+            return []
+        handled = set(self._seen)
+        for module in list(sys.modules.values()):
+            if issubclass(type(module), types.ModuleType):
+                handled.add(id(namespace_of(module)))
+        stuck = {}  # by the id of the value: the last of its names
+        for prefix, key, value in self._others:
+            if not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
+                stuck[id(value)] = f"{prefix}.{key} ({type(value).__name__})"
+        return list(stuck.values())
+
+    def _enter(self, slot: Slot, function: Any, after: Any = None) -> None:
+        """Enter a slot that refers to a function, and what it is to hold if that is not just the replacement."""
+        before = slot.read()
+        original = before.__func__ if isinstance(before, staticmethod) else before
+        if after is None:
+            after = self.functions[id(function)]
+        self.found.append((id(function), Exchange(slot, before, after, original)))
+
+    def _is_first_visit(self, value: Any) -> bool:
+        is_first = id(value) not in self._seen
+        self._seen.add(id(value))
+        return is_first
+
+    def _search_tables_of_torch(self) -> None:
+        for name, key in FUNCTION_TABLES.items():
+            holder = sys.modules.get(name)
+            if issubclass(type(holder), types.ModuleType):
+                table = namespace_of(holder).get(key)
+                if type(table) is dict and self._is_first_visit(table):
+                    self._search_keys(table)
+
+    def _search_module(self, name: str, module: types.ModuleType) -> None:
+        namespace = namespace_of(module)
+        if not self._is_first_visit(namespace):
+            return
+        for key, value in list(namespace.items()):
+            if id(value) in self._ids:
+                self._enter(Global(module, key), value)
+            elif type(value) not in _PLAIN:
+                self._search_value(value, name, key)
+
+    def _search_value(self, value: Any, prefix: str, key: str) -> None:
+        """Look into a global or a class attribute."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            self._search_function(value)
+        elif issubclass(kind, type):
+            self._search_class(value)
+        elif issubclass(kind, dict):
+            if not key.startswith("__"):  # __builtins__, __annotations__...
+                self._search_table(value, prefix, key)
+        elif issubclass(kind, nn.Module):
+            self._search_layer(value)
+        elif not issubclass(kind, types.ModuleType):
+            self._others.append((prefix, key, value))
+
+    def _search_class(self, owner: type) -> None:
+        attributes = attributes_of(owner)
+        home = attributes.get("__module__")
+        if type(home) is not str or home.partition(".")[0] != self._package or not self._is_first_visit(owner):
+            return
+        is_assignable = _flags_of(owner) & (_IS_ASSIGNABLE | _IS_IMMUTABLE) == _IS_ASSIGNABLE
+        for key, value in list(attributes.items()):
+            kind = type(value)
+            function = value
+            if kind is staticmethod or kind is classmethod:
+                function = value.__func__
+            if id(function) in self._ids:
+                if is_assignable:
+                    self._enter(ClassAttribute(owner, key), function, self._as_class_attribute(value, function))
+            elif type(function) is types.FunctionType:
+                self._search_function(function)
+            elif kind not in _PLAIN:
+                self._search_value(value, f"{home}.{owner.__name__}", key)
+
+    def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
+        """Return what is to be the class attribute instead of `value`: called through an instance, it gets the same
+        arguments.
+        """
+        after = self.functions[id(function)]
+        if function is not value:
+            return type(value)(after)
+        if hasattr(type(after), "__get__") and not hasattr(type(value), "__get__"):
+            return staticmethod(after)  # a function is given the instance, a builtin is not
+        return after
+
+    def _search_table(self, table: dict[Any, Any], prefix: str, key: str) -> None:
+        """Look through the values and the keys of a dict."""
+        if not self._is_first_visit(table):
+            return
+        self._search_keys(table)
+        for index, value in list(dict.items(table)):
+            kind = type(value)
+            if id(value) in self._ids:
+                self._enter(Item(table, index), value)
+            elif kind is types.FunctionType:
+                self._search_function(value)
+            elif issubclass(kind, nn.Module):
+                self._search_layer(value)
+            elif kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)):
+                self._others.append((prefix, key, value))
+
+    def _search_keys(self, table: dict[Any, Any]) -> None:
+        """Look at the keys: classes with a `__torch_function__` keep what they do instead of a function under it."""
+        for key in list(dict.keys(table)):
+            if id(key) in self._ids:
+                self._enter(Key(table, key), key)
+
+    def _search_function(self, function: types.FunctionType) -> None:
+        """Look at the defaults and the closure of a function, and at the functions in its closure: a decorator keeps
+        there what it decorates.
+        """
+        pending = [function]
+        while pending:
+            function = pending.pop()
+            defaults, keyword_defaults, closure = function.__defaults__, function.__kwdefaults__, function.__closure__
+            if not (defaults or keyword_defaults or closure) or not self._is_first_visit(function):
+                continue
+            is_own = _package_of(function) == self._package
+            if is_own:
+                self._search_defaults(function)
+            for cell in closure or ():
+                contents = contents_of(cell)
+                if type(contents) is types.FunctionType and id(contents) not in self._ids:
+                    pending.append(contents)
+                elif is_own and id(contents) in self._ids and self._is_first_visit(cell):
+                    self._enter(Cell(cell, "cell_contents"), contents)
+
+    def _search_defaults(self, function: types.FunctionType) -> None:
+        defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        originals = [value for value in defaults if id(value) in self._ids]
+        if originals:
+            after = tuple([self.functions.get(id(value), value) for value in defaults])
+            self._enter(Defaults(function, "__defaults__"), originals[0], after)
+        for key, value in list(keyword_defaults.items()):
+            if id(value) in self._ids:
+                self._enter(Item(keyword_defaults, key), value)
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def _search_layer(self, layer: nn.Module) -> None:
+        """Look through a layer that a package keeps, such as transformers.activations.gelu."""
+        package = self._package
+        if self._is_first_visit(layer):
+            self._search_model(layer)
+        self._package = package
+
+    def _search_model(self, model: nn.Module) -> None:
+        """Look through the attributes of the model's modules, through the functions among them and through the classes
+        that torch does not define.
+        """
+        for path, module in model.named_modules():
+            prefix = f"{type(model).__name__}.{path}" if path else type(model).__name__
+            for key, value in list(vars(module).items()):
+                if id(value) in self._ids:
+                    self._enter(InstanceAttribute(module, key), value)
+                elif type(value) is types.FunctionType:
+                    self._package = _package_of(value)
+                    if self._package not in _PASSED_OVER:
+                        self._search_function(value)
+                elif type(value) is functools.partial and id(value.func) in self._ids:
+                    after = functools.partial(self.functions[id(value.func)], *value.args, **value.keywords)
+                    self._enter(InstanceAttribute(module, key), value.func, after)
+                elif type(value) in _HOLDERS:
+                    self._others.append((prefix, key, value))
+            for owner in type(module).__mro__:
+                self._package = owner.__module__.partition(".")[0]
+                if self._package not in _PASSED_OVER:
+                    self._search_class(owner)
+
+
+def _holds_any(module: types.ModuleType, ids: set[int]) -> bool:
+    return not ids.isdisjoint(map(id, list(namespace_of(module).values())))
+
+
+def _package_of(function: types.FunctionType) -> str:
+    """Return the top-level package that a function was defined in; nothing where its globals do not tell."""
+    home = function.__globals__.get("__name__")
+    return home.partition(".")[0] if type(home) is str else ""
+
+
+def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:
+    """Return what the values refer to, directly or through a dict or tuple of theirs.
+
+    The garbage collector knows, and asks nobody.
+    """
+    direct = gc.get_referents(*values)
+    inner = [value for value in direct if type(value) in (dict, tuple) and id(value) not in handled]
+    return [value for value in direct if id(value) not in handled] + gc.get_referents(*inner)

@@ -238,6 +238,47 @@ def test_an_import_while_the_session_is_opened_or_closed_loses_nothing(lists):
         assert find_changes() == []
 
 
+def test_a_session_waits_for_no_import_that_waits_for_it(lists, write):
+    """A package whose body trains in another thread; its ops are patched when its import has ended."""
+    body = """
+        import threading
+        from lib_x.ops import roi_align
+
+        def train():
+            import amp_patch, torch
+            amp_patch.initialize(torch.nn.Linear(2, 2), opt_level="O4", lists=LISTS, verbosity=0)
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        thread.join(60)
+        has_ended = not thread.is_alive()
+
+        def late(x):
+            return x
+    """
+    lists.write_text(lists.read_text().replace("whitelist: [", "whitelist: [lib_x.late, "))
+    write(lib_x=f"LISTS = {str(lists)!r}\n" + textwrap.dedent(body), lib_x__ops=OPS)
+    library = importlib.import_module("lib_x")
+    assert library.has_ended
+    assert library.late(X).dtype is library.roi_align(X).dtype is LOW
+
+
+@pytest.mark.usefixtures("library")
+def test_an_import_that_fails_while_a_session_is_opened_is_not_the_last(lists, write):
+    write(
+        lib_x="import amp_patch, torch\namp_patch.initialize(torch.nn.Linear(2, 2), opt_level='O4', lists=LISTS)\n1 / 0"
+    )
+    builtins = vars(sys.modules["builtins"])
+    builtins["LISTS"] = str(lists)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            importlib.import_module("lib_x")
+    finally:
+        del builtins["LISTS"]
+    write(lib_x="", lib_x__ops=OPS)
+    assert import_ops().roi_align(X).dtype is LOW
+
+
 # ---- reloaded --------------------------------------------------------------------------------------------------------
 
 

@@ -288,18 +288,8 @@ def test_shipped_lists_compare() -> None:
 
 
 OPS = [
-    "exp",
-    "torch.exp",
-    "exp_",
-    "torch.Tensor.exp_",
-    "acos",
-    "torch.arccos",
-    "pow",
-    "__ipow__",
-    "torch.Tensor.__pow__",
-    "mul",
-    "lib.f",
-    "lib.f_",
+    *("exp", "torch.exp", "exp_", "torch.Tensor.exp_", "acos", "torch.arccos", "pow", "__ipow__"),
+    *("torch.Tensor.__pow__", "mul", "lib.f", "lib.f_"),
 ]
 LISTS = st.tuples(
     st.dictionaries(st.sampled_from(OPS), st.sampled_from(op_lists.RULES), max_size=4),

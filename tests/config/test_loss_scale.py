@@ -6,7 +6,7 @@ import pytest
 
 import amp_patch as amp
 from amp_patch.config import make_policy
-from amp_patch.config.loss_scale import DynamicScale, parse_loss_scale
+from amp_patch.config.policy import DynamicScale, parse_loss_scale
 
 FULL = {"init": 2048, "growth_factor": 1.5, "backoff_factor": 0.25, "growth_interval": 300, "hysteresis": 4}
 

@@ -32,13 +32,7 @@ def test_a_missing_op_has_no_spellings_where_it_may_be_missing() -> None:
 
 def test_a_name_means_the_same_while_it_is_patched() -> None:
     for name in [
-        "conv2d",
-        "softmax",
-        "norm",
-        "max_pool3d",
-        "torch.nn.functional.linear",
-        "torch.Tensor.__pow__",
-        "stft",
+        *("conv2d", "softmax", "norm", "max_pool3d", "torch.nn.functional.linear", "torch.Tensor.__pow__", "stft"),
     ]:
         before = find_spellings(name, may_be_missing=False)
         patcher = Patcher()
@@ -67,24 +61,8 @@ OPERANDS = {"clamp": (X, 0.3, 0.5), "acosh": (X + 1,), "mvlgamma": (X + 2, 2), "
 OPERANDS |= {"outer": (X[0], Y[0]), "cat": ([X, Y],), "vstack": ([X, Y],)}
 OPERANDS |= {"hspmm": (X.to_sparse(), Y), "sspaddmm": (X.to_sparse(), Y.to_sparse(), X)}
 BINARY = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "floor_divide",
-    "remainder",
-    "pow",
-    "matmul",
-    "mm",
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "atan2",
-    "igamma",
-    "igammac",
+    *("add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "matmul", "mm", "eq", "ne", "gt", "ge"),
+    *("lt", "le", "atan2", "igamma", "igammac"),
 }
 SWAPPED = {"rsub", "__rsub__", "__rdiv__", "__rtruediv__", "__rfloordiv__", "__rmod__", "__rpow__", "__rmatmul__"}
 

@@ -87,14 +87,7 @@ def test_a_presets_file_may_add_levels_and_build_on_others(tmp_path, monkeypatch
         "O2: {extends: O2, keep_batchnorm_fp32: false}\n"
         "Small: {extends: Mine, master_weights: false}\n"
     )
-    assert properties(make_policy("Mine", {}, presets=path)) == (
-        BF16,
-        False,
-        None,
-        True,
-        True,
-        16.0,
-    )
+    assert properties(make_policy("Mine", {}, presets=path)) == (BF16, False, None, True, True, 16.0)
     assert make_policy("O2", {}, presets=path).keep_batchnorm_fp32 is False
     assert make_policy("O2", {}, presets=path).cast_model_type is F16
     assert make_policy("Small", {}, presets=path).master_weights is False

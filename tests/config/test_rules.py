@@ -3,7 +3,7 @@
 import json
 import pickle
 
-from amp_patch.config.rules import RULES, Rule
+from amp_patch.config.list_file import RULES, Rule
 
 
 def test_a_rule_is_its_name() -> None:

@@ -173,8 +173,8 @@ def test_an_interrupt_while_a_block_ends_is_finished(after, monkeypatch):
     def interrupted(self):
         if not count:
             count.append(1)
-            for item in self._installed[:after]:
-                setattr(item.owner, item.name, item.replacement)
+            for exchange in self._exchanges[:after]:
+                exchange.slot.write(exchange.after)
             raise Interrupt
         return uncover(self)
 

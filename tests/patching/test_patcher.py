@@ -109,24 +109,12 @@ def test_a_patch_acts_and_undo_leaves_no_trace(target: tuple[Any, str]) -> None:
     patcher.install([Patch(owner, name, plus_100)])
     assert call(owner, name, 7) == plain + 100
     assert len(patcher) == 1
-    patcher.undo()
-    assert call(owner, name, 7) == plain
-    assert held(owner, name) is before
-    assert set(vars(owner)) == names_before
-    assert len(patcher) == 0
-
-
-def test_undo_twice_is_undo_once(target: tuple[Any, str]) -> None:
-    owner, name = target
-    before = held(owner, name)
-    patcher = Patcher()
-    patcher.install([Patch(owner, name, plus_100)])
-    patcher.undo()
-    setattr(owner, name, plus_100(triple))  # somebody else's, put in after our undo
-    theirs = held(owner, name)
-    patcher.undo()
-    assert held(owner, name) is theirs
-    assert theirs is not before
+    for _ in range(2):
+        patcher.undo()
+        assert call(owner, name, 7) == plain
+        assert held(owner, name) is before
+        assert set(vars(owner)) == names_before
+        assert len(patcher) == 0
 
 
 def test_the_replacement_is_a_plain_function_with_the_original_s_name_and_docstring(target: tuple[Any, str]) -> None:
@@ -295,6 +283,61 @@ def test_get_original_of_a_name_patched_twice_is_what_it_was_before_both() -> No
     original = patcher.get_original(module, "triple")
     patcher.undo()
     assert original is triple
+
+
+# ---- covers ----------------------------------------------------------------------------------------------------------
+
+
+def plus_10000(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: replacement(*args) + 10000
+
+
+def test_a_cover_acts_until_it_is_taken_off(target: tuple[Any, str]) -> None:
+    owner, name = target
+    before, plain = held(owner, name), call(owner, name, 7)
+    patcher = Patcher()
+    patcher.install([Patch(owner, name, plus_100)])
+    replacement = held(owner, name)
+    for _ in range(2):
+        patcher.cover(plus_10000)
+        assert call(owner, name, 7) == plain + 10100  # once, however often it is covered
+        assert held(owner, name).__wrapped__ is replacement
+        with patcher.suspended():
+            assert held(owner, name) is before
+    for _ in range(2):
+        patcher.uncover()
+        assert held(owner, name) is replacement
+    patcher.cover(plus_10000)
+    patcher.undo()
+    assert held(owner, name) is before
+
+
+def test_what_is_not_to_be_covered_or_lies_below_another_is_left() -> None:
+    module, base = make_module(), make_classes()[0]
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100), Patch(base, "double", plus_100)])
+    theirs, double = wraps_closure(module.triple), held(base, "double")
+    module.triple = theirs  # type: ignore[attr-defined]
+    patcher.cover(lambda owner, name, replacement: None if owner is base else plus_10000(owner, name, replacement))
+    assert held(module, "triple") is theirs and held(base, "double") is double
+    patcher.uncover()
+    assert held(module, "triple") is theirs and held(base, "double") is double
+
+
+def test_covers_that_cannot_be_made_leave_none() -> None:
+    module, base = make_module(), make_classes()[0]
+    patcher = Patcher()
+    patcher.install([Patch(module, "triple", plus_100), Patch(base, "double", plus_100)])
+    replacements = held(module, "triple"), held(base, "double")
+
+    def fail_late(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        return failing(replacement) if owner is base else plus_10000(owner, name, replacement)
+
+    with pytest.raises(ZeroDivisionError):
+        patcher.cover(fail_late)
+    assert (held(module, "triple"), held(base, "double")) == replacements
+    patcher.cover(plus_10000)
+    assert module.triple(1) == 10103
 
 
 # ---- failures half-way -----------------------------------------------------------------------------------------------

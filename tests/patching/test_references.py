@@ -22,11 +22,12 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch.patching import pickling, references, search
+from amp_patch.patching import pickling, references
 from amp_patch.patching.patcher import Patch, Patcher
 
 X = torch.ones(2, 4)
 LOW = torch.bfloat16
+HEAD = "import torch, torch.nn.functional as F\n"
 LISTS = "extends: bfloat16\nwhitelist: [gelu, silu]\nblacklist: [torch.Tensor.sinc]\n"
 
 
@@ -67,6 +68,17 @@ def make_package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.fixture
+def import_program(make_package):
+    """Returns a function that writes the source of a module with torch and F in it, and imports it."""
+
+    def import_program(source):
+        make_package({"program_x": HEAD + textwrap.dedent(source)})
+        return importlib.import_module("program_x")
+
+    return import_program
+
+
 def open_session(lists="bfloat16", model=None, **options):
     model = nn.Linear(4, 4) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,86 +89,44 @@ def open_session(lists="bfloat16", model=None, **options):
 # ---- one kind of slot at a time -------------------------------------------------------------------------------------
 
 SLOTS = {
+    # timm.layers.norm: from torch.nn.functional import rms_norm
     "global": ("from torch.nn.functional import gelu", lambda m, x: m.gelu(x)),
-    "class attribute, builtin": (
-        "import torch.nn.functional as F\nclass C:\n    act = F.gelu",
-        lambda m, x: m.C().act(x),
-    ),
-    "class attribute, function": (
-        "import torch.nn.functional as F\nclass C:\n    act = F.silu",
-        lambda m, x: m.C.act(x),
-    ),
-    "staticmethod": (
-        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.silu)",
-        lambda m, x: m.C().act(x),
-    ),
-    "static builtin": (
-        "import torch.nn.functional as F\nclass C:\n    act = staticmethod(F.gelu)",
-        lambda m, x: m.C().act(x),
-    ),
-    "nested class": (
-        "import torch.nn.functional as F\nclass C:\n    class D:\n        act = F.gelu",
-        lambda m, x: m.C.D().act(x),
-    ),
-    "default": (
-        "import torch.nn.functional as F\ndef f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)",
-        lambda m, x: m.f(x),
-    ),
-    "keyword default": (
-        "import torch.nn.functional as F\ndef f(x, *, act=F.gelu):\n    return act(x)",
-        lambda m, x: m.f(x),
-    ),
+    # kornia.losses.HausdorffERLoss: conv = torch.conv2d
+    "class attribute, builtin": ("class C:\n    act = F.gelu", lambda m, x: m.C().act(x)),
+    "class attribute, function": ("class C:\n    act = F.silu", lambda m, x: m.C.act(x)),
+    "staticmethod": ("class C:\n    act = staticmethod(F.silu)", lambda m, x: m.C().act(x)),
+    "static builtin": ("class C:\n    act = staticmethod(F.gelu)", lambda m, x: m.C().act(x)),
+    "nested class": ("class C:\n    class D:\n        act = F.gelu", lambda m, x: m.C.D().act(x)),
+    # kornia.geometry.ImageRegistrator(loss_fn=F.l1_loss), zoedepth of transformers (act=torch.softmax)
+    "default": ("def f(x, n=1, act=F.gelu, *, k=2):\n    return act(x)", lambda m, x: m.f(x)),
+    "keyword default": ("def f(x, *, act=F.gelu):\n    return act(x)", lambda m, x: m.f(x)),
     "default of a decorated function": (
-        "import torch\n@torch.no_grad()\ndef f(x, act=torch.nn.functional.gelu):\n    return act(x)",
+        "@torch.no_grad()\ndef f(x, act=F.gelu):\n    return act(x)",
         lambda m, x: m.f(x),
     ),
-    "closure": (
-        (
-            "import torch.nn.functional as F\n"
-            "def make(act):\n"
-            "    def f(x):\n"
-            "        return act(x)\n"
-            "    return f\n"
-            "f = make(F.gelu)"
-        ),
-        lambda m, x: m.f(x),
-    ),
+    # No package that we know has one, but a call from there would be left without its cast and without a warning.
+    "closure": ("def make(act):\n    return lambda x: act(x)\nf = make(F.gelu)", lambda m, x: m.f(x)),
     "closure in a closure": (
-        (
-            "import torch.nn.functional as F\n"
-            "def same(f):\n"
-            "    return lambda *a: f(*a)\n"
-            "def make(g):\n"
-            "    return same(lambda x: g(x))\n"
-            "f = make(F.gelu)"
-        ),
+        "def same(f):\n    return lambda *a: f(*a)\ndef make(g):\n    return same(lambda x: g(x))\nf = make(F.gelu)",
         lambda m, x: m.f(x),
     ),
-    "table": (
-        "import torch.nn.functional as F\nACT = {'gelu': F.gelu, 'own': lambda x: x}",
+    # transformers.activations.ACT2FN, up to 4.1
+    "table": ("ACT = {'gelu': F.gelu, 'own': lambda x: x}", lambda m, x: m.ACT["gelu"](x)),
+    "a table filled from another module": (
+        "from library_x.ops import table\nACT = {'gelu': table['gelu']}",
         lambda m, x: m.ACT["gelu"](x),
     ),
-    "list": ("import torch.nn.functional as F\nACTS = [None, F.gelu]", lambda m, x: m.ACTS[1](x)),
-    "table of tables": (
-        "import torch.nn.functional as F\nACT = {'a': {'gelu': F.gelu}}",
-        lambda m, x: m.ACT["a"]["gelu"](x),
-    ),
     "data class": (
-        (
-            "import dataclasses, typing, torch\n"
-            "@dataclasses.dataclass\n"
-            "class C:\n"
-            "    act: typing.Any = torch.nn.functional.gelu"
-        ),
+        "import dataclasses, typing\n@dataclasses.dataclass\nclass C:\n    act: typing.Any = F.gelu",
         lambda m, x: m.C().act(x),
     ),
+    # transformers.activations.gelu is a GELUActivation, which holds F.gelu
     "layer": (
         (
-            "import torch\n"
             "class Gelu(torch.nn.Module):\n"
             "    def __init__(self):\n"
             "        torch.nn.Module.__init__(self)\n"  # super() would be a closure that leads back to the class
-            "        self.act = torch.nn.functional.gelu\n"
+            "        self.act = F.gelu\n"
             "    def forward(self, x):\n"
             "        return self.act(x)\n"
             "gelu = Gelu()\n"
@@ -164,11 +134,8 @@ SLOTS = {
         ),
         lambda m, x: m.LAYERS["other"](m.gelu(x).float()),
     ),
-    "a table filled from another module": (
-        "from library_x.ops import table\nACT = {'gelu': table['gelu']}",
-        lambda m, x: m.ACT["gelu"](x),
-    ),
 }
+"""Where modules keep functions: source, and a call from there. Beside each kind a published package that has it."""
 
 
 def describe(module):
@@ -207,7 +174,9 @@ def programs(make_package):
     """Writes a program for each slot; returns a function that imports them, by the names of the slots."""
     names = {slot: f"program_x{index}" for index, slot in enumerate(SLOTS)}
     library = "import torch\ntable = {'gelu': torch.nn.functional.gelu}"
-    make_package({"library_x": "", "library_x.ops": library, **{name: SLOTS[slot][0] for slot, name in names.items()}})
+    make_package(
+        {"library_x": "", "library_x.ops": library, **{name: HEAD + SLOTS[slot][0] for slot, name in names.items()}}
+    )
     return lambda: {slot: importlib.import_module(name) for slot, name in names.items()}
 
 
@@ -258,54 +227,36 @@ def test_a_program_run_as_a_script_is_redirected(tmp_path, fork_server):
     assert done.returncode == 0, done.stderr
 
 
-def test_methods_of_tensors_are_redirected_too(make_package, lists):
-    make_package(
-        {
-            "program_x": (
-                "import torch\n"
-                "OPS = {'sinc': torch.Tensor.sinc}\n"
-                "class Mine(torch.Tensor):\n"
-                "    my_sinc = torch.Tensor.sinc"
-            )
-        }
-    )
-    module = importlib.import_module("program_x")
+def test_methods_of_tensors_are_redirected_too(import_program, lists):
+    source = "OPS = {'sinc': torch.Tensor.sinc}\nclass Mine(torch.Tensor):\n    my_sinc = torch.Tensor.sinc"
+    module, low = import_program(source), X.bfloat16()
     original = module.OPS["sinc"]
     _session = open_session(lists)
-    assert (
-        module.OPS["sinc"](X.bfloat16()).dtype is X.bfloat16().as_subclass(module.Mine).my_sinc().dtype is torch.float32
-    )
+    assert module.OPS["sinc"](low).dtype is low.as_subclass(module.Mine).my_sinc().dtype is torch.float32
     amp.reset()
     assert module.OPS["sinc"] is vars(module.Mine)["my_sinc"] is original
 
 
-def test_what_the_user_changed_during_the_session_stays(make_package, lists):
+def test_what_the_user_changed_during_the_session_stays(import_program, lists):
     source = """
-        import torch.nn.functional as F
         act = F.gelu
         ACT = {"gelu": F.gelu, "gone": F.gelu}
-        ACTS = [F.gelu, F.gelu]
         class C:
             act = F.gelu
         def f(x, act=F.gelu):
             return act(x)
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     _session = open_session(lists)
     module.act = module.ACT["gelu"] = module.C.act = mine = abs
-    del module.ACT["gone"], module.ACTS[0]
+    del module.ACT["gone"]
     module.f.__defaults__ = (mine,)
     amp.reset()
     assert module.act is module.C.act is mine and {"gelu": mine} == module.ACT and module.f.__defaults__ == (mine,)
-    assert [F.gelu] == module.ACTS
 
 
-def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
-    make_package(
-        {"program_x": "import torch.nn.functional as F\nclass C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass"}
-    )
-    module = importlib.import_module("program_x")
+def test_places_that_are_gone_by_the_end_are_no_trouble(import_program, lists):
+    module = import_program("class C:\n    act = F.gelu\ndef f(x, act=F.gelu):\n    pass")
     _session = open_session(lists)
     gone = weakref.ref(module.C), weakref.ref(module.f)
     del module.C, module.f
@@ -317,7 +268,6 @@ def test_places_that_are_gone_by_the_end_are_no_trouble(make_package, lists):
 # ---- what must not happen --------------------------------------------------------------------------------------------
 
 TRAPS = """
-    import torch.nn.functional as F
     import types
 
     def fail(*args):
@@ -343,34 +293,30 @@ TRAPS = """
     class Table(dict):
         __getitem__ = __setitem__ = __iter__ = items = values = keys = get = __len__ = fail
 
-    class Array(list):
-        __getitem__ = __setitem__ = __iter__ = __len__ = fail
-
     class Liar:
         __class__ = property(fail)
 
     instance, liar, plain = object.__new__(Instance), object.__new__(Liar), Plain()
-    table, array = Table(gelu=F.gelu), Array([F.gelu])
+    table = Table(gelu=F.gelu)
 
     def __getattr__(name):
         fail()
 """
 
 
-def test_no_code_of_the_program_is_run(make_package, lists):
-    make_package({"program_x": TRAPS})
-    module = importlib.import_module("program_x")
+def test_no_code_of_the_program_is_run(import_program, lists):
+    module = import_program(TRAPS)
     lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
-    namespace_of, attributes_of = search.namespace_of, search.attributes_of
+    namespace_of, attributes_of = references.namespace_of, references.attributes_of
     namespace_of(lazy)["gelu"] = F.gelu
     sys.modules.update({"lazy_x": lazy, "no_module_x": module.instance})
     try:
         _session = open_session(lists)
-        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu")]
         held += [module.plain.act, attributes_of(module.Guarded)["act"].__func__]
         assert all(value is F.gelu and value(X).dtype is LOW for value in held)
         amp.reset()
-        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu"), list.__getitem__(module.array, 0)]
+        held = [namespace_of(lazy)["gelu"], dict.get(module.table, "gelu")]
         assert all(
             value is F.gelu
             for value in (*held, attributes_of(module.Plain)["act"], attributes_of(module.Guarded)["act"])
@@ -379,9 +325,8 @@ def test_no_code_of_the_program_is_run(make_package, lists):
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
 
-def test_nothing_is_imported(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nACT = [F.gelu]"})
-    importlib.import_module("program_x")
+def test_nothing_is_imported(import_program, lists):
+    import_program("ACT = {'gelu': F.gelu}")
     _session = open_session(lists)
     amp.reset()
     before = set(sys.modules)
@@ -400,11 +345,10 @@ def test_modules_of_torch_are_left_alone(lists):
     assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
 
 
-def test_keys_of_tables_follow_in_their_order_and_come_back(make_package, lists):
-    """`__torch_function__` is given what the public name holds, and looks it up."""
-    source = "import torch.nn.functional as F\nHANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, lists):
+    """`__torch_function__` is given what the public name holds, and looks it up: in tensordict, and in torch itself."""
+    source = "HANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
+    module = import_program(source)
     original, table = module.gelu, module.HANDLERS
     _session = open_session(lists)
     assert module.gelu is not original and list(table.items()) == [("a", 1), (module.gelu, "mine"), ("b", 2)]
@@ -414,7 +358,7 @@ def test_keys_of_tables_follow_in_their_order_and_come_back(make_package, lists)
     assert list(table) == ["a", original, "b", torch.softmax] and not hasattr(torch.softmax, "__wrapped__")
 
 
-def test_a_replacement_keeps_its_own_original(make_package, lists):
+def test_a_replacement_keeps_its_own_original(import_program, lists):
     """The closure of a replacement refers to the original. Redirected, it would call itself for ever."""
     source = """
         def shout(x):
@@ -424,8 +368,7 @@ def test_a_replacement_keeps_its_own_original(make_package, lists):
                 return original(*args) + 1
             return replacement
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     patcher = Patcher()
     patcher.install([Patch(module, "shout", module.wrap)])
     references.redirect([(patcher, references.functions_of(patcher))], [])
@@ -447,9 +390,9 @@ def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monk
     for name in ("plain_x.a", "user_x.a", "user_x.b"):
         importlib.import_module(name)
     visited = []
-    search_module = search.Search._search_module
+    search_module = references.Search._search_module
     monkeypatch.setattr(
-        search.Search,
+        references.Search,
         "_search_module",
         lambda self, name, module: (visited.append(name), search_module(self, name, module)),
     )
@@ -464,8 +407,8 @@ def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monk
 
 def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_closes(monkeypatch):
     walks = []
-    search_modules = search.Search.search_modules
-    monkeypatch.setattr(search.Search, "search_modules", lambda self: (walks.append(1), search_modules(self)))
+    search_modules = references.Search.search_modules
+    monkeypatch.setattr(references.Search, "search_modules", lambda self: (walks.append(1), search_modules(self)))
     for level, options in (("O1", {"loss_scale": "dynamic"}), ("O2", {}), ("O4", {})):
         amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **options)
         assert len(walks) == 1
@@ -481,7 +424,6 @@ def test_the_modules_are_walked_once_when_a_session_opens_and_once_when_it_close
 
 STUCK = """
     import functools, types
-    import torch.nn.functional as F
 
     class Slots:
         __slots__ = ("act",)
@@ -493,7 +435,8 @@ STUCK = """
     members = frozenset([F.gelu])
     slots, instance = Slots(), Instance()
     slots.act = instance.act = F.gelu
-    DEEP = {"a": {"b": {"c": F.gelu}}}
+    many = [None, F.gelu]
+    DEEP = {"a": {"b": F.gelu}}
     HALF = {"fine": F.gelu, "stuck": functools.partial(F.gelu)}
     class C:
         act = functools.partialmethod(F.gelu)
@@ -508,13 +451,12 @@ def warnings_of(open_it):
     return [w for w in caught if "cannot be exchanged" in str(w.message)]
 
 
-def test_what_cannot_be_redirected_is_named_in_one_warning(make_package, lists):
-    make_package({"program_x": STUCK})
-    module = importlib.import_module("program_x")
+def test_what_cannot_be_redirected_is_named_in_one_warning(import_program, lists):
+    module = import_program(STUCK)
     before = describe(module)
     (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
     named = {name for name in vars(module) if f"program_x.{name} (" in str(warning.message)}
-    assert named == {"partial", "pair", "frozen", "members", "slots", "instance", "DEEP", "HALF"}
+    assert named == {"partial", "pair", "frozen", "members", "slots", "instance", "many", "DEEP", "HALF"}
     assert "program_x.C.act (partialmethod)" in str(warning.message) and "program_x.partial (partial)" in str(
         warning.message
     )
@@ -616,12 +558,12 @@ def test_a_model_that_could_not_be_adopted_keeps_its_own_functions(lists, monkey
     original = first.act
     open_session(lists, first)
 
-    class Interrupted(search.InstanceAttribute):
+    class Interrupted(references.InstanceAttribute):
         def write(self, value):
             super().write(value)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "InstanceAttribute", Interrupted)
+    monkeypatch.setattr(references, "InstanceAttribute", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         amp.initialize(second, opt_level="O4", lists=lists, verbosity=0)
     assert vars(second)["act"] is original and not second._forward_hooks
@@ -674,6 +616,7 @@ def test_a_model_can_be_copied_and_saved(act, moment, lists):
 
 
 def test_a_copy_from_one_session_takes_part_in_the_next(lists):
+    """As an average of a model of transformers does, whose GELUActivation holds F.gelu."""
     model = Block(F.gelu)
     original = model.act
     open_session(lists, model)
@@ -711,6 +654,7 @@ def test_the_names_of_the_retired_lead_nowhere_else():
 
 
 def test_a_partial_that_a_model_holds_is_made_anew_and_given_back(lists):
+    """GELUTanh of transformers, ResnetBlock2D of diffusers and Attend of x-transformers hold one."""
     partial = functools.partial(F.gelu, approximate="tanh")
     model = nn.Sequential(Block(partial))
     assert warnings_of(lambda: open_session(lists, model)) == []
@@ -730,17 +674,9 @@ def test_what_a_model_holds_in_an_object_of_its_own_is_named(lists):
 # ---- asking, and originals for a while -------------------------------------------------------------------------------
 
 
-def test_is_patched_and_get_original_know_globals_and_class_attributes(make_package, lists):
-    source = (
-        "import torch.nn.functional as F\n"
-        "act = F.gelu\n"
-        "class C:\n"
-        "    raw = F.gelu\n"
-        "    static = staticmethod(F.silu)\n"
-        "    n = 1"
-    )
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+def test_is_patched_and_get_original_know_globals_and_class_attributes(import_program, lists):
+    source = "act = F.gelu\nclass C:\n    raw = F.gelu\n    static = staticmethod(F.silu)\n    n = 1"
+    module = import_program(source)
     expected = {(module, "act"): F.gelu, (module.C, "raw"): F.gelu, (module.C, "static"): F.silu}
     assert not any(amp.is_patched(*target) for target in expected)
     _session = open_session(lists)
@@ -764,15 +700,9 @@ def test_suspended_puts_every_original_back_and_every_replacement_in_again(progr
     assert ([describe(module) for module in modules], model.act) == during != before
 
 
-def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lists):
-    source = (
-        "import torch\n"
-        "from torch.nn.functional import silu\n"
-        "def f(x: torch.Tensor) -> torch.Tensor:\n"
-        "    return silu(x)"
-    )
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+def test_script_reads_the_originals_of_what_is_bound_elsewhere(import_program, lists):
+    source = "from torch.nn.functional import silu\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return silu(x)"
+    module = import_program(source)
     _session = open_session(lists)
     torch.testing.assert_close(torch.jit.script(module.f)(X), X * torch.sigmoid(X))
     assert module.f(X).dtype is LOW
@@ -781,11 +711,10 @@ def test_script_reads_the_originals_of_what_is_bound_elsewhere(make_package, lis
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slot", ["Item", "ClassAttribute", "Defaults", "Cell"])
+@pytest.mark.parametrize("slot", ["Global", "ClassAttribute", "Defaults", "Cell"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_package, lists, monkeypatch):
+def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_program, lists, monkeypatch):
     source = """
-        import torch.nn.functional as F
         act = F.gelu
         class C:
             act = F.gelu
@@ -795,10 +724,9 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_packag
             return lambda x: act(x)
         g = make(F.gelu)
     """
-    make_package({"program_x": source})
-    module = importlib.import_module("program_x")
+    module = import_program(source)
     before = describe(module)
-    kind = getattr(search, slot)
+    kind = getattr(references, slot)
     write = kind.write
 
     def interrupted(self, value):
@@ -815,12 +743,9 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, make_packag
     assert find_changes() == []
 
 
-def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
+def test_a_class_that_cannot_be_assigned_to_is_no_trouble(import_program, lists):
     """An enumeration refuses to have its members replaced, and holds them twice."""
-    make_package(
-        {"program_x": "import enum\nimport torch.nn.functional as F\nclass Act(enum.Enum):\n    GELU = F.gelu"}
-    )
-    module = importlib.import_module("program_x")
+    module = import_program("import enum\nclass Act(enum.Enum):\n    GELU = F.gelu")
     before = describe(module)
     (warning,) = warnings_of(lambda: open_session(lists))
     assert "program_x.Act.GELU (Act)" in str(warning.message)
@@ -829,7 +754,7 @@ def test_a_class_that_cannot_be_assigned_to_is_no_trouble(make_package, lists):
 
 
 def test_modules_may_come_and_go_meanwhile(make_package, lists):
-    make_package({"program_x": "import torch.nn.functional as F\nACT = {'gelu': F.gelu}"})
+    make_package({"program_x": HEAD + "ACT = {'gelu': F.gelu}"})
     stop = threading.Event()
 
     def churn():

@@ -8,10 +8,9 @@ import amp_patch
 from amp_patch.cli.lists import TASKS
 from amp_patch.cli.main import COMMANDS
 from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS
-from amp_patch.config.loss_scale import DynamicScale
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS
 from amp_patch.config.op_namespaces import OWNERS, get_op_names
-from amp_patch.config.policy import COMPUTE, Policy
+from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
 from amp_patch.config.presets import Presets
 from amp_patch.config.shipped import shipped_names, shipped_presets
 from amp_patch.dtypes import DTYPE_WORDS
