@@ -5,7 +5,7 @@ from . import loss_scaler as loss_scaler
 from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
 from .ledger import Ledger as Ledger
-from .ledger import Ledgers as Ledgers
+from .ledgers import Ledgers as Ledgers
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque

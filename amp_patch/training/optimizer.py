@@ -18,7 +18,8 @@ from ..torch_private import STEP_POST_HOOKS, put_first, remove_step_hook
 from .attributes import Attributes
 from .decisions import Decisions
 from .fused_skip import DeviceSkip, PushHook
-from .ledger import Ledger, Ledgers
+from .ledger import Ledger
+from .ledgers import Ledgers
 from .masters import Masters, OptimizerMasters, Pair
 from .stepper import Stepper
 from .steps import Steps

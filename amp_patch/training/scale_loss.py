@@ -10,7 +10,8 @@ from torch import Tensor
 from ..casting import Mode, Switch
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
-from .ledger import Block, Ledger, Ledgers
+from .ledger import Block, Ledger
+from .ledgers import Ledgers
 from .loss_scaler import LossScaler
 
 _mul = torch.ops.aten.mul.Tensor  # whatever a list says of products

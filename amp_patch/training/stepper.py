@@ -15,7 +15,8 @@ from ..reporting import warn
 from ..torch_private import mark_step_called
 from .decisions import Decisions
 from .fused_skip import DeviceSkip, evaluates_closure_first, skip_by
-from .ledger import Ledger, Ledgers
+from .ledger import Ledger
+from .ledgers import Ledgers
 from .loss_scaler import LossScaler
 from .masters import OptimizerMasters
 from .steps import StepResult, Steps, waits_for_each

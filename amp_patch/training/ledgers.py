@@ -1,0 +1,404 @@
+"""`Ledgers`: the loss scale that the gradients of a session carry, and what backward passes have found in them.
+
+Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A
+backward pass of a scaled loss adds scaled gradients. Therefore a block first multiplies what is there by the same scale
+(exact for powers of two), and at its end everything is divided by it. The sums stay right across scales and losses, and
+DistributedDataParallel reduces complete sums.
+
+Gradients are read from the groups of the optimizers each time, as GradScaler does. A pass may reach parameters of
+optimizers that were not passed with the loss (a GAN's discriminator), and parameters of no optimizer: their gradients
+are divided as well, only no overflow of theirs is judged.
+
+Not looked at are the gradients of a delayed block, until a block ends that is not, or a step needs them; and those that
+no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..errors import OptimizerError, SessionError
+from ..reporting import warn
+from .decisions import Decisions
+from .ledger import Block, Ledger
+from .masters import Pair
+from .reduction import LocalGradients, UnshardedSums
+from .unscaling import change_scale_, either, fold_, rescale_, unscale_
+
+
+class Ledgers:
+    """The gradients of a session: all carry one scale, but for those that are not reduced yet.
+
+    Args:
+        get_all: the ledgers of the optimizers that are alive.
+        get_model_parameters: the parameters of the models, be they of an optimizer or not.
+        has_masters: parameters may have masters.
+        local: tells which gradients no pass has reduced yet.
+        decisions: updates the scales.
+        sharded: modules that `fully_shard` has taken.
+    """
+
+    def __init__(
+        self,
+        get_all: Callable[[], Sequence[Ledger]],
+        get_model_parameters: Callable[[], Sequence[Tensor]],
+        has_masters: bool,
+        local: LocalGradients,
+        decisions: Decisions,
+        sharded: Collection[Module],
+    ) -> None:
+        self._get_all = get_all
+        self._get_model_parameters = get_model_parameters
+        self._has_masters = has_masters
+        self._local = local
+        self._decisions = decisions
+        self._unsharded = UnshardedSums(sharded)
+        self._scale: Tensor | None = None  # that the gradients carry; None: they are true sums
+        self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
+        self._open: list[weakref.ref[Block]] = []  # outermost first
+        self._is_changing = False  # an interrupt leaves it so
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def open_blocks(self) -> list[Block]:
+        """Return the blocks that run, outermost first."""
+        blocks: list[Block] = []
+        for reference in self._open:
+            block = reference()
+            if block is not None:
+                blocks.append(block)
+        return blocks
+
+    def begin(self, block: Block) -> None:
+        """Make all gradients ready for the backward pass of a block.
+
+        Raises SessionError inside a block of another scale or thread.
+        """
+        for other in self.open_blocks() if self._open else ():
+            self._check_nesting(block, other)
+        for ledger in block.ledgers:
+            ledger.has_begun = True
+            # not where ranks decide together: one may hold no shard, and the others would wait for it
+            if ledger.found_inf and not self._decisions.groups and ledger.is_empty():
+                self.abandon(ledger)
+        self._carry(block.scale)
+        self._unsharded.carry(block.scale)
+        self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
+
+    def _check_nesting(self, block: Block, other: Block) -> None:
+        changes_nothing = block.scale is None and other.scale is None and not self._has_masters
+        if block.thread != other.thread and not changes_nothing:
+            raise SessionError(
+                "a scale_loss block of another thread is open, and both would scale the same gradients. Let one thread"
+                " at a time be in a block and in the step() after it (a threading.Lock), or train each model in a"
+                " process of its own."
+            )
+        if block.scale is not other.scale:
+            raise SessionError(
+                "a scale_loss block inside one with another loss scale: gradients of one backward pass would be divided"
+                " by the scale of the other. Enter it after the first has ended, or use the same loss_id for both."
+            )
+
+    def end(self, block: Block, *, is_delayed: bool) -> None:
+        """End a block: divide all gradients by its scale, and tell its optimizers and its scaler what was found.
+
+        A delayed block leaves that to the next. Waits for nothing, but where the block has failed: that counts only if
+        it overflowed.
+        """
+        for reference in tuple(self._open):
+            if reference() is block:
+                self._open.remove(reference)
+        if self._is_changing and block.has_failed:
+            return  # what comes next says so
+        self._local.end_pass(self._scale)
+        is_idle = self._scale is None and not self._has_masters and not self._waiting
+        if block.scale is None and is_idle:
+            return
+        self._waiting.append(block)
+        if not is_delayed:
+            self.settle()
+            if self._open:
+                self._carry(block.scale)  # that of the block around it
+
+    def close(self) -> None:
+        """Leave true sums behind, or no gradients where an interrupt left them half changed. Open blocks are over."""
+        self._open.clear()
+        if self._is_changing:
+            self._drop_all()
+        else:
+            self.make_true()
+
+    def make_true(self) -> None:
+        """Have no gradient carry a scale outside of blocks, so that parameters may come and go."""
+        if not self._open:
+            self._rescale_local(None)
+            self.settle()
+
+    # ---- steps and zeroing -------------------------------------------------------------------------------------------
+
+    def prepare_step(self, ledger: Ledger) -> None:
+        """Make true sums of the gradients of an optimizer, and have its ledger know what was found. Waits for nothing.
+
+        Inside a block `resume` scales them again.
+        """
+        if self._is_changing:
+            self._refuse()
+        if not self._open:
+            self.settle()
+            return
+        if self._scale is None:
+            _, pairs = ledger.read()
+            fold_(self._reduced(pairs), None, None)
+            return
+        self._is_changing = True
+        found_inf = self._look(ledger, self._scale, set(self._local.ids))
+        self._is_changing = False
+        for block in self._blocks_with(ledger):
+            block.found_inf = either(block.found_inf, found_inf)
+            is_first = ledger not in block.stepped
+            ledger.note(block.scaler, block.found_inf if is_first else found_inf)
+
+    def resume(self, ledger: Ledger) -> None:
+        """Inside a block, scale the gradients of an optimizer again for the rest of the backward pass."""
+        if self._open and self._scale is not None:
+            self._is_changing = True
+            plain, _ = ledger.read()
+            rescale_(_take(plain, set(self._local.ids)), self._scale)
+            self._is_changing = False
+
+    def end_window(self, ledger: Ledger) -> None:
+        """Take in that an optimizer has stepped, or skipped its step: the gradients that come are for the next one."""
+        ledger.end_window()
+        if self._open or self._waiting:
+            for block in self._blocks_with(ledger):
+                block.stepped.append(ledger)
+
+    def abandon(self, ledger: Ledger) -> None:
+        """Take in that the gradients of an optimizer are zeroed without a step.
+
+        Whether they overflowed matters to the loss scale, and to a step on what the user puts in their place.
+        """
+        if self._waiting:
+            self._finish_waiting(ledger)
+        if not ledger.found_inf:
+            return
+        scalers = list(ledger.found_inf)
+        zeroed = {**ledger.zeroed, **dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic)}
+        ledger.end_window()
+        ledger.zeroed = zeroed
+        self._decisions.judge_outside_of_steps(scalers)
+
+    def _finish_waiting(self, ledger: Ledger) -> None:
+        """Look at what delayed blocks have left in gradients that are about to be zeroed."""
+        local = self._local.find(ledger.model_parameters)
+        if local:  # what one rank alone has found may not change its loss scale
+            self._local.ids -= local
+            for block in self._waiting:
+                block.ledgers = [other for other in block.ledgers if other is not ledger]
+            self._waiting = [block for block in self._waiting if block.ledgers]
+        elif not self._open:
+            self.settle()
+        else:
+            self.prepare_step(ledger)
+            self.resume(ledger)
+            for block in self._waiting:
+                block.stepped.append(ledger)
+
+    def fold_for_clipping(self) -> None:
+        """Add 16-bit gradients to those of their masters, which a backward pass outside of `scale_loss` leaves where
+        they are until the step. Warns inside a block, where they are yet to be unscaled.
+        """
+        if self._open and self._has_masters:
+            warn(
+                "gradients are clipped inside a scale_loss block, where those of 16-bit parameters are not in the"
+                " masters yet: clip after the block"
+            )
+        elif not self._waiting:
+            self.settle()
+
+    # ---- scaling and unscaling ---------------------------------------------------------------------------------------
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients carry a loss scale now."""
+        return self._scale is not None
+
+    def settle(self) -> None:
+        """Make true sums of all gradients but those that are not reduced yet, and judge the blocks that wait for it."""
+        if self._is_changing:
+            self._refuse()
+        if self._scale is None and not self._waiting and not self._has_masters:
+            return
+        scale, blocks = self._scale, self._waiting
+        judged = [block for block in blocks if block.scale is not None]
+        if judged and scale is None:  # they were divided before
+            scale = torch.ones_like(judged[0].scaler.scale)
+        self._is_changing = True
+        found = self._unscale_all(scale, judged)
+        self._scale = None
+        self._waiting = []
+        if self._local.ids:
+            self._waiting = [block for block in judged if self._has_local(block)]
+        self._is_changing = False
+        for block in self.open_blocks() if self._open else ():
+            for ledger in block.ledgers:
+                if ledger in found:
+                    block.found_inf = either(block.found_inf, found[ledger])
+        for block in judged:
+            self._judge(block, found)
+
+    def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
+        """Divide everything by a scale, and return what was found in the gradients that some blocks are judged by."""
+        seen = set(self._local.ids)
+        found: dict[Ledger, Tensor] = {}
+        for block in blocks:
+            for ledger in block.ledgers:
+                if ledger not in found and scale is not None:
+                    found[ledger] = self._look(ledger, scale, seen)
+        others: list[Tensor] = []
+        for ledger in self._get_all():
+            if ledger not in found:
+                plain, pairs = ledger.read()
+                others += _take(plain, seen)
+                if pairs:
+                    fold_(self._reduced(pairs), scale, None)
+        if scale is not None:
+            others += _take(self._get_model_parameters(), seen)
+            if others:
+                unscale_(others, scale, None)
+        return found
+
+    def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
+        """Divide the gradients of an optimizer by a scale, but for those of parameters that were seen, by id. Return
+        whether a pass has left inf or NaN there: 0-dim float32.
+
+        Where there was one before, nobody can tell: it does not count again.
+        """
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        plain, pairs = ledger.read()
+        unscale_(_take(plain, seen), scale, found_inf)
+        before = ledger.overflow
+        if before is not None:
+            found_inf = found_inf * (1.0 - before.to(found_inf.device))
+        if pairs:
+            fold_(self._reduced(pairs), scale, found_inf)
+        ledger.overflow = either(before, found_inf)
+        return found_inf
+
+    def _judge(self, block: Block, found: dict[Ledger, Tensor]) -> None:
+        """Tell the optimizers and the scaler of a block what was found, once all of its gradients were looked at."""
+        for ledger in block.ledgers:
+            block.found_inf = either(block.found_inf, found[ledger])
+        if block in self._waiting or block.found_inf is None:
+            return
+        if block.has_failed and not (block.scaler.is_dynamic and _is_set(block.found_inf)):
+            return
+        for ledger in block.ledgers:
+            if ledger not in block.stepped:
+                ledger.note(block.scaler, block.found_inf)
+            elif not ledger.is_empty():
+                ledger.note(block.scaler, found[ledger])
+        block.scaler.note(block.found_inf)
+        if block.stepped and all(ledger in block.stepped for ledger in block.ledgers):
+            self._decisions.judge_outside_of_steps([block.scaler])
+
+    def _carry(self, scale: Tensor | None) -> None:
+        """Have all gradients carry a scale."""
+        if self._local.ids:
+            self._rescale_local(scale)
+        if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
+            return
+        self.settle()
+        if scale is None:
+            return
+        self._is_changing = True
+        seen = set(self._local.ids)
+        gradients: list[Tensor] = []
+        for ledger in self._get_all():
+            plain, _ = ledger.read()
+            gradients += _take(plain, seen)
+        gradients += _take(self._get_model_parameters(), seen)
+        if gradients:
+            rescale_(gradients, scale)
+        self._scale = scale
+        self._is_changing = False
+
+    def _has_local(self, block: Block) -> bool:
+        return any(self._local.find(ledger.model_parameters) for ledger in block.ledgers)
+
+    def _reduced(self, pairs: list[Pair]) -> list[Pair]:
+        if not self._local.ids:
+            return pairs
+        return [(parameter, master) for parameter, master in pairs if id(parameter) not in self._local.ids]
+
+    def _blocks_with(self, ledger: Ledger) -> list[Block]:
+        return [block for block in (*self._waiting, *self.open_blocks()) if ledger in block.ledgers]
+
+    # ---- gradients that are not reduced ------------------------------------------------------------------------------
+
+    def release_unreduced(self, ledger: Ledger) -> None:
+        """Let a step take gradients that were never reduced: it is one of this rank alone.
+
+        Raises OptimizerError where they are on the way to masters.
+        """
+        local = self._local.find(ledger.model_parameters)
+        if not local:
+            return
+        plain, pairs = ledger.read()
+        if pairs:
+            raise OptimizerError(
+                "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
+                " was under no_sync(). Leave the last one of an accumulation window out of it."
+            )
+        gradients = [parameter.grad for parameter in plain if id(parameter) in local]
+        change_scale_(gradients, self._local.scale, self._scale)
+        self._local.ids -= local
+
+    def _rescale_local(self, scale: Tensor | None) -> None:
+        """Have gradients that are not reduced carry another scale. Nobody looks at them."""
+        parameters = list(self._get_model_parameters())
+        for ledger in self._get_all():
+            parameters += ledger.model_parameters()
+        unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local.ids}
+        change_scale_([parameter.grad for parameter in unique.values()], self._local.scale, scale)
+        self._local.scale = scale
+
+    # ---- interrupts --------------------------------------------------------------------------------------------------
+
+    def _refuse(self) -> None:
+        raise SessionError(
+            "an interrupt or an error has left gradients half unscaled: call amp.reset(), which drops them, and"
+            " initialize again"
+        )
+
+    def _drop_all(self) -> None:
+        """Drop gradients that an interrupt left half changed: no step may use them."""
+        holders = list(self._get_model_parameters())
+        for ledger in self._get_all():
+            holders += [*ledger.model_parameters(), *ledger.stepped()]
+        for holder in holders:
+            holder.grad = None
+        self._scale, self._waiting, self._is_changing = None, [], False
+        warn("an interrupt left gradients half unscaled: they are dropped, and the next step goes without them")
+
+
+def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
+    """Return the gradients of parameters that were not seen, by id, and take them for seen."""
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            gradients.append(gradient)
+    return gradients
+
+
+def _is_set(found_inf: Tensor) -> bool:
+    """Tell whether a flag is set. Waits for the device, unless that has failed too."""
+    with contextlib.suppress(RuntimeError):
+        return bool(found_inf)
+    return False
