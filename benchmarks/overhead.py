@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,79 @@ def measure_calls(
     return rows
 
 
+@contextlib.contextmanager
+def counted_calls(found: list[int]) -> Iterator[None]:
+    """Append how many Python functions were called in the block."""
+    count = -1  # the end of the block is a call, too
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        found.append(count)
+
+
+def run_steps(layers: int, steps: int, level: str | None) -> dict[str, tuple[list[float], list[int]]]:
+    """Microseconds and Python calls of entering and leaving a block, and of a step, one by one; None: plain torch.
+
+    The first steps, which make what is made once, are left out. Every second step is timed, the others are counted.
+    """
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    found: dict[str, tuple[list[float], list[int]]] = {part: ([], []) for part in ("enter", "leave", "step")}
+
+    def measure(part: str, index: int, code: Callable[[], Any]) -> Any:
+        times, calls = found[part]
+        if index % 2:
+            with counted_calls(calls):
+                return code()
+        started = time.perf_counter()
+        result = code()
+        times.append(1e6 * (time.perf_counter() - started))
+        return result
+
+    for index in range(steps):
+        loss = model(torch.ones(4, 32)).float().sum()
+        if level is None:
+            loss.backward()
+        else:
+            block = contextlib.ExitStack()
+            enter = functools.partial(lambda loss: block.enter_context(amp.scale_loss(loss, optimizer)), loss)
+            measure("enter", index, enter).backward()
+            measure("leave", index, block.close)
+        measure("step", index, optimizer.step)
+        optimizer.zero_grad()
+    amp.reset()
+    return {part: (times[4:], calls[4:]) for part, (times, calls) in found.items()}
+
+
+def measure_blocks(rounds: int, steps: int = 24) -> list[list[str]]:
+    """What a `scale_loss` block and a step cost on the host: microseconds in a loop of training, and Python calls."""
+    rows = []
+    for layers in (2, 60):
+        plain = run_steps(layers, steps * rounds, None)["step"]
+        for level in ("O1", "O2", "O4", "O5"):
+            for part, (times, calls) in run_steps(layers, steps * rounds, level).items():
+                taken, called = statistics.median(times), statistics.median(calls)
+                note = ""
+                if part == "step":
+                    of_torch = statistics.median(plain[0])
+                    note = f"torch {of_torch:.0f} us"
+                    taken, called = taken - of_torch, called - statistics.median(plain[1])
+                title = f"{part}, {2 * layers} tensors, {level}"
+                rows.append(
+                    [title, f"{statistics.median(times):.0f} us", note, f"{taken:+.0f} us, {called:+.0f} calls"]
+                )
+    return rows
+
+
 def measure_insight(name: str, rounds: int, steps: int = 3) -> list[list[str]]:
     """CPU milliseconds of a step under O4, plain and while insight looks on, taking turns within one session."""
 
@@ -263,7 +336,8 @@ def main() -> None:
         *measure_calls(level, rounds, arguments.calls, make_calls, None),
         *measure_calls("O4", rounds, arguments.calls, make_apex_calls, "apex"),
     ]
-    for name in arguments.workload.split(","):
+    rows += measure_blocks(rounds)
+    for name in filter(None, arguments.workload.split(",")):
         rows += measure_insight(name, rounds)
     print(environment(torch.device("cpu")), end="\n\n")
     print(format_table(("what", "median", "against", "amp_patch adds"), rows))
