@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch_state import VERSION
+from training import backward
 
 import amp_patch as amp
 
@@ -46,8 +47,7 @@ def train(run, optimizer, steps, first=0):
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(first, first + steps):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank))
-        with amp.scale_loss(run(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(run(x).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 

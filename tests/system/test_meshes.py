@@ -6,6 +6,7 @@ import torch.distributed as dist
 from ranks import needs_fsdp2
 from test_distributed_checkpoints import SCALE, load, make, save, weights_of
 from torch import nn
+from training import backward
 
 import amp_patch as amp
 
@@ -81,8 +82,7 @@ def train_alone(level, batches):
         if step in SPIKES:
             continue
         inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + one)) for one in range(batches)]
-        with amp.scale_loss(net(torch.cat(inputs)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(net(torch.cat(inputs)).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     weights = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
@@ -110,8 +110,7 @@ def train_on_same(net, optimizer, steps):
     """Every rank has the same batch, so that their mean is the same number however many they are."""
     for step in steps:
         inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
-        with amp.scale_loss(net(inputs).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(net(inputs).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 

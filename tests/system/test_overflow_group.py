@@ -12,6 +12,7 @@ from ranks import needs_fsdp2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_state import VERSION
+from training import backward
 
 import amp_patch as amp
 
@@ -323,8 +324,7 @@ def accumulate(rank, level, micro_batches):
         for module in net.modules():
             if hasattr(module, "set_requires_gradient_sync"):
                 module.set_requires_gradient_sync(micro == micro_batches - 1)
-        with amp.scale_loss(net(batch(rank, micro)).float().square().mean() * TINY, optimizer) as scaled:
-            scaled.backward()
+        backward(net(batch(rank, micro)).float().square().mean() * TINY, optimizer)
         with amp.disable_casts():
             for who in range(2):
                 (reference(batch(who, micro)).square().mean() * TINY / 2).backward()
@@ -353,8 +353,7 @@ def train_without_shards(rank):
         amp.initialize(net, optimizer, opt_level="O1", loss_scale=SCALE, verbosity=0)
         for _ in range(3):
             for _ in range(2):
-                with amp.scale_loss(net(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
-                    scaled.backward()
+                backward(net(torch.ones(1, 1)).float().sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     found = amp.stats().steps, amp.stats().loss_scales
@@ -433,8 +432,7 @@ def train_in_16_bits(rank, how):
             said.append(str(error))
             continue
         before = [full(parameter) for parameter in net.parameters()]
-        with amp.scale_loss(net(batch(0, 0)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(net(batch(0, 0)).float().square().mean(), optimizer)
         optimizer.step()
         after = [full(parameter) for parameter in net.parameters()]
         said.append(any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))

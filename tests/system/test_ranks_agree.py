@@ -12,6 +12,7 @@ from ranks import needs_fsdp2
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from training import backward
 
 import amp_patch as amp
 
@@ -34,8 +35,7 @@ def batch(rank, step):
 
 
 def go_back(run, optimizer, inputs, factor=1.0, **options):
-    with amp.scale_loss(run(inputs).float().square().mean() * factor, optimizer, **options) as scaled:
-        scaled.backward()
+    backward(run(inputs).float().square().mean() * factor, optimizer, **options)
 
 
 def at_end(optimizer):
@@ -360,8 +360,7 @@ def go_forward_twice(rank, level):
     loss = run(batch(rank, 0)).float().square().mean()
     with run.no_sync():
         loss = loss + run(batch(rank, 1)).float().square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     optimizer.step()
     found = (at_end(optimizer),)
     del run
