@@ -331,13 +331,6 @@ def test_options_are_printed_twice_even_where_logging_is_off(capsys):
     assert any("loss_scale" in line and line not in values for line in lines)
 
 
-def test_verbosity_0_prints_nothing(capsys):
-    model, optimizer = start("O1")
-    overflow(model, optimizer)
-    optimizer.step()
-    assert capsys.readouterr().out == ""
-
-
 def test_messages_are_not_logged_as_well(caplog, capsys):
     caplog.set_level(logging.INFO)
     model = make_model()
