@@ -7,6 +7,7 @@ import inspect
 import io
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,65 +126,49 @@ def sgd_by_hand(
     return p
 
 
-def novograd_by_hand(
-    p,
-    gradients,
-    lr=0.01,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    weight_decay=0.0,
-    bias_correction=True,
-    reg_inside_moment=False,
-    grad_averaging=True,
-    norm_type=2,
-    init_zero=False,
-):
-    m, n = torch.zeros_like(p), None
+NOVOGRAD = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "norm_type": 2}
+NOVOGRAD |= {"reg_inside_moment": False, "grad_averaging": True, "init_zero": False}
+
+
+def novograd_by_hand(p, gradients, lr, **options):
+    o = SimpleNamespace(**(NOVOGRAD | options))
+    (beta1, beta2), m, n = o.betas, torch.zeros_like(p), None
     for t, g in enumerate(gradients, 1):
-        size = g.pow(2).sum().sqrt() if norm_type == 2 else g.abs().max()
+        size = g.pow(2).sum().sqrt() if o.norm_type == 2 else g.abs().max()
         if n is None:
-            n = torch.zeros_like(size) if init_zero else size
-        n = (
-            (betas[1] * n**2 + (1 - betas[1]) * size**2).sqrt()
-            if norm_type == 2
-            else betas[1] * n + (1 - betas[1]) * size
-        )
-        c1, c2 = (1 - betas[0] ** t, math.sqrt(1 - betas[1] ** t)) if bias_correction else (1.0, 1.0)
-        share = 1 - betas[0] if grad_averaging else 1.0
-        if reg_inside_moment:
-            m = betas[0] * m + share * (g / (n / c2 + eps) + weight_decay * p)
+            n = torch.zeros_like(size) if o.init_zero else size
+        blended = beta2 * n**2 + (1 - beta2) * size**2
+        n = blended.sqrt() if o.norm_type == 2 else beta2 * n + (1 - beta2) * size
+        c1, c2 = (1 - beta1**t, math.sqrt(1 - beta2**t)) if o.bias_correction else (1.0, 1.0)
+        share = 1 - beta1 if o.grad_averaging else 1.0
+        if o.reg_inside_moment:
+            m = beta1 * m + share * (g / (n / c2 + o.eps) + o.weight_decay * p)
             p = p - lr * m / c1
         else:
-            m = betas[0] * m + share * g
-            p = p - lr * (m / c1 / (n / c2 + eps) + weight_decay * p)
+            m = beta1 * m + share * g
+            p = p - lr * (m / c1 / (n / c2 + o.eps) + o.weight_decay * p)
     return p
 
 
-def lamb_by_hand(
-    params,
-    gradients,
-    lr=0.01,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.01,
-    bias_correction=True,
-    adam_w_mode=True,
-    grad_averaging=True,
-    max_grad_norm=1.0,
-    use_nvlamb=False,
-):
+LAMB = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "bias_correction": True, "adam_w_mode": True}
+LAMB |= {"grad_averaging": True, "max_grad_norm": 1.0, "use_nvlamb": False}
+
+
+def lamb_by_hand(params, gradients, lr=0.01, **options):
+    o = SimpleNamespace(**(LAMB | options))
+    beta1, beta2 = o.betas
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
     for t, step in enumerate(gradients, 1):
         total = math.sqrt(sum(g.pow(2).sum().item() for g in step))
-        clip = max(1.0, total / max_grad_norm) if max_grad_norm else 1.0
+        clip = max(1.0, total / o.max_grad_norm) if o.max_grad_norm else 1.0
+        c1, c2 = (1 - beta1**t, 1 - beta2**t) if o.bias_correction else (1.0, 1.0)
         for index, (p, g, (m, v)) in enumerate(zip(params, step, moments, strict=True)):
-            g = g / clip + (0.0 if adam_w_mode else weight_decay * p)
-            m = betas[0] * m + (1 - betas[0] if grad_averaging else 1.0) * g
-            v = betas[1] * v + (1 - betas[1]) * g * g
-            m_hat, v_hat = (m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)) if bias_correction else (m, v)
-            u = m_hat / (v_hat.sqrt() + eps) + (weight_decay * p if adam_w_mode else 0.0)
+            g = g / clip + (0.0 if o.adam_w_mode else o.weight_decay * p)
+            m = beta1 * m + (1 - beta1 if o.grad_averaging else 1.0) * g
+            v = beta2 * v + (1 - beta2) * g * g
+            u = m / c1 / ((v / c2).sqrt() + o.eps) + (o.weight_decay * p if o.adam_w_mode else 0.0)
             ratio = 1.0
-            if (weight_decay or use_nvlamb) and p.norm() > 0 and u.norm() > 0:
+            if (o.weight_decay or o.use_nvlamb) and p.norm() > 0 and u.norm() > 0:
                 ratio = p.norm() / u.norm()
             params[index], moments[index] = p - lr * ratio * u, (m, v)
     return params

@@ -47,30 +47,21 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def make_step(model, *, level="O1", loss_scale=128.0, inputs=None, factor=1.0, seed=1, **options):
+def start(model, compute_loss, *, level="O1", loss_scale=128.0, **options):
     """Bring a model under a level and return a function that trains it for a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0, **options)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(8, 16, generator=generator) if inputs is None else inputs
-
-    def step():
-        loss = model(x).float().square().mean() * factor
-        take_step(loss, optimizer)
-
-    return step
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0, **options)
+    return lambda: take_step(compute_loss(), optimizer)
 
 
-def make_gpt_step(model, *, level="O1", loss_scale=128.0, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0, **options)
+def make_step(model, *, inputs=None, factor=1.0, seed=1, **options):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) if inputs is None else inputs
+    return start(model, lambda: model(x).float().square().mean() * factor, **options)
+
+
+def make_gpt_step(model, **options):
     tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(1))
-
-    def step():
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        take_step(loss, optimizer)
-
-    return step
+    return start(model, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), **options)
 
 
 def find(step, **options):
