@@ -193,6 +193,8 @@ def test_a_name_with_a_fallback_is_a_note(tmp_path):
         ("from apex.optimisers import FusedAdam", "Did you mean 'optimizers'?"),
         ("from amp_patch import initialise", "Did you mean 'initialize'?"),
         ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "fully_shard"),
+        ("from apex.amp import wrap", "amp.register_half_function"),
+        ("import apex.contrib.optimizers.fused_sgd", "from apex.contrib.optimizers import FusedSGD"),
         ("from apex.amp import zzz", "look in today's torch"),
     ],
 )

@@ -48,9 +48,6 @@ def run(script, level, options):
     def initialize(models, optimizers):
         amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
 
-    def backward(loss, optimizers, **more):
-        backward(loss, optimizers, **more)
-
     script(net, initialize, backward)
     return weights_of(net)
 
