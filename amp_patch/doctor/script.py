@@ -3,7 +3,7 @@
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -82,10 +82,6 @@ class Script(Tree):
         """Return the calls of functions of these names, in the rules' spelling, in the order of the text."""
         found = {call for name in names for call in self._calls_by_name.get(name, ())}
         return sorted(found, key=position)
-
-    def is_call_of(self, node: ast.AST | None, names: Iterable[str]) -> bool:
-        """Tell whether `node` is a call of a function of these names."""
-        return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""

@@ -12,11 +12,6 @@ _WRAPPERS = frozenset(
 )
 
 
-def _models(call: ast.Call) -> list[str]:
-    """Return the models in a call of `initialize`, as text."""
-    return [text_of(model) for model in parts_of(argument_of(call, "models", 0))]
-
-
 @rule(
     "AMP203",
     "a parallel wrapper before initialize",
@@ -36,8 +31,9 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
         for model in parts_of(argument_of(call, "models", 0)):
             value = model if isinstance(model, ast.Call) else script.assigned_before(text_of(model), call)
             while isinstance(value, ast.Call):
-                if script.is_call_of(value, _WRAPPERS):
-                    name = min(script.names.resolve(value.func) & _WRAPPERS).rpartition(".")[2]
+                wrappers = script.names.resolve(value.func) & _WRAPPERS
+                if wrappers:
+                    name = min(wrappers).rpartition(".")[2]
                     message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
                     yield Fault(value, "error", message, "Give amp.initialize the bare model and wrap what it returns.")
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
@@ -64,7 +60,7 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
         return  # models are made on their device
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
-        for model in _models(call):
+        for model in map(text_of, parts_of(argument_of(call, "models", 0))):
             made = script.assigned_before(model, call)
             if not isinstance(made, ast.Call) or not _makes_model(made):
                 continue
