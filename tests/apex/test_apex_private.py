@@ -420,17 +420,6 @@ def test_a_scaler_follows_the_rule(seed):
         assert (scaler._loss_scale, scaler._unskipped) == (scale, good)
 
 
-def test_unscaling_onto_a_stash():
-    scaler = LossScaler(4.0)
-    out = torch.empty(2)
-    scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 1.0])], [out])
-    assert out.tolist() == [3, 2]
-    scaler.unscale_with_stashed(
-        [torch.tensor([8.0, 4.0])], [torch.tensor([2.0, 2.0])], [out], scale_override=(8.0, 2.0, 16.0)
-    )
-    assert out.tolist() == [32, 24]
-
-
 def test_a_static_scaler_never_skips():
     scaler = LossScaler(1.0)
     gradient = torch.tensor([float("inf")])
