@@ -31,7 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(
+    *(".git", ".venv*", ".*cache", ".hypothesis"), *("__pycache__", "*.egg-info", "build", "dist", "site")
+)
 
 CORE = {"config": 5, "casting": 6, "training": 6, "session": 4, "patching": 4, "apex/amp": 3, "apex": 2, "": 1}
 """How often an edit falls into a folder of the package."""
