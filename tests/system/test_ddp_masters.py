@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import noting_reductions
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -124,14 +124,10 @@ def test_a_reducer_finds_gradients_in_the_masters(ranks, level):
 def count_reductions(rank, level):
     """How often DDP's all ranks talk outside of DDP's own reducer."""
     calls = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs)
-    try:
+    with noting_reductions(calls):
         model, optimizer = make(level, seed=0)
         train(DistributedDataParallel(model), optimizer, 3, seed=rank)
         amp.reset()
-    finally:
-        dist.all_reduce = original
     return len(calls)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import needs_fsdp2
+from ranks import needs_fsdp2, weights_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -50,11 +50,6 @@ def train(run, optimizer, steps, first=0):
         backward(run(x).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def weights_of(optimizer):
-    found = [parameter.detach() for parameter in amp.master_params(optimizer)]
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one.clone() for one in found]
 
 
 def save(net, optimizer, folder, **options):
