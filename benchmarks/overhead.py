@@ -222,6 +222,11 @@ def counted_calls(found: list[int]) -> Iterator[None]:
         found.append(count)
 
 
+def enter(block: contextlib.ExitStack, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Enter a `scale_loss` block and return the scaled loss."""
+    return block.enter_context(amp.scale_loss(loss, optimizer))
+
+
 def run_steps(layers: int, steps: int, level: str | None) -> dict[str, tuple[list[float], list[int]]]:
     """Microseconds and Python calls of entering and leaving a block, and of a step, one by one; None: plain torch.
 
@@ -249,8 +254,7 @@ def run_steps(layers: int, steps: int, level: str | None) -> dict[str, tuple[lis
             loss.backward()
         else:
             block = contextlib.ExitStack()
-            enter = functools.partial(lambda loss: block.enter_context(amp.scale_loss(loss, optimizer)), loss)
-            measure("enter", index, enter).backward()
+            measure("enter", index, functools.partial(enter, block, loss, optimizer)).backward()
             measure("leave", index, block.close)
         measure("step", index, optimizer.step)
         optimizer.zero_grad()

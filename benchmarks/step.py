@@ -9,6 +9,7 @@ median. Ratios are to the autocast of the mode's own low dtype.
 
 import argparse
 import functools
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from timing import Samples, environment, format_table, interleave, synchronize
 from torch import nn
 from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
 
+EPS = 1e-4  # AdamW's 1e-8 is 0 in float16, in which O3 keeps the optimizer's states: its steps would divide by 0
 COLUMNS = ("workload", "mode", "ms/step", "spread", "ratio", "to", "loss", "peak MB")
 
 
@@ -58,7 +60,7 @@ def time_round(mode: str, plan: Plan) -> Round:
     """Build, warm up and time one mode; leaves no session open."""
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=plan.fused)
+        return torch.optim.AdamW(model.parameters(), lr=3e-4, eps=EPS, fused=plan.fused)
 
     torch.manual_seed(0)
     losses = plan.workload.micro_batches(plan.micro_batches)
@@ -99,7 +101,8 @@ def table_rows(title: str, outcomes: dict[str, Outcome]) -> list[list[str]]:
         ratio = "-" if reference is None else f"{outcome.samples.ratio(outcomes[reference].samples):.3f}"
         times = [f"{outcome.samples.median:.2f}", f"+-{outcome.samples.spread:.1%}", ratio, reference or "-"]
         peak = "-" if outcome.last.peak_bytes is None else f"{outcome.last.peak_bytes / 1e6:.0f}"
-        rows.append([title, mode, *times, f"{outcome.last.loss:.4f}", peak])
+        loss = f"{outcome.last.loss:.4f}" if math.isfinite(outcome.last.loss) else "diverged"
+        rows.append([title, mode, *times, loss, peak])
     return rows
 
 
@@ -152,7 +155,7 @@ def main() -> None:
             outcomes = compare(Plan(workload, micro_batches, *run), arguments.modes, arguments.rounds)
             rows += table_rows(f"{name} x{micro_batches}", outcomes)
     about = {
-        "optimizer": "AdamW, fused" if arguments.fused else "AdamW",
+        "optimizer": f"AdamW, eps {EPS:g}" + (", fused" if arguments.fused else ""),
         "compile": arguments.compile or "no",
         "channels_last": arguments.channels_last,
     }

@@ -31,15 +31,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(
+    *(".git", ".venv*", ".*cache", ".hypothesis"), *("__pycache__", "*.egg-info", "build", "dist", "site")
+)
 
-WEIGHTS = {"config": 5, "casting": 6, "training": 6, "session": 4, "patching": 4, "apex/amp": 3, "apex": 2, "": 1}
-"""How often an edit falls into a folder of the package; in folders that are not named, none does."""
+CORE = {"config": 5, "casting": 6, "training": 6, "session": 4, "patching": 4, "apex/amp": 3, "apex": 2, "": 1}
+"""How often an edit falls into a folder of the package."""
+
+WEIGHTS = CORE | {"insight": 1, "doctor": 1, "cli": 1}
+"""The same with the folders into which none falls unless `--wings` names them."""
 
 LEFT_OUT = {"errors.py", "reporting.py", "config/explain.py", "apex/_gone.py"}
 """Modules of prose."""
 
-FOLDERS = ("session", "training", "patching", "config", "casting", "system", "apex", "cli", "doctor")
+FOLDERS = ("session", "training", "patching", "config", "casting", "system", "apex", "cli", "doctor", "insight")
 """The folders of tests, in the order in which they are tried; files beside them come first."""
 
 SILENT = re.compile(
@@ -354,7 +359,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the edits and run nothing")
     parser.add_argument("--only", type=int, action="append", metavar="N", help="run this one; may be given repeatedly")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", metavar="DIR", help="another folder of tests")
-    parser.add_argument("--wings", default=",".join(WEIGHTS), help="folders of the package, with commas between")
+    parser.add_argument("--wings", default=",".join(CORE), help="folders of the package, with commas between")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the edits there")
     parser.add_argument("--load", type=Path, metavar="FILE", help="make the edits that were saved there")
     parser.add_argument("--near", action="store_true", help="run the tests of the broken wing and no others")

@@ -1,6 +1,10 @@
 """The parts of Apex that the stand-in has not, what they were, and what does their work today."""
 
 _GONE = {
+    "apex.amp.wrap": (
+        "the makers of casting wrappers: use amp.half_function, float_function and promote_function, or"
+        " amp.register_half_function and its like"
+    ),
     "apex.RNN": "recurrent cells for float16: use torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.reparameterization": "weight normalization: use torch.nn.utils.parametrizations.weight_norm",
     "apex.mlp": (
@@ -31,6 +35,9 @@ _GONE = {
     "apex.contrib.gpu_direct_storage": "files read straight to the GPU: use torch.cuda.gds",
     "apex.contrib.nccl_allocator": "memory registered with NCCL: use torch.cuda.MemPool",
     "apex.contrib.nccl_p2p": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
+    "apex.contrib.optimizers.fp16_optimizer": "one class: use `from apex.contrib.optimizers import FP16_Optimizer`",
+    "apex.contrib.optimizers.fused_lamb": "one class: use `from apex.contrib.optimizers import FusedLAMB`",
+    "apex.contrib.optimizers.fused_sgd": "one class: use `from apex.contrib.optimizers import FusedSGD`",
     "apex.contrib.peer_memory": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
     "apex.contrib.multihead_attn": (
         "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention"

@@ -2,9 +2,9 @@
 
 Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
 flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
-holds inf or NaN, and is never cleared. What Apex had beyond these (the capturable and mixed-precision variants, the two
-stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` leaves the gradients
-as they are.
+holds inf or NaN, and is never cleared. What Apex had beyond these (NovoGrad, the capturable and mixed-precision
+variants, the two stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb`
+leaves the gradients as they are.
 
 Waits for the device: only `multi_tensor_sgd`, which reads the flag.
 """
@@ -145,45 +145,6 @@ def multi_tensor_adam(
         weight_decay=weight_decay,
         is_decoupled=mode == 1,
         corrects_bias=bool(bias_correction),
-    )
-
-
-@torch.no_grad()
-def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    grad_norms: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    norm_type: int,
-) -> None:
-    """[gradients, params, exp_avgs], and `grad_norms` of shape (n,): `updates.novograd_`.
-
-    Weight decay is inside the moment if `mode` is 0.
-    """
-    gradients, params, exp_avgs = tensor_lists
-    updates.novograd_(
-        gradients,
-        params,
-        exp_avgs,
-        grad_norms.unbind(),
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=epsilon,
-        step=step,
-        weight_decay=weight_decay,
-        decays_inside=mode == 0,
-        corrects_bias=bool(bias_correction),
-        averages_gradients=bool(grad_averaging),
-        norm_type=norm_type,
     )
 
 

@@ -40,14 +40,6 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def get_places(*lists: Tensors) -> list[list[int]]:
-    """Return the indices of lists of equal length in groups of one device and dtype, as foreach kernels take them."""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        places.setdefault(tuple((tensor.device, tensor.dtype) for tensor in tensors), []).append(index)
-    return list(places.values())
-
-
 def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Yield the lists at full precision, in parts that are on one device and of one dtype each.
 

@@ -9,6 +9,15 @@ from typing import Any, NoReturn
 from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
+_ONLY_READS = "the doctor only reads; each finding says what to change"
+GONE = {
+    "amp-patch demo": "run an example of the repository, such as `python examples/digits.py`",
+    "amp-patch lists schema": "copy lists/schema.json of the repository, or let `amp-patch lists init` write it",
+    "amp-patch doctor --fix": _ONLY_READS,
+    "amp-patch doctor --diff": _ONLY_READS,
+}
+"""Commands, tasks and options of 0.2, and what to do instead."""
+
 
 class Parser(argparse.ArgumentParser):
     """Refuses what it does not know, with the option that may have been meant.
@@ -37,6 +46,7 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Say that it knows no such arguments, as `error` does."""
         option = next((one.partition("=")[0] for one in unknown if one.startswith("-")), "")
+        self._leave_if_gone(option)
         known = self.own_options
         # by their names alone, as all options begin alike
         is_close = find_meant(option.lstrip("-"), [one.lstrip("-") for one in known])
@@ -67,11 +77,17 @@ class Parser(argparse.ArgumentParser):
         print_error(self.prog, "error", f"{message}\n{self.prog} --help tells more")
         self.exit(2)
 
+    def _leave_if_gone(self, word: str) -> None:
+        instead = GONE.get(f"{self.prog} {word}")
+        if instead:
+            self._leave(f"{word} is gone: {instead}")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         names = list(map(str, action.choices))
         listed = f"({', '.join(names)}).{did_you_mean(str(value), names)}"
         if isinstance(action, argparse._SubParsersAction):
+            self._leave_if_gone(value)
             raise argparse.ArgumentError(None, f"{value!r} is not a {str(action.metavar).lower()} {listed}")
         raise argparse.ArgumentError(action, f"{value!r} is no choice {listed}")

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import amp_patch
 
-EXTENSIONS = frozenset(
-    {
-        *("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda"),
-        "fused_dense_cuda",
-    }
-)
+EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", "syncbn", "xentropy_cuda", "mlp_cuda"}
+EXTENSIONS |= {"fused_dense_cuda"}
 """Apex's compiled modules, which scripts import from the top."""
 
 
@@ -38,7 +34,7 @@ class Coverage:
                 return True  # every module has a __dict__ and a __name__
             is_bound = part in _bound_names(_source(where))
             deeper = _module(where, part)
-            if deeper is None or (is_bound and not is_imported and part not in _submodules_named(_source(where))):
+            if deeper is None or (is_bound and not is_imported):
                 return is_bound  # what is below a bound name is an attribute of an object, which no source tells
             where = deeper
         return _source(where).is_file()
@@ -102,33 +98,22 @@ def _read_table(path: Path) -> dict[str, str]:
 
 
 @cache
-def _submodules_named(path: Path) -> frozenset[str]:
-    """Return what `from . import x` binds in a package."""
-    imports = [node for node in _top_level(_parse(path)) if isinstance(node, ast.ImportFrom) and not node.module]
-    return frozenset(alias.name for node in imports for alias in node.names)
-
-
-@cache
 def _bound_names(path: Path) -> frozenset[str]:
-    """Return the names that a module binds at its top level, those of its star imports from the same package included.
+    """Return the names that a module binds to objects at its top level, by star imports from its own package, too.
 
-    In a module that answers for names by a `__getattr__`, every string that could be a name counts.
+    Modules that it imports from there by `from . import x` are no objects.
     """
-    tree = _parse(path)
     found: set[str] = set()
-    for node in _top_level(tree):
+    for node in _top_level(_parse(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Import):
             found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 found |= _star_names(path, node) if alias.name == "*" else {alias.asname or alias.name}
-    if "__getattr__" in found:
-        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        found.update(value for value in strings if isinstance(value, str) and value.isidentifier())
     return frozenset(found)
 
 

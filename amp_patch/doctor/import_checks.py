@@ -89,7 +89,7 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
 def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
     known, (wrong, allowed) = context.coverage.advice(name), context.coverage.missing(name)
     advice = f"It was {known}." if known else did_you_mean(wrong, allowed).strip()
-    advice = advice or "The stand-in has no such name, and knows of none in Apex: look in today's torch."
+    advice = advice or "Nothing stands in for it: look in today's torch."
     if _has_fallback(context.script, node):
         message = f"{name}: not in the stand-in for apex, so the script takes its own way round"
         return Fault(node, "note", message, advice)

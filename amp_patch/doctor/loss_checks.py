@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
 from .script import Script
-from .tree import function_of, names_in, text_of
+from .tree import argument_of, function_of, names_in, position, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 _CLIPPERS = tuple(
@@ -15,15 +15,6 @@ _CLIPPERS = tuple(
 )
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
 """Methods that take a value out of its graph: for a log, not for a backward pass."""
-
-
-def _backward_calls(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield (call, loss) for each `loss.backward()`, and not for `engine.backward(loss)` and `scaler.scale(loss)`."""
-    for call, loss in script.method_calls("backward"):
-        is_own = isinstance(loss, ast.Name) and loss.id in ("self", "cls", "ctx")
-        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
-        if not call.args and not is_own and not made_by & {"scale", "super"}:
-            yield call, loss
 
 
 @rule(
@@ -40,10 +31,9 @@ def _backward_calls(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
 )
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
-    script = context.script
-    scaled = _scaled_names(script)
-    for call, loss in _backward_calls(script):
-        if context.expected.scales and script.block_around(call) is not None and not names_in(loss) & scaled:
+    scaled = _scaled_names(context.script)
+    for call, loss in _backward_calls(context):
+        if context.script.block_around(call) and not names_in(loss) & scaled:
             message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
             yield Fault(call, "error", message, f"Write `{_BLOCK}`.")
 
@@ -63,10 +53,8 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
 )
 def scaled_after_block(context: Context) -> Iterator[Fault]:
     """Gradients are divided by the loss scale when the block ends: those that come later stay multiplied by it."""
-    script = context.script
-    for call, loss in _backward_calls(script):
-        is_behind = script.block_around(call) is None and _holds_scaled_loss(script, text_of(loss), call)
-        if context.expected.scales and is_behind:
+    for call, loss in _backward_calls(context):
+        if not context.script.block_around(call) and _holds_scaled_loss(context.script, text_of(loss), call):
             message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
             yield Fault(call, "error", message, f"Move it into the block: `{_BLOCK}`.")
 
@@ -89,45 +77,17 @@ def scaled_after_block(context: Context) -> Iterator[Fault]:
 def unscaled_losses(context: Context) -> Iterator[Fault]:
     """Small float16 gradients become 0 unless the loss is scaled, and no overflow is noticed outside of a block."""
     script = context.script
-    if not script.initializations or not context.expected.scales:
+    if not script.initializations:
         return
     scaled = _scaled_names(script)
-    for call, loss in _backward_calls(script):
+    for call, loss in _backward_calls(context):
         is_scaled = script.block_around(call) is not None or bool(names_in(loss) & scaled)
         is_stepped = any(script.frame(step) is script.frame(call) for step, _ in script.method_calls("step"))
-        has_other_path = script.is_without_amp(call) or script.is_beside_amp(call)
-        if is_stepped and not is_scaled and not has_other_path and not _may_be_scaled_by_callers(script, loss, call):
+        if is_scaled or not is_stepped or script.is_without_amp(call) or script.is_beside_amp(call):
+            continue
+        if not _may_be_scaled_by_callers(script, loss, call) and not _is_for_other_optimizer(script, call):
             message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
             yield Fault(call, "warning", message, f"Write `{_BLOCK}`.")
-
-
-def _scaled_names(script: Script) -> set[str]:
-    """Return the names that hold a scaled loss, or something made of one, and the functions that give one."""
-    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
-    scaled |= {block.name for block in script.blocks if block.name} | {text_of(one.call.func) for one in script.blocks}
-    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
-        if names_in(one.value) & scaled:
-            scaled.add(one.target)
-    return scaled
-
-
-def _may_be_scaled_by_callers(script: Script, loss: ast.expr, call: ast.Call) -> bool:
-    """Whether a loss is a parameter of its function, whose callers may have scaled it."""
-    function = script.frame(call)
-    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return False
-    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
-    return bool(names_in(loss) & (parameters - {"self"}))
-
-
-def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
-    """Whether a name was bound last, before a node, by a block."""
-    last: ast.AST | None = None
-    for one in script.nodes:
-        is_bound = isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
-        if is_bound and script.is_before(one, node):
-            last = one
-    return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
 
 
 @rule(
@@ -147,7 +107,7 @@ def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
 def clips_in_block(context: Context) -> Iterator[Fault]:
     """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
     for call in context.script.calls_of(*_CLIPPERS):
-        if context.expected.scales and context.script.block_around(call) is not None:
+        if context.expected.scales and context.script.block_around(call):
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
             yield Fault(call, "error", message, "Move it behind the block that unscales, the last one before the step.")
 
@@ -177,6 +137,77 @@ def logged_scaled_losses(context: Context) -> Iterator[Fault]:
         if reader is not None and _holds_scaled_loss(script, name.id, name):
             message = f"{text_of(reader)} is the scaled loss: the loss times the loss scale"
             yield Fault(reader, "warning", message, "Log the loss that scale_loss was given.")
+
+
+def _backward_calls(context: Context) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield (call, loss) for each `loss.backward()` of a script that may scale losses.
+
+    Not for `engine.backward(loss)` and `scaler.scale(loss).backward()`.
+    """
+    for call, loss in context.script.method_calls("backward") if context.expected.scales else ():
+        is_own = isinstance(loss, ast.Name) and loss.id in ("self", "cls", "ctx")
+        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
+        if not call.args and not is_own and not made_by & {"scale", "super"}:
+            yield call, loss
+
+
+def _scaled_names(script: Script) -> set[str]:
+    """Return the names that hold a scaled loss, or something made of one, and the functions that give one."""
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    scaled |= {block.name for block in script.blocks if block.name} | {text_of(one.call.func) for one in script.blocks}
+    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
+        if names_in(one.value) & scaled:
+            scaled.add(one.target)
+    return scaled
+
+
+def _may_be_scaled_by_callers(script: Script, loss: ast.expr, call: ast.Call) -> bool:
+    """Whether a loss is a parameter of its function, whose callers may have scaled it."""
+    function = script.frame(call)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    return bool(names_in(loss) & (parameters - {"self"}))
+
+
+def _is_for_other_optimizer(script: Script, call: ast.Call) -> bool:
+    """Whether the next step is that of an optimizer which amp was not given, for parameters of no model that it was."""
+    for step, optimizer in script.method_calls("step"):
+        params = _names_of_parameters(script, optimizer)
+        if params and script.frame(step) is script.frame(call) and position(step) > position(call):
+            return not (params | {text_of(optimizer)}) & _names_given_to_amp(script)
+    return False
+
+
+def _names_given_to_amp(script: Script) -> set[str]:
+    """Return the names in calls of `initialize` and `scale_loss`, and those in lists that such a name stands for."""
+    given: set[str] = set()
+    for call in (*script.initializations, *(block.call for block in script.blocks)):
+        given |= names_in(call)
+    for one in script.assignments:
+        if one.target in given and isinstance(one.value, (ast.List, ast.Tuple)):
+            given |= names_in(one.value)
+    return given - {"self"}
+
+
+def _names_of_parameters(script: Script, optimizer: ast.expr) -> set[str]:
+    """Return the names in what an optimizer was made of; none unless the script makes it, of parameters."""
+    found: set[str] = set()
+    for made in script.values_of(text_of(optimizer)):
+        params = argument_of(made, "params", 0) if isinstance(made, ast.Call) else None
+        if params is not None and "param" in text_of(params):
+            found.update(names_in(params), *map(names_in, script.values_of(text_of(params))))
+    return found - {"self"}
+
+
+def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
+    """Whether a name was bound last, before a node, by a block."""
+    last: ast.AST | None = None
+    for one in script.nodes:
+        is_bound = isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
+        if is_bound and script.is_before(one, node):
+            last = one
+    return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
 
 
 def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:

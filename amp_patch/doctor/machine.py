@@ -107,13 +107,9 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
 def judge_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype, ...]:
     """Return the verdict on each 16-bit dtype, given the dtypes whose products the CPU has instructions for."""
     has = ", ".join(flags) or "no instructions for 16 bits"
-    judged = []
-    for name in LOW_DTYPES:
-        if name in multiplied:
-            judged.append(LowDtype(name, "fast", has))
-        else:
-            judged.append(LowDtype(name, "slow", f"products are computed in float32 by default; {has}"))
-    return tuple(judged)
+    fast = {name: LowDtype(name, "fast", has) for name in multiplied}
+    slow = {name: LowDtype(name, "slow", f"products are computed in float32 by default; {has}") for name in LOW_DTYPES}
+    return tuple((slow | fast).values())
 
 
 def get_advice() -> str:
@@ -127,10 +123,8 @@ def recommend(device: Device) -> str:
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
             return "use O4 or O5: this CPU has bfloat16 products; float16 levels are for trying out what a GPU will run"
-        return (
-            "keep O0 here: this CPU has no fast 16-bit products, so amp computes them in float32. Other levels are for"
-            " trying out what a GPU will run"
-        )
+        reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
+        return f"keep O0 here: {reason}. Other levels are for trying out what a GPU will run"
     if verdicts["bfloat16"] == "fast":
         return f"use O4 or O5: {device.name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
     if verdicts["float16"] == "fast":
@@ -175,8 +169,6 @@ def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
     if found.kind != "other":
         return []
     where = f" ({found.location})" if found.location else ""
-    message = (
-        f"what is found under the name apex{where} is not NVIDIA's, and has no amp: PyPI has another package so named"
-    )
+    message = f"the package apex{where} is not NVIDIA's, and has no amp: PyPI has another package of that name"
     advice = "Take it away (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

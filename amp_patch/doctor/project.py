@@ -11,9 +11,8 @@ from pathlib import Path
 from . import import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
 from .coverage import Coverage
 from .documents import Document
-from .levels import expect
 from .rules import RETIRED, RULES, Context, Finding, Selection
-from .script import Script
+from .script import Script, expect
 
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 _SUFFIXES = (".py", ".ipynb")

@@ -7,15 +7,14 @@ by `# amp-patch: ignore[CODE]`.
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal, NamedTuple
 
 from ..errors import SettingsError, did_you_mean
 from .coverage import Coverage
-from .levels import Expected
-from .script import Script
+from .script import Expected, Script
 
 Severity = Literal["error", "warning", "note"]
 
@@ -128,6 +127,7 @@ def sorted_rules() -> list[Rule]:
 
 def explain(code: str) -> str:
     """Return what a rule is for, with its examples; raises SettingsError for a code of none."""
+    code = code.upper()
     if code in RETIRED:
         return f"{code} is gone: {RETIRED[code]}."
     if code not in RULES:
@@ -139,25 +139,38 @@ def explain(code: str) -> str:
     return "\n\n".join([*parts, f"Silence it on a line by `# amp-patch: ignore[{code}]`."])
 
 
-@dataclass(frozen=True, slots=True)
 class Selection:
     """Which rules to follow: of a code's prefixes in `select` and `ignore` the longest decides, `ignore` at a tie.
 
-    Raises SettingsError for a prefix of no code.
+    Raises SettingsError for a prefix of no code, and in `select` for one of codes that are gone.
     """
 
-    select: Sequence[str] = ("AMP",)
-    ignore: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        for prefix in (*self.select, *self.ignore):
-            if not prefix or not any(code.startswith(prefix) for code in (*RULES, *RETIRED)):
-                hint = did_you_mean(prefix, {code[: len(prefix)] for code in RULES})
-                raise SettingsError(f"{prefix!r} is no code of a rule, and begins none.{hint}")
+    def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:
+        self._select = [prefix.upper() for prefix in select]
+        self._ignore = [prefix.upper() for prefix in ignore]
+        for prefix in self._select:
+            _check_prefix(prefix, RULES)
+        for prefix in self._ignore:
+            _check_prefix(prefix, {**RULES, **RETIRED})
 
     def has(self, code: str) -> bool:
         """Tell whether a rule is to be followed."""
-        return _longest(code, self.select) > _longest(code, self.ignore)
+        return _longest(code, self._select) > _longest(code, self._ignore)
+
+
+def _check_prefix(prefix: str, codes: Collection[str]) -> None:
+    if prefix and any(code.startswith(prefix) for code in codes):
+        return
+    gone = [code for code in RETIRED if prefix and code.startswith(prefix)]
+    if gone:
+        reasons = "; ".join(f"{code}: {RETIRED[code]}" for code in gone)
+        raise SettingsError(f"{prefix!r} selects nothing, these rules are gone ({reasons}). There are {_codes()}.")
+    hint = did_you_mean(prefix, {code[: len(prefix)] for code in codes}) or f" There are {_codes()}."
+    raise SettingsError(f"{prefix!r} is no code of a rule, and begins none.{hint}")
+
+
+def _codes() -> str:
+    return ", ".join(sorted(RULES))
 
 
 def _longest(code: str, prefixes: Sequence[str]) -> int:

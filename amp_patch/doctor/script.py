@@ -1,9 +1,9 @@
-"""One training script, read and never run: its names, its assignments, and its calls of amp."""
+"""One training script, read and never run: its assignments, its calls of amp, and what it asks of `initialize`."""
 
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ from .tree import SCOPES, Tree, argument_of, function_of, names_in, parts_of, po
 _OTHER_AMP = re.compile(r"amp|scaler|fp16|half|precision|native", re.IGNORECASE)
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
+
+LEVELS = {"O0": False, "O1": True, "O2": True, "O3": False, "O4": False, "O5": False}
+"""Whether a level has a dynamic loss scale; those that have none do not scale."""
 
 
 class Block(NamedTuple):
@@ -79,10 +82,6 @@ class Script(Tree):
         """Return the calls of functions of these names, in the rules' spelling, in the order of the text."""
         found = {call for name in names for call in self._calls_by_name.get(name, ())}
         return sorted(found, key=position)
-
-    def is_call_of(self, node: ast.AST | None, names: Iterable[str]) -> bool:
-        """Tell whether `node` is a call of a function of these names."""
-        return isinstance(node, ast.Call) and not self.names.resolve(node.func).isdisjoint(names)
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""
@@ -205,3 +204,50 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
     for index, one in enumerate(target.elts):
         part = value.elts[index] if is_parallel and isinstance(value, (ast.Tuple, ast.List)) else value
         yield from _pairs(one, part)
+
+
+# ---- levels ----------------------------------------------------------------------------------------------------------
+
+
+class Expected(NamedTuple):
+    """What the calls of `initialize` in view may do: what any of them does at any level that is possible.
+
+    Attributes:
+        scales: the loss may be multiplied by something other than 1.
+        skips: steps may be skipped after an overflow, since the scale is dynamic.
+    """
+
+    scales: bool
+    skips: bool
+
+
+def expect(scripts: Sequence[Script]) -> Expected:
+    """Return what the calls of `initialize` in these scripts may do; without any call, everything is possible."""
+    expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
+    if not expected:
+        return Expected(scales=True, skips=True)
+    return Expected(any(one.scales for one in expected), any(one.skips for one in expected))
+
+
+def _expect_of(script: Script, call: ast.Call) -> Expected:
+    enabled = _constant(script, argument_of(call, "enabled", 2), True)
+    level = _constant(script, argument_of(call, "opt_level", 3), "O1")
+    scale = _constant(script, argument_of(call, "loss_scale"), None)
+    has_stars = any(isinstance(one, ast.Starred) for one in call.args) or not all(one.arg for one in call.keywords)
+    if enabled is False:
+        return Expected(scales=False, skips=False)
+    if isinstance(scale, (int, float)):
+        return Expected(scales=scale != 1, skips=False)
+    is_dynamic = scale is not None or has_stars or LEVELS.get(str(level), True)
+    return Expected(scales=is_dynamic, skips=is_dynamic)
+
+
+def _constant(script: Script, node: ast.expr | None, default: object) -> object:
+    """Return the value of a constant, or of a name that is assigned one constant in the whole script, or its text."""
+    if node is None:
+        return default
+    if isinstance(node, ast.Name):
+        values = script.values_of(node.id)
+        is_argument = any(isinstance(one, ast.arg) and one.arg == node.id for one in script.nodes)
+        node = values[0] if len(values) == 1 and not is_argument else node
+    return node.value if isinstance(node, ast.Constant) else ast.unparse(node)

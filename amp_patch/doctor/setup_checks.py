@@ -12,11 +12,6 @@ _WRAPPERS = frozenset(
 )
 
 
-def _models(call: ast.Call) -> list[str]:
-    """Return the models in a call of `initialize`, as text."""
-    return [text_of(model) for model in parts_of(argument_of(call, "models", 0))]
-
-
 @rule(
     "AMP203",
     "a parallel wrapper before initialize",
@@ -36,8 +31,9 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
         for model in parts_of(argument_of(call, "models", 0)):
             value = model if isinstance(model, ast.Call) else script.assigned_before(text_of(model), call)
             while isinstance(value, ast.Call):
-                if script.is_call_of(value, _WRAPPERS):
-                    name = min(script.names.resolve(value.func) & _WRAPPERS).rpartition(".")[2]
+                wrappers = script.names.resolve(value.func) & _WRAPPERS
+                if wrappers:
+                    name = min(wrappers).rpartition(".")[2]
                     message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
                     yield Fault(value, "error", message, "Give amp.initialize the bare model and wrap what it returns.")
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
@@ -64,7 +60,7 @@ def models_moved_late(context: Context) -> Iterator[Fault]:
         return  # models are made on their device
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
-        for model in _models(call):
+        for model in map(text_of, parts_of(argument_of(call, "models", 0))):
             made = script.assigned_before(model, call)
             if not isinstance(made, ast.Call) or not _makes_model(made):
                 continue
@@ -133,18 +129,12 @@ def _makes_optimizer(call: ast.Call) -> bool:
     bad="""
         for images, target in loader:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # AMP211
-            loss = F.mse_loss(model(images), target)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            train(model, optimizer, images, target)
     """,
     good="""
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
         for images, target in loader:
-            loss = F.mse_loss(model(images), target)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            train(model, optimizer, images, target)
     """,
 )
 def initialize_in_loop(context: Context) -> Iterator[Fault]:
@@ -177,14 +167,10 @@ def initialize_in_loop(context: Context) -> Iterator[Fault]:
 )
 def saves_without_amp(context: Context) -> Iterator[Fault]:
     """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
-    script = context.script
-    if not _may_lose_scale(context, "amp.state_dict") or not any("save" in function_of(one) for one in script.calls):
-        return
-    for call, receiver in script.method_calls("state_dict"):
-        if _holds_state(script, call, receiver):
+    if any("save" in function_of(call) for call in context.script.calls):
+        for call in _calls_without_amp(context, "state_dict"):
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
             yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
-            return
 
 
 @rule(
@@ -201,22 +187,22 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
 )
 def loads_without_amp(context: Context) -> Iterator[Fault]:
     """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
-    script = context.script
-    if not _may_lose_scale(context, "amp.load_state_dict"):
-        return
-    for call, receiver in script.method_calls("load_state_dict"):
-        if _holds_state(script, call, receiver):
-            message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
-            yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
-            return
+    for call in _calls_without_amp(context, "load_state_dict"):
+        message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
+        yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
 
 
-def _may_lose_scale(context: Context, function: str) -> bool:
-    """Whether a script has a dynamic loss scale, and neither calls a function of amp nor reads the scalers itself."""
+def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
+    """Return the first call of this method of an optimizer in a script that may lose its loss scale by it, or none.
+
+    A script may if its scale is dynamic, and it neither calls amp's function of that name nor reads the scalers itself.
+    """
     script = context.script
-    is_kept = bool(script.calls_of(function)) or "loss_scalers" in script.text
+    is_kept = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_trained = bool(script.initializations or script.blocks)
-    return is_trained and script.uses_amp and context.expected.skips and not is_kept
+    if is_kept or not is_trained or not script.uses_amp or not context.expected.skips:
+        return []
+    return [call for call, receiver in script.method_calls(method) if _holds_state(script, call, receiver)][:1]
 
 
 def _holds_state(script: Script, call: ast.Call, receiver: ast.expr) -> bool:

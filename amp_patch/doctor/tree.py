@@ -94,13 +94,11 @@ class Tree:
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         """Return the node around this one; None for the module."""
-        found = self._parents.get(node)
-        return found[0] if found else None
+        return self._parents.get(node, (None, ""))[0]
 
     def field(self, node: ast.AST) -> str:
         """Return the field of the parent that holds this node, such as `body`; an empty string for the module."""
-        found = self._parents.get(node)
-        return found[1] if found else ""
+        return self._parents.get(node, (None, ""))[1]
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around this one, from the inside out."""

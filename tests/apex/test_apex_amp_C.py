@@ -5,7 +5,7 @@ import torch
 
 from amp_patch.apex import amp_C, updates
 from amp_patch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 LOW = torch.bfloat16
 
@@ -150,21 +150,6 @@ def test_adam(mode, decay):
         torch.equal(a, b)
         for found, values in zip(lists, expected, strict=True)
         for a, b in zip(found, values, strict=True)
-    )
-
-
-@pytest.mark.parametrize("norm_type", [0, 2])
-@pytest.mark.parametrize("mode", [0, 1])
-def test_novograd(mode, norm_type):
-    lists = [make(), [torch.zeros_like(p) for p in make()]]
-    norms = torch.zeros(4)
-    for step in (1, 2):
-        apply(amp_C.multi_tensor_novograd, [make(seed=step), *lists], norms, *ADAM, step, 1, 0.1, 1, mode, norm_type)
-    options = {"reg_inside_moment": mode == 0, "norm_type": norm_type, "init_zero": True, "weight_decay": 0.1}
-    expected = step_of(FusedNovoGrad, lr=0.01, betas=(0.8, 0.9), eps=1e-3, **options)
-    found = [*lists, norms.unbind()]
-    assert all(
-        torch.equal(a, b) for one, values in zip(found, expected, strict=True) for a, b in zip(one, values, strict=True)
     )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from training import take_step
 
 import amp_patch as amp
 from amp_patch.apex import fp16_utils
@@ -231,11 +232,8 @@ def test_training_is_that_of_amp_at_o5(inner, scale):
     amp.initialize(reference, steps, opt_level="O5", compute="native", verbosity=0)
     expected = []
     for batch in batches:
-        steps.zero_grad()
         loss = F.cross_entropy(reference(batch[0]), batch[1])
-        with amp.scale_loss(loss, steps) as scaled_loss:
-            scaled_loss.backward()
-        steps.step()
+        take_step(loss, steps)
         expected.append(loss.item())
     assert losses == expected
     for parameter, twin in zip(model.parameters(), reference.parameters(), strict=True):

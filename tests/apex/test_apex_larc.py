@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
-from training import train
+from training import backward, train
 
 import amp_patch as amp
 from amp_patch.apex.optimizers import FusedAdam
@@ -205,10 +205,7 @@ def test_under_amp_steps_are_those_of_float32_gradients_and_an_overflow_skips(le
         results.append(train(model, optimizer, batches))
         if lower:
             before = [p.detach().clone() for p in amp.master_params(optimizer)]
-            with amp.scale_loss(
-                F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer
-            ) as scaled_loss:
-                scaled_loss.backward()
+            backward(F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer)
             optimizer.step()
             assert optimizer.step_was_skipped and optimizer.param_groups[0]["weight_decay"] == 0.1
             assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
@@ -224,8 +221,7 @@ def test_an_optimizer_that_amp_has_may_be_wrapped_later():
     batch = make_batches(1)[0]
     for factor, is_skipped in ((1.0, False), (float("inf"), True)):
         before = [p.detach().clone() for p in amp.master_params(optimizer)]
-        with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * factor, inner) as scaled_loss:
-            scaled_loss.backward()
+        backward(F.cross_entropy(model(batch[0]), batch[1]) * factor, inner)
         optimizer.step()
         assert optimizer.step_was_skipped is is_skipped
         assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True)) is is_skipped

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from training import backward
 
 import amp_patch as amp
 from amp_patch.apex import parallel
@@ -322,8 +323,7 @@ def train_with_amp(rank, level, options, accumulates):
             if accumulates and part == 0:
                 wrapped.disable_allreduce()
             loss = F.cross_entropy(wrapped(images), targets) / 2
-            with amp.scale_loss(loss, optimizer, delay_unscale=accumulates and part == 0) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer, delay_unscale=accumulates and part == 0)
             wrapped.enable_allreduce()
         results.append([p.grad.clone() for p in amp.master_params(optimizer)])
         optimizer.step()
@@ -633,8 +633,7 @@ def train_digits_together(rank, level):
         if level is None:
             loss.backward()
         else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         optimizer.step()
         losses.append(loss.detach() / 2)
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,7 +3,6 @@ the oldest interface.
 """
 
 import gc
-import pickle
 import random
 
 import pytest
@@ -26,7 +25,6 @@ from torch import nn
 
 import amp_patch
 from amp_patch.apex import amp
-from amp_patch.apex._core import list_names
 from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.session import current
 
@@ -422,17 +420,6 @@ def test_a_scaler_follows_the_rule(seed):
         assert (scaler._loss_scale, scaler._unskipped) == (scale, good)
 
 
-def test_unscaling_onto_a_stash():
-    scaler = LossScaler(4.0)
-    out = torch.empty(2)
-    scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 1.0])], [out])
-    assert out.tolist() == [3, 2]
-    scaler.unscale_with_stashed(
-        [torch.tensor([8.0, 4.0])], [torch.tensor([2.0, 2.0])], [out], scale_override=(8.0, 2.0, 16.0)
-    )
-    assert out.tolist() == [32, 24]
-
-
 def test_a_static_scaler_never_skips():
     scaler = LossScaler(1.0)
     gradient = torch.tensor([float("inf")])
@@ -447,16 +434,6 @@ def test_a_cleared_overflow_is_forgotten():
     scaler.unscale([torch.tensor([float("nan")])], [torch.empty(1)], None)
     scaler.clear_overflow_state()
     assert scaler.update_scale() is False and scaler.loss_scale() == 65536.0
-
-
-@pytest.mark.parametrize("scale", ["dynamic", 128.0])
-def test_pickles_come_back(scale):
-    scaler = LossScaler(scale, scale_window=7, min_loss_scale=2.0, max_loss_scale=512.0)
-    scaler.update_scale()
-    twin = pickle.loads(pickle.dumps(scaler))
-    assert (
-        twin.__getstate__() == scaler.__getstate__() and twin.dynamic is (scale == "dynamic") and twin._unskipped == 1
-    )
 
 
 def test_the_state_that_apex_pickled_is_read():
@@ -515,11 +492,3 @@ def test_a_float_function_casts_its_arguments_alone_as_apex_did():
     handle = apex_amp.init(loss_scale=1.0)
     assert decorated(torch.ones(2, 2).half()) == (torch.float32, torch.float16)
     handle._deactivate()
-
-
-def test_lists_that_are_read_while_patches_are_in_are_the_same():
-    expected = [list_names("torch.nn.functional", "blacklist"), list_names("torch.Tensor", "promote")]
-    start("O1")
-    list_names.__globals__["_read_list"].cache_clear()
-    assert [list_names("torch.nn.functional", "blacklist"), list_names("torch.Tensor", "promote")] == expected
-    assert expected == [amp.lists.functional_overrides.FP32_FUNCS, amp.lists.tensor_overrides.CASTS]

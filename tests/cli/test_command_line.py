@@ -47,7 +47,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "explain train.py --by modul": ("amp-patch explain", "(module, op, entry). Did you mean 'module'?"),
     "explain train.py --html no/where.html": ("amp-patch explain", "argument --html: 'no/where.html'"),
     "trace train.py --json": ("amp-patch trace", "argument --json: expected one argument"),
+    "tune train.py --steps 0": ("amp-patch tune", "argument --steps: '0'"),
+    "tune train.py --units all": ("amp-patch tune", "argument --units: 'all'"),
+    "compare train.py --runs O4+none.yaml": ("amp-patch compare", "none.yaml"),
     # scripts
+    "run --": ("amp-patch run", "name a script"),
+    "run nowhere.py": ("amp-patch run", "no such file"),
     "trace": ("amp-patch trace", "name a script, or a module with -m"),
     "explain tran.py": ("amp-patch explain", "/tran.py': no such file. Did you mean 'train.py'?"),
     "run -m": ("amp-patch run", "name a script, or a module with -m"),

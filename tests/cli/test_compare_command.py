@@ -105,21 +105,6 @@ def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
     assert [run.failed for run in Comparison.read(tmp_path / "c.jsonl").runs] == ["", "did not run", "did not run"]
 
 
-def test_bad_usage_is_told_before_anything_runs(capsys, monkeypatch, tmp_path):
-    for options, told in [
-        (["--runs", "O9"], "'O9'"),
-        (["--runs", "O4+none.yaml"], "none.yaml"),
-        (["--steps", "0"], "'0' is not a whole number of 1 or more"),
-        (["--opt-level", "O1"], "--opt-level has no place here: name levels by --runs"),
-        (["--html", "no/x.html"], "must be a file in a folder that exists"),
-        ([], "can't open file"),
-    ]:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as error:
-            main(["compare", *options, "nothing.py"])
-        assert error.value.code == 2 and told in capsys.readouterr().err
-
-
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("amp_patch.cli.compare.importlib.util.find_spec", lambda name: None)
     assert main(["compare", "--png", str(tmp_path / "c.png"), "train.py"]) == 2

@@ -190,23 +190,6 @@ def test_spawned_processes_have_it_too(tmp_path):
 # ---- bad usage -------------------------------------------------------------------------------------------------------
 
 
-def test_bad_usage_is_told_before_anything_runs(capsys):
-    for options, said in [
-        ([], "name a script, or a module with -m"),
-        (["--"], "name a script"),
-        (["-m"], "name a script"),
-        (["nowhere.py"], "no such file"),
-        (["--opt-level", "o2", "x.py"], "Did you mean 'O2'?"),
-        (["--lists", "float61", "x.py"], "Did you mean 'float16'?"),
-        (["--lists", "nowhere.yaml", "x.py"], "nowhere.yaml"),
-    ]:
-        finders, argv = list(sys.meta_path), list(sys.argv)
-        with pytest.raises(SystemExit) as left:
-            main(["run", *options])
-        assert left.value.code == 2 and said in capsys.readouterr().err
-        assert (sys.meta_path, sys.argv) == (finders, argv)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

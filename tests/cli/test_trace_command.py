@@ -93,13 +93,6 @@ def test_a_script_that_fails_over_the_fault_is_told_of_it(call):
     assert code == 1 and "step 2, forward" in out and "not known: the step did not end" in out
 
 
-def test_a_share_is_checked(capsys):
-    for text in ("x", "-1", "100%", "1.5"):
-        with pytest.raises(SystemExit) as error:
-            main(["trace", f"--underflow={text}", "train.py"])
-        assert error.value.code == 2 and "is no share: write 5% or 0.05" in capsys.readouterr().err
-
-
 RANKS = """
 import os, signal, sys, tempfile
 import torch, amp_patch.insight.tracer, amp_patch.api

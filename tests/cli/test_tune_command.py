@@ -90,26 +90,6 @@ def test_a_script_that_cannot_be_tuned_shows_what_it_printed(source, told, call)
     assert code == 1 and told in err and out == ""
 
 
-def test_wrong_usage(capsys):
-    for options in [
-        ("--tolerance", "0"),
-        ("--tolerance", "x"),
-        ("--max-runs", "1"),
-        ("--steps", "0"),
-        ("--units", "all"),
-    ]:
-        with pytest.raises(SystemExit) as error:
-            main(["tune", *options, "train.py"])
-        assert error.value.code == 2 and options[0] in capsys.readouterr().err
-
-
-def test_a_missing_script_is_wrong_usage(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as error:
-        main(["tune", "no.py"])
-    assert error.value.code == 2 and "no such file" in capsys.readouterr().err
-
-
 def test_an_interrupt_keeps_the_best_so_far(call, monkeypatch, tmp_path):
     run_script, runs = scripts._call, []
 

@@ -3,8 +3,7 @@
 import peft
 import torch
 import transformers
-
-import amp_patch as amp
+from training import take_step
 
 LEVELS = {"O0": {}, "O1": {"loss_scale": 2.0**8}, "O2": {"loss_scale": 2.0**8}, "O3": {}, "O4": {}, "O5": {}}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -43,9 +42,6 @@ def train(model, optimizer, steps=4):
     losses = []
     for _ in range(steps):
         loss = loss_of(model)
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     return losses

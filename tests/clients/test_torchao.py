@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from training import take_step
 
 import amp_patch as amp
 
@@ -29,10 +30,7 @@ def train(model, level, kind=torch.optim.AdamW, **options):
     losses = []
     for _ in range(5):
         loss = nn.functional.mse_loss(model(X).float(), Y)
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     return losses, optimizer

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from training import take_step
 
 import amp_patch as amp
 
@@ -68,10 +69,7 @@ def run(name, level, *, detects=True, **options):
     for step in range(4):
         torch.manual_seed(step)  # boxes are sampled
         loss = sum(model(*make_batch()).values())
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     found = model.eval()(make_batch()[0]) if detects else []
     amp.reset()

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from training import backward
 
 import amp_patch as amp
 from amp_patch.integrations.trackers import Tracker
@@ -19,8 +20,7 @@ def train(track, level, steps=6, spike=None, **options):
     for step in range(1, steps + 1):
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         loss = net(inputs).float().square().mean() * (float("inf") if step == spike else 1.0)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         track(optimizer)
         optimizer.step()
         optimizer.zero_grad()

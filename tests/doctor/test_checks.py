@@ -7,9 +7,8 @@ import yaml
 
 import amp_patch
 from amp_patch.doctor import Project, Selection, explain, get_coverage, sorted_rules
-from amp_patch.doctor.levels import LEVELS, expect
 from amp_patch.doctor.rules import RETIRED
-from amp_patch.doctor.script import Script
+from amp_patch.doctor.script import LEVELS, Script, expect
 from amp_patch.errors import SettingsError
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\nimport amp_patch as amp\n"
@@ -77,6 +76,12 @@ BAD = {
     "unscaled-under-the-flag-of-amp": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "if args.fp16:\n    loss.backward()  # AMP303\noptimizer.step()",
+    "unscaled-for-an-optimizer-in-the-list-given": HEAD
+    + "first, second = SGD(a.parameters()), SGD(b.parameters())\nboth = [first, second]\n"
+    + "[a, b], both = amp.initialize([a, b], both)\nloss.backward()  # AMP303\nsecond.step()",
+    "unscaled-for-the-model-given-alone": HEAD
+    + "model = amp.initialize(model, opt_level='O2')\nfine = torch.optim.SGD(model.parameters(), lr=1)\n"
+    + "loss.backward()  # AMP303\nfine.step()",
     "clip-in-block": APEX
     + SCALE
     + "scaled_loss.backward()\n    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1)  # AMP305",
@@ -130,6 +135,11 @@ GOOD = {
     + "for step in steps:\n    if step == 0:\n        model, optimizer = amp.initialize(model, optimizer)",
     "scaled-by-the-caller": OWN + "def backward(loss):\n    loss.backward()\n" + SCALE + "backward(scaled_loss)",
     "made-of-a-scaled-loss": OWN + SCALE + "total = scaled_loss / 2\n    total.backward()",
+    "a-second-model-of-ones-own": HEAD
+    + "critic = Critic(args)\ncritic_optimizer = torch.optim.SGD(critic.parameters(), lr=1)\nmodel = Net(args)\n"
+    + "optimizer = torch.optim.SGD(model.parameters(), lr=1)\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+    + SCALE
+    + "scaled_loss.backward()\noptimizer.step()\ncritic_loss.backward()\ncritic_optimizer.step()",
     "other-arm": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "if not args.fp16:\n    loss.backward()",
@@ -183,6 +193,8 @@ def test_a_name_with_a_fallback_is_a_note(tmp_path):
         ("from apex.optimisers import FusedAdam", "Did you mean 'optimizers'?"),
         ("from amp_patch import initialise", "Did you mean 'initialize'?"),
         ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "fully_shard"),
+        ("from apex.amp import wrap", "amp.register_half_function"),
+        ("import apex.contrib.optimizers.fused_sgd", "from apex.contrib.optimizers import FusedSGD"),
         ("from apex.amp import zzz", "look in today's torch"),
     ],
 )
@@ -275,7 +287,7 @@ def test_rules_are_explained_with_reason_and_examples_and_those_that_are_gone_wi
         (["AMP3"], [], ["AMP301", "AMP313"], ["AMP203", "AMP001"]),
         (["AMP"], ["AMP3"], ["AMP203"], ["AMP301"]),
         (["AMP301"], ["AMP3"], ["AMP301"], ["AMP302", "AMP203"]),
-        (["AMP3", "AMP401"], ["AMP301", "AMP306"], ["AMP302"], ["AMP301"]),
+        (["amp3"], ["AMP301", "amp306"], ["AMP302"], ["AMP301"]),
         (["AMP301"], ["AMP301"], [], ["AMP301"]),
     ],
 )
@@ -284,7 +296,17 @@ def test_of_the_beginnings_of_a_code_the_longest_decides(select, ignore, has, ha
     assert all(map(selection.has, has)) and not any(map(selection.has, has_not))
 
 
-@pytest.mark.parametrize("prefix", ["", "X", "AMP4012", "amp301"])
+@pytest.mark.parametrize("prefix", ["", "X", "AMP4012"])
 def test_a_beginning_of_no_code_is_refused(prefix):
-    with pytest.raises(SettingsError, match="no code of a rule"):
+    for arguments in ([prefix], ()), ((), [prefix]):
+        with pytest.raises(SettingsError, match="no code of a rule"):
+            Selection(*arguments)
+
+
+@pytest.mark.parametrize("prefix", ["AMP306", "amp306", "AMP4"])
+def test_rules_that_are_gone_cannot_be_selected_and_the_reason_is_said(prefix):
+    assert Selection(["AMP31"]).has("AMP313")  # of those that begin so one is left
+    with pytest.raises(SettingsError, match="gone") as refused:
         Selection([prefix])
+    reasons = [reason for code, reason in RETIRED.items() if code.startswith(prefix.upper())]
+    assert all(part in str(refused.value) for part in (*reasons, "AMP301", "AMP501"))

@@ -149,12 +149,6 @@ def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.low_dtypes[1].verdict for device in devices[:2]] == ["slow", "fast"]
 
 
-@pytest.mark.parametrize("kind", ["none", "with amp", "without amp", "stand-in", "other"])
-def test_every_kind_of_apex_has_its_words(kind: str) -> None:
-    found = replace(SOUND, apex=ApexInstall(kind, "/somewhere", None))
-    assert "/somewhere" in Report([], 0, machine=found).as_text()
-
-
 @pytest.mark.parametrize(
     ("device", "advice"),
     [

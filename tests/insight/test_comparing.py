@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from gpt import make_gpt
 from torch import nn
 from torch_state import find_changes
+from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch import events, insight
@@ -38,10 +39,7 @@ def take_steps(model, optimizer, steps, factor=1.0):
     for number in range(steps):
         tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(number))
         loss = factor * F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     return losses
 
@@ -167,8 +165,7 @@ def test_the_lists_do_not_act_on_what_probes_compute(tmp_path):
         model = nn.Linear(8, 8)
         model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
         for _ in range(2):
-            with amp.scale_loss(F.mse_loss(model(torch.ones(1, 8)), torch.zeros(1, 8)), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(F.mse_loss(model(torch.ones(1, 8)), torch.zeros(1, 8)), optimizer)
             optimizer.step()
 
     (layer,) = insight.compare(train, ("O0", f"O1+{path}"), steps=2).recording.of(LayerRecord)
@@ -278,10 +275,7 @@ def test_memory_counts_what_stays_and_what_a_step_adds():
         optimizer = torch.optim.Adam(model.parameters())
         model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
         for _ in range(9):
-            optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(2, 512)).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(model(torch.ones(2, 512)).sum(), optimizer)
 
     plain, masters = insight.compare(train, ("O0", "O5"), steps=1).rows()
     weights = 2 * 512 * 512 * 4
@@ -338,10 +332,7 @@ def train_unseeded():
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     for _ in range(7):
         loss = model(torch.randn(4, 8)).square().mean()
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
 
 
 def test_a_training_without_a_seed_is_given_each():
@@ -424,8 +415,7 @@ def test_a_weight_is_moved_where_no_input_is():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
         for _ in range(3):
-            with amp.scale_loss(model(x=torch.ones(3)).square(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(x=torch.ones(3)).square(), optimizer)
             optimizer.step()
 
     found = insight.compare(train, ("O0",), steps=3)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch_state import VERSION, find_changes
+from training import backward
 
 import amp_patch as amp
 from amp_patch import events, insight
@@ -43,8 +44,7 @@ def train(model, optimizer, steps, seed=0, micro_batches=1):
         optimizer.zero_grad()
         for _ in range(micro_batches):
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
@@ -367,8 +367,7 @@ def test_a_recomputed_forward_is_told_apart():
 
     model, optimizer = initialize(Checkpointed(), "O4")
     with insight.recording() as found:
-        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(2, 4)).sum(), optimizer)
         optimizer.step()
     phases = [record.phase for record in found.ops if record.op == "F.linear" and record.given]
     assert [phases.count(phase) for phase in ("forward", "recompute")] == [1, 1]
@@ -383,8 +382,7 @@ def test_models_that_are_cast_say_what_kept_a_module_in_its_dtype(tmp_path):
         model.add_module(name, part)
     model, optimizer = initialize(model, "O5", lists=str(path), compute="native")
     with insight.recording() as found:
-        with amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(3, 4)).sum(), optimizer)
         optimizer.step()
     rules = {
         record.module: (record.rule, record.entry)

@@ -1,16 +1,13 @@
 """The report in a real browser: Debian's chromium and chromium-driver, without a window."""
 
-import io
 import shutil
 
-import numpy
 import pytest
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import exponents
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-image = pytest.importorskip("matplotlib.image", reason="needs matplotlib")
 
 BROWSERS = [shutil.which(name) for name in ("chromium", "chromedriver")]
 pytestmark = [
@@ -202,11 +199,3 @@ def test_text_can_be_read_in_light_and_dark(dark, page):
     show(page, 1200, dark=dark)
     is_dark = page.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
     assert is_dark is dark and page.execute_script(CONTRAST) >= 4.5
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_screenshot_is_not_blank(dark, page):
-    show(page, 800, dark=dark)
-    pixels = image.imread(io.BytesIO(page.get_screenshot_as_png()))[..., :3]
-    assert len(numpy.unique(pixels.reshape(-1, 3), axis=0)) > 50
-    assert pixels[0, 0].mean() < 0.2 if dark else pixels[0, 0].mean() > 0.9

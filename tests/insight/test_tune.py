@@ -9,6 +9,7 @@ from faulty_gpt import LOW, FaultyGPT, make_training
 from gpt import make_gpt
 from torch import nn
 from torch_state import find_changes
+from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch import events, insight
@@ -99,11 +100,8 @@ def train_digits(level="O1", **options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         for _ in range(3):
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(torch.randn(16, 1, 8, 8)), torch.randint(10, (16,)))
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(loss, optimizer)
 
     return train
 
@@ -138,8 +136,7 @@ def test_the_default_is_what_the_script_has(tune, base):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         amp.initialize(model, optimizer, opt_level="O1", lists=str(base), verbosity=0)
         tokens = torch.randint(20, (4, 9))
-        with amp.scale_loss(model(tokens).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(tokens).square().mean(), optimizer)
         optimizer.step()
 
     result = tune(train, extends=None)
@@ -169,8 +166,7 @@ def train_with_loss_code():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     for _ in range(3):
-        with amp.scale_loss(loss_in_ops(model, torch.randint(20, (4, 9))), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_in_ops(model, torch.randint(20, (4, 9))), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -220,11 +216,8 @@ def train_vectors(make_model, **options):
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
         for _ in range(3):
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,)))
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(loss, optimizer)
 
     return train
 
@@ -252,8 +245,7 @@ def test_a_loss_in_16_bits_overflows_at_the_first_scale_whatever_else(tune, base
         model = nn.Sequential(nn.Linear(4, 8), Gate(), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level="O1", lists="apex", verbosity=0)
-        with amp.scale_loss((model(torch.randn(6, 4)) * 0.5).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward((model(torch.randn(6, 4)) * 0.5).mean(), optimizer)
         optimizer.step()
 
     result = tune(train, steps=1)
@@ -310,10 +302,7 @@ def test_two_models_and_two_optimizers(tune):
 
         for _ in range(4):
             for number, optimizer in enumerate(both):
-                optimizer.zero_grad()
-                with amp.scale_loss(criticize(generator(torch.randn(4, 8))), optimizer, loss_id=number) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
+                take_step(criticize(generator(torch.randn(4, 8))), optimizer, loss_id=number)
 
     result = tune(train)
     assert names(result) == ["odd name"] and result.runs <= 6
@@ -332,11 +321,8 @@ def test_a_graph_may_live_over_the_step_of_another_optimizer(level, tune):
         for _ in range(3):
             made = generator(torch.randn(4, 4))
             for number, given in ((1, made.detach()), (0, made)):
-                both[number].zero_grad()
                 loss = F.softplus(critic(given).float()).mean()
-                with amp.scale_loss(loss, both[number], loss_id=number) as scaled_loss:
-                    scaled_loss.backward()
-                both[number].step()
+                take_step(loss, both[number], loss_id=number)
 
     result = tune(train, extends=None, opt_level=level)
     assert (result.is_reached, result.runs, result.text) == (True, 2, "")
@@ -429,11 +415,8 @@ def run_steps(level, seed=5):
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     for number in range(2):
         tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(number))
-        optimizer.zero_grad()
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         masters = list(amp.master_params(optimizer))
         grads = {name: tensor.grad for (name, _), tensor in zip(model.named_parameters(), masters, strict=True)}
         if any(one is None for one in grads.values()):
@@ -571,8 +554,7 @@ def test_noise_of_the_users_own_is_drawn_as_without(has_generator, tune):
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
         for _ in range(3):
             loss = model(torch.randn(8, 8)).float().square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
             optimizer.step()
 
     result = tune(train)

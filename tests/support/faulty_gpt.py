@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import take_step
 
 import amp_patch as amp
 
@@ -98,10 +99,7 @@ def make_training(seed=0, level="O1", batches=4, make_model=FaultyGPT, **options
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **lists)
         for _ in range(batches):
             tokens = torch.randint(20, (4, 9))
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(loss, optimizer)
 
     return train

@@ -1,8 +1,9 @@
-"""Processes joined by gloo, which run functions of the tests and give back what they return."""
+"""Processes joined by gloo, which run functions of the tests and give back what they return; and what those share."""
 
+import contextlib
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,38 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import amp_patch as amp
+
 RUNS_FSDP2 = not torch.__version__.startswith("2.6.")
 needs_fsdp2 = pytest.mark.skipif(not RUNS_FSDP2, reason="fully_shard of torch 2.6 does not run on a CPU")
 PATIENCE = 120  # seconds; a function takes milliseconds
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    """Four rows of six numbers, for each rank and step others."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor, which may be in shards."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of what an optimizer steps on."""
+    return [full(parameter) for parameter in amp.master_params(optimizer)]
+
+
+@contextlib.contextmanager
+def noting_reductions(sizes: list[int]) -> Iterator[None]:
+    """Enter the size of each tensor that the block has reduced, but by DDP's own reducer."""
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: sizes.append(args[0].numel()) or original(*args, **kwargs)
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
 
 
 def serve(rank: int, world_size: int, store: str, connection: Connection) -> None:

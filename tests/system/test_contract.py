@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch.apex.contrib.clip_grad import clip_grad_norm_
@@ -92,10 +93,7 @@ def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first
     with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer) as outer:
         if not inner_is_first:
             outer.backward()
-        with amp.scale_loss(
-            other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer
-        ) as inner:
-            inner.backward()
+        backward(other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer)
         if inner_is_first:
             outer.backward()
     optimizer.step()
@@ -122,10 +120,7 @@ def test_a_gradient_penalty_does_not_depend_on_the_scale(level, scale):
             output = model(x).float().sum()
             (gradient,) = amp.unscale(torch.autograd.grad(amp.scale(output), (x,), create_graph=True))
             loss = output + (gradient.norm(dim=1) - 1).pow(2).mean()
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(loss, optimizer)
         results.append(weights(model))
         amp.reset()
     for left, right in zip(*results, strict=True):
@@ -141,10 +136,7 @@ def test_a_gradient_penalty_recovers_from_an_overflow():
         x = torch.full((2, 3), 8.0, requires_grad=True)
         output = model(x).float().sum() * 10
         (gradient,) = amp.unscale(torch.autograd.grad(amp.scale(output), (x,), create_graph=True))
-        optimizer.zero_grad()
-        with amp.scale_loss(output + gradient.pow(2).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(output + gradient.pow(2).sum(), optimizer)
         skipped.append(optimizer.step_was_skipped)
     assert skipped[0] and not skipped[-1] and sorted(skipped, reverse=True) == skipped
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -182,8 +174,7 @@ def test_clipping_the_models_parameters_clips_what_the_optimizer_steps_on(level,
         images, targets = make_batches(1)[0]
         loss = F.cross_entropy(model(images), targets)
         if has_block:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         else:
             loss.backward()
             if norms:  # the masters get their gradients at the step, or when somebody clips
@@ -302,51 +293,3 @@ def test_an_averaged_model_follows_and_swaps(level):
         p.data.copy_(saved)
     with torch.no_grad():
         assert not torch.equal(model(images), expected)
-
-
-# ---- files that Apex wrote -------------------------------------------------------------------------------------------
-
-
-def test_the_recipe_with_saved_masters_resumes_bitwise():
-    """Apex scripts save `list(amp.master_params(optimizer))`, because Apex's model checkpoints hold rounded weights."""
-    batches = make_batches(8)
-
-    def start():
-        model = make_model()
-        return amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O2", verbosity=0)
-
-    def train(model, optimizer, batches):
-        for images, targets in batches:
-            optimizer.zero_grad()
-            with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-
-    model, optimizer = start()
-    train(model, optimizer, batches[:4])
-    checkpoint = {
-        "model": {
-            name: value.bfloat16().float() if value.is_floating_point() else value
-            for name, value in model.state_dict().items()
-        },
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 4}},
-        "master params": [p.detach().clone() for p in amp.master_params(optimizer)],
-    }
-    for module in (model.bn1, model.bn2):
-        prefix = "bn1." if module is model.bn1 else "bn2."
-        checkpoint["model"].update({prefix + name: value.clone() for name, value in module.state_dict().items()})
-    train(model, optimizer, batches[4:])
-    expected = weights(model)
-    amp.reset()
-    model, optimizer = start()
-    model.load_state_dict(checkpoint["model"])
-    amp.load_state_dict(checkpoint["amp"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    optimizer._lazy_init_maybe_master_weights()
-    optimizer._amp_stash.lazy_init_called = True
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    for parameter, saved in zip(amp.master_params(optimizer), checkpoint["master params"], strict=True):
-        parameter.data.copy_(saved.data)
-    train(model, optimizer, batches[4:])
-    assert_equal(weights(model), expected)

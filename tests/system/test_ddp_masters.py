@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import noting_reductions
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from training import backward
 
 import amp_patch as amp
 from amp_patch.apex.parallel import Reducer
@@ -35,8 +36,7 @@ def train(wrapped, optimizer, steps, seed):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         loss = wrapped(torch.randn(4, 5, generator=generator)).float().square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -103,8 +103,7 @@ def reduce_by_hand(rank, level):
     model, optimizer = make(level, seed=0)
     reducer = Reducer(model)
     torch.manual_seed(rank)
-    with amp.scale_loss(model(torch.randn(4, 5)).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.randn(4, 5)).float().square().mean(), optimizer)
     own = [master.grad.clone() for master in amp.master_params(optimizer)]
     reducer.reduce()
     averaged = [master.grad.clone() for master in amp.master_params(optimizer)]
@@ -125,14 +124,10 @@ def test_a_reducer_finds_gradients_in_the_masters(ranks, level):
 def count_reductions(rank, level):
     """How often DDP's all ranks talk outside of DDP's own reducer."""
     calls = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs)
-    try:
+    with noting_reductions(calls):
         model, optimizer = make(level, seed=0)
         train(DistributedDataParallel(model), optimizer, 3, seed=rank)
         amp.reset()
-    finally:
-        dist.all_reduce = original
     return len(calls)
 
 

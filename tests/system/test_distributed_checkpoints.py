@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import needs_fsdp2
+from ranks import needs_fsdp2, weights_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch_state import VERSION
+from training import backward
 
 import amp_patch as amp
 
@@ -46,15 +47,9 @@ def train(run, optimizer, steps, first=0):
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(first, first + steps):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank))
-        with amp.scale_loss(run(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(run(x).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def weights_of(optimizer):
-    found = [parameter.detach() for parameter in amp.master_params(optimizer)]
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one.clone() for one in found]
 
 
 def save(net, optimizer, folder, **options):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training import backward, take_step
 
 import amp_patch as amp
 
@@ -65,10 +66,7 @@ def test_scales_skips_and_weights_are_those_of_grad_scaler(name, knobs, steps):
         amp.initialize(model, optimizer, opt_level="O0", loss_scale=knobs, max_loss_scale=math.inf, verbosity=0)
         scales, skips = [], []
         for is_good in steps:
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(model, is_good), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            take_step(loss_of(model, is_good), optimizer)
             scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
             skips.append(optimizer.step_was_skipped)
     finally:
@@ -92,8 +90,7 @@ def test_a_run_with_hysteresis_resumes_where_it_was(level):
     def run(model, optimizer, steps):
         scales = []
         for is_good in steps:
-            with amp.scale_loss(loss_of(model, is_good), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss_of(model, is_good), optimizer)
             optimizer.step()
             optimizer.zero_grad()
             scales.append(amp.stats().loss_scales[0])

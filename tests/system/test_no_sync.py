@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch.apex.parallel import DistributedDataParallel as ApexDDP
@@ -59,8 +60,7 @@ def train(rank, level, options, how, delay, micro_batches=3, steps=2):
                 if level is None:
                     loss.backward()
                 else:
-                    with amp.scale_loss(loss, optimizer, delay_unscale=delay and not is_last) as scaled:
-                        scaled.backward()
+                    backward(loss, optimizer, delay_unscale=delay and not is_last)
         optimizer.step()
     stepped = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
     del wrapped
@@ -101,12 +101,10 @@ def backward_outside(rank):
     wrapped = wrap(model, "no_sync")
     with wrapped.no_sync():
         loss = wrapped(data(rank, 0, 0)).pow(2).mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     low = [parameter for parameter in model.parameters() if parameter.dtype is torch.bfloat16]
     held = any(parameter.grad is not None for parameter in low)  # not added to those of the masters yet
-    with amp.scale_loss(wrapped(data(rank, 0, 1)).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(wrapped(data(rank, 0, 1)).pow(2).mean(), optimizer)
     return held, any(parameter.grad is not None for parameter in low)
 
 
@@ -126,10 +124,7 @@ def step_too_early(rank, level, options):
         optimizer.step()
     except amp.OptimizerError as error:
         said = str(error)
-    optimizer.zero_grad()
-    with amp.scale_loss(wrapped(data(rank, 0, 1)).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    take_step(wrapped(data(rank, 0, 1)).pow(2).mean(), optimizer)
     return said, before, amp.stats().steps
 
 
@@ -149,8 +144,7 @@ def overflow(rank, bad_rank, bad_micro):
         with unsynced(wrapped, "no_sync", micro == 1):
             factor = float("inf") if (rank, micro) == (bad_rank, bad_micro) else 1.0
             loss = wrapped(data(rank, 0, micro)).float().pow(2).mean() * factor
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
     optimizer.step()
     return optimizer.step_was_skipped, amp.state_dict()["loss_scaler0"]
 

@@ -8,10 +8,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_fsdp2
+from ranks import batch, full, needs_fsdp2, noting_reductions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_state import VERSION
+from training import backward
 
 import amp_patch as amp
 
@@ -34,10 +35,6 @@ SCALE = {"init": 2.0**8, "growth_interval": 5}
 def make_net():
     torch.manual_seed(0)
     return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2))
-
-
-def batch(rank, step):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def mesh_of(shape=(2,), **options):
@@ -97,18 +94,13 @@ HOWS = {
 }
 
 
-def full(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
 def train(rank, how, level, options, steps, has_spikes):
     net, wrap = HOWS[how](make_net(), level)
     optimizer = torch.optim.SGD(parameters_in_order(net, how), lr=0.0625, momentum=0.5)
     amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
     wrapped = net if wrap is None else wrap(net)
     is_tensor_parallel = how in ("sharded first", "replicated first", "mixed")
-    history, calls, original = [], [], dist.all_reduce
+    history, calls = [], []
     for step in range(steps):
         spiking, where = SPIKES.get(step, (None, None)) if has_spikes else (None, None)
         loss = wrapped(batch(0 if is_tensor_parallel else rank, step)).float().square().mean()
@@ -120,11 +112,8 @@ def train(rank, how, level, options, steps, has_spikes):
                 gradients = [parameter.grad for parameter in parameters_in_order(net, how)]
                 local = [getattr(one, "_local_tensor", one) for one in gradients if one is not None]
                 next(one for one in local if one.numel()).view(-1)[0] = float("inf")
-        dist.all_reduce = lambda *args, **kwargs: calls.append(args[0].numel()) or original(*args, **kwargs)
-        try:
+        with noting_reductions(calls):
             optimizer.step()
-        finally:
-            dist.all_reduce = original
         history.append((optimizer.step_was_skipped, amp.stats().loss_scales[0]))
         optimizer.zero_grad()
     if how == "fsdp1":
@@ -323,8 +312,7 @@ def accumulate(rank, level, micro_batches):
         for module in net.modules():
             if hasattr(module, "set_requires_gradient_sync"):
                 module.set_requires_gradient_sync(micro == micro_batches - 1)
-        with amp.scale_loss(net(batch(rank, micro)).float().square().mean() * TINY, optimizer) as scaled:
-            scaled.backward()
+        backward(net(batch(rank, micro)).float().square().mean() * TINY, optimizer)
         with amp.disable_casts():
             for who in range(2):
                 (reference(batch(who, micro)).square().mean() * TINY / 2).backward()
@@ -353,8 +341,7 @@ def train_without_shards(rank):
         amp.initialize(net, optimizer, opt_level="O1", loss_scale=SCALE, verbosity=0)
         for _ in range(3):
             for _ in range(2):
-                with amp.scale_loss(net(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
-                    scaled.backward()
+                backward(net(torch.ones(1, 1)).float().sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     found = amp.stats().steps, amp.stats().loss_scales
@@ -433,8 +420,7 @@ def train_in_16_bits(rank, how):
             said.append(str(error))
             continue
         before = [full(parameter) for parameter in net.parameters()]
-        with amp.scale_loss(net(batch(0, 0)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(net(batch(0, 0)).float().square().mean(), optimizer)
         optimizer.step()
         after = [full(parameter) for parameter in net.parameters()]
         said.append(any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))

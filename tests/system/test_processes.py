@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch_state import find_changes
+from training import backward, take_step
 
 import amp_patch as amp
 
@@ -57,10 +58,7 @@ def train_in_a_worker(queue, level):
     torch.set_num_threads(1)
     model, optimizer = initialize(level)
     for images, targets in make_batches(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(F.cross_entropy(model(images), targets), optimizer)
     value = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     amp.reset()
     queue.put((value, find_changes()))
@@ -79,10 +77,7 @@ def test_initialize_works_in_a_worker_process(method):
     amp.reset()
     model, optimizer = initialize("O5")
     for images, targets in make_batches(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(F.cross_entropy(model(images), targets), optimizer)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(
             torch.from_numpy(result[name]), value, rtol=1e-2, atol=1e-3
@@ -142,8 +137,7 @@ def test_checkpointing_gives_the_gradients_of_the_plain_run(level, use_reentrant
         model.way = way
         model, optimizer = initialize(level, model, max_loss_scale=1024.0)
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with amp.scale_loss(model(x).float().pow(2).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(x).float().pow(2).sum(), optimizer)
         found.append([p.grad.clone() for p in (*amp.master_params(optimizer), x)])
         amp.reset()
     for plain, checkpointed in zip(*found, strict=True):
@@ -179,10 +173,7 @@ def train_compiled(level, compiled):
     for _ in range(3):
         output = run(x)
         loss = output.float().pow(2).sum()
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
         losses.append(loss.item())
     amp.reset()
     return losses, output.dtype, run(x).tolist(), model(x).tolist()

@@ -8,10 +8,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_fsdp2
+from ranks import batch, needs_fsdp2, weights_of
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from training import backward
 
 import amp_patch as amp
 
@@ -29,18 +30,8 @@ def make(level, loss_scale=SCALE, wrap=True, **options):
     return net, optimizer, DistributedDataParallel(net) if wrap else net
 
 
-def batch(rank, step):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def go_back(run, optimizer, inputs, factor=1.0, **options):
-    with amp.scale_loss(run(inputs).float().square().mean() * factor, optimizer, **options) as scaled:
-        scaled.backward()
-
-
-def at_end(optimizer):
-    found = [one.detach() for one in amp.master_params(optimizer)]
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one.clone() for one in found]
+    backward(run(inputs).float().square().mean() * factor, optimizer, **options)
 
 
 def assert_alike(results):
@@ -68,7 +59,7 @@ def give_up(rank, level, how):
         (optimizer if how == "optimizer" else net).zero_grad()
     go_back(run, optimizer, batch(rank, 1))
     optimizer.step()
-    found = at_end(optimizer), scales(), amp.stats().steps
+    found = weights_of(optimizer), scales(), amp.stats().steps
     del run
     amp.reset()
     return found
@@ -90,7 +81,7 @@ def use_two_losses(rank, level):
         optimizer.step()
         history.append((optimizer.step_was_skipped, scales()))
         optimizer.zero_grad()
-    found = at_end(optimizer), history
+    found = weights_of(optimizer), history
     del run
     amp.reset()
     return found
@@ -120,7 +111,7 @@ def train_both(rank, level):
         optimizer.step()
         history.append((optimizer.step_was_skipped, other_optimizer.step_was_skipped, scales()))
         optimizer.zero_grad()
-    found = [*at_end(optimizer), *at_end(other_optimizer)], history
+    found = [*weights_of(optimizer), *weights_of(other_optimizer)], history
     del run, other_run
     amp.reset()
     return found
@@ -135,12 +126,12 @@ def test_a_step_in_between_judges_nothing_of_the_other_window(ranks, level):
 def accumulate_alone(rank, level):
     """Local SGD: every pass under no_sync, each rank steps by itself."""
     _, optimizer, run = make(level)
-    before = at_end(optimizer)
+    before = weights_of(optimizer)
     with run.no_sync():
         go_back(run, optimizer, batch(rank, 0))
     gradients = [one.grad.clone() for one in amp.master_params(optimizer)]
     optimizer.step()
-    after = at_end(optimizer)
+    after = weights_of(optimizer)
     del run
     amp.reset()
     return all(
@@ -164,7 +155,7 @@ def join(rank, level):
         go_back(run, optimizer, batch(rank, 20 + step))
         optimizer.step()
         optimizer.zero_grad()
-    found = at_end(optimizer), scales(), amp.state_dict()
+    found = weights_of(optimizer), scales(), amp.state_dict()
     del run
     amp.reset()
     return found
@@ -187,7 +178,7 @@ def give_up_before_reducing(rank):
         reducer.reduce()
         optimizer.step()
         optimizer.zero_grad()
-    found = at_end(optimizer), scales()
+    found = weights_of(optimizer), scales()
     amp.reset()
     return found
 
@@ -215,7 +206,7 @@ def train_in_group(rank, how):
         optimizer.step()
         history.append(scales())
         optimizer.zero_grad()
-    found = at_end(optimizer), history
+    found = weights_of(optimizer), history
     amp.reset()
     return found
 
@@ -360,10 +351,9 @@ def go_forward_twice(rank, level):
     loss = run(batch(rank, 0)).float().square().mean()
     with run.no_sync():
         loss = loss + run(batch(rank, 1)).float().square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     optimizer.step()
-    found = (at_end(optimizer),)
+    found = (weights_of(optimizer),)
     del run
     amp.reset()
     return found
@@ -379,9 +369,9 @@ def test_masters_that_a_checkpoint_lacks_stay_as_they_are(options):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     net, optimizer, _ = make("O2", wrap=False)
-    before, given = at_end(optimizer), torch.full((8, 6), 0.1234567)
+    before, given = weights_of(optimizer), torch.full((8, 6), 0.1234567)
     set_model_state_dict(net, {"0.weight": given}, options=StateDictOptions(strict=False, **options))
-    after = at_end(optimizer)
+    after = weights_of(optimizer)
     assert torch.equal(after[0], given) and all(map(torch.equal, after[1:], before[1:]))
 
 

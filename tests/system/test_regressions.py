@@ -256,24 +256,6 @@ def test_reset_in_the_middle_of_an_accumulation_keeps_true_gradients(level):
 # ---- ops -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_layers_take_what_patched_layers_give(kind):
-    first, second = nn.Linear(4, 4), kind(4, 4, batch_first=True)
-    model = nn.ModuleList([first, second])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    sequence = torch.randn(2, 3, 4)
-    output, _ = second(first(sequence))
-    packed = nn.utils.rnn.pack_padded_sequence(first(sequence), torch.tensor([3, 2]), batch_first=True)
-    assert output.dtype is second(packed)[0].data.dtype is torch.bfloat16
-    output.float().sum().backward()
-    assert second.weight_ih_l0.grad.dtype is torch.float32
-    with pytest.raises(RuntimeError, match="must be equal to input_size"):
-        second(torch.randn(2, 3, 5))
-    with pytest.raises(ValueError, match="does not match weight dtype|input must have the type"):
-        second(sequence.double())
-
-
 def test_augmented_operators_write_where_they_should():
     model, _optimizer = make("O4")
     with torch.no_grad():
@@ -312,12 +294,6 @@ def test_a_module_imported_during_a_session_gets_the_originals_back(tmp_path, mo
     amp.reset()
     del sys.modules["late_layers"]
     assert find_changes() == []
-
-
-def test_a_scripted_model_is_refused_by_name():
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(amp.ModelError, match="TorchScript"):
-        amp.initialize(scripted, opt_level="O2", verbosity=0)
 
 
 def test_script_works_during_a_session_also_where_torch_scripts_for_itself():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from reference import make_batches, make_model
 from torch import nn
+from training import backward, take_step
 
 import amp_patch as amp
 
@@ -27,8 +28,7 @@ def train(model, optimizer, scheduler, batches):
     for images, targets in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
         if not optimizer.step_was_skipped:
@@ -102,8 +102,7 @@ def test_one_non_finite_gradient_among_a_thousand_parameters_is_found_and_named(
     amp.initialize(model, optimizer, opt_level="O0", loss_scale=2.0, verbosity=0)
     factors = [1.0] * 1000
     factors[637] = float("nan")
-    with amp.scale_loss(sum(p.sum() * f for p, f in zip(model, factors, strict=True)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(sum(p.sum() * f for p, f in zip(model, factors, strict=True)), optimizer)
     with pytest.warns(UserWarning, match=r"non-finite gradients under a static loss scale \(637\)"):
         optimizer.step()
 
@@ -118,11 +117,8 @@ def test_an_optimizer_that_lost_its_parameters_steps_on_what_is_left(level):
     del optimizer.param_groups[1]["params"][0]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
-        optimizer.zero_grad()
         model.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        take_step(F.cross_entropy(model(images), targets), optimizer)
     changed = {name for name, _ in model.named_parameters() if not torch.equal(model.state_dict()[name], before[name])}
     assert changed == {"fc.bias"}
 

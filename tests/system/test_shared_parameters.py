@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from training import backward
 
 import amp_patch as amp
 
@@ -46,10 +47,6 @@ def run(script, level, options):
 
     def initialize(models, optimizers):
         amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
-
-    def backward(loss, optimizers, **more):
-        with amp.scale_loss(loss, optimizers, **more) as scaled:
-            scaled.backward()
 
     script(net, initialize, backward)
     return weights_of(net)
@@ -202,8 +199,7 @@ def test_parameters_put_into_a_group_by_hand_stand_for_their_masters():
         for turn in range(3):
             if turn == 1 and is_replaced:
                 optimizer.param_groups[0]["params"] = list(model.parameters())
-            with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
+            backward(model(X).float().square().mean(), optimizer)
             step(optimizer)
         found.append([master.detach().clone() for master in amp.master_params(optimizer)])
         amp.reset()
@@ -252,8 +248,7 @@ def test_blocks_of_two_threads_that_change_nothing_are_fine():
 
     def enter():
         try:
-            with amp.scale_loss(net(X).float().sum(), optimizer) as scaled:
-                scaled.backward()
+            backward(net(X).float().sum(), optimizer)
         except BaseException as error:
             errors.append(error)
 
@@ -304,8 +299,7 @@ def test_masters_edited_around_a_compiled_forward(is_refreshed):
     edit(3.0)
     loss = compiled(torch.ones(1, 2)).float().sum()
     assert loss.item() == (8.0 if is_refreshed else 2.0)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     edit(-3.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,7 +7,7 @@ element by element, and the scale never falls to 0.
 Files that hold a pickled `apex.amp.scaler.LossScaler`, as those of the old `FP16_Optimizer` do, load into this class.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,6 @@ from .._core import ManualPass
 
 class LossScaler:
     """A loss scale: "dynamic", or a number. `scale_factor` is always 2, as it was in Apex whatever was passed."""
-
-    warned_no_fused_kernel = False
-    warned_unscaling_non_fp32_grad = False
-    has_fused_kernel = True
 
     def __init__(
         self,
@@ -157,7 +153,7 @@ class LossScaler:
         Tensors that hold inf or NaN are noted. Under a static scale of 1.0 with `models_are_masters`, do nothing, as
         Apex did.
         """
-        scale = self._scale_or(scale_override)
+        scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
         sources, targets = list(model_grads), list(master_grads)
@@ -165,27 +161,14 @@ class LossScaler:
             source if source is target else source.detach().to(torch.float32, copy=True)
             for source, target in zip(sources, targets, strict=True)
         ]
-        self._unscale_in_place(full, scale)
-        _copy(full, targets)
-
-    def unscale_with_stashed(
-        self,
-        model_grads: Iterable[Tensor],
-        stashed_master_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
-        """Write `model_grads` divided by the scale, plus the stashed ones, to `master_grads`.
-
-        Model gradients that hold inf or NaN are noted. `scale_override` holds the scale of the model gradients, that of
-        the stashed ones, and the scale that the result is to have.
-        """
-        of_model, of_stash, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
-        full = [gradient.detach().to(torch.float32, copy=True) for gradient in model_grads]
-        self._unscale_in_place(full, of_model / wanted)
-        for gradient, stashed in zip(full, stashed_master_grads, strict=True):
-            gradient.add_(stashed.float(), alpha=wanted / of_stash)
-        _copy(full, list(master_grads))
+        if full:
+            device = full[0].device
+            divisor = torch.tensor(scale, dtype=torch.float32, device=device)
+            self.open_pass(device).unscale_in_place(full, divisor)
+        with torch.no_grad():
+            for source, target in zip(full, targets, strict=True):
+                if source is not target:
+                    target.copy_(source)
 
     def update_scale(self) -> bool:
         """Judge the gradients unscaled since `clear_overflow_state`, what has been written to `_overflow_buf`, and
@@ -199,20 +182,11 @@ class LossScaler:
         self._is_overflow = ended.update_scale()
         return self._is_overflow
 
-    def _scale_or(self, override: float | None) -> float:
-        return self.loss_scale() if override is None else override
-
     def open_pass(self, device: torch.device) -> ManualPass:
         """Return the pass that is under way; one that begins here keeps its overflow flag on `device`."""
         if self._pass is None:
             self._pass = ManualPass(self._core, device)
         return self._pass
-
-    def _unscale_in_place(self, gradients: Sequence[Tensor], scale: float) -> None:
-        if gradients:
-            device = gradients[0].device
-            divisor = torch.tensor(scale, dtype=torch.float32, device=device)
-            self.open_pass(device).unscale_in_place(gradients, divisor)
 
     # ---- pickles, Apex's among them ----------------------------------------------------------------------------------
 
@@ -236,10 +210,3 @@ class LossScaler:
         self._core.growth_interval = state.get("_scale_seq_len", 2000)
         self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
         self._forget_pass()
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for source, target in zip(sources, targets, strict=True):
-            if source is not target:
-                target.copy_(source)
