@@ -523,7 +523,7 @@ class ByHand:
         judged = [one for one in self.waiting if one.window is not None]
         seen: set[int] = set()
         found: dict[Any, bool] = {}
-        for one in judged:
+        for one in (*judged, *self.open):
             for optimizer in one.optimizers:
                 if optimizer not in found:
                     found[optimizer] = self.look(optimizer, seen)
@@ -532,7 +532,7 @@ class ByHand:
         multiply([parameter for parameter in self.plain() if id(parameter) not in seen], 1.0 / self.scale_of_gradients)
         self.window, self.scale_of_gradients, self.waiting = None, 1.0, []
         for one in self.open:
-            one.is_overflow = one.is_overflow or any(found.get(optimizer) for optimizer in one.optimizers)
+            one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
         for one in judged:
             one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
             self.judge(one, found)

@@ -693,6 +693,7 @@ def groups(draft: Draft) -> list[Snippet]:
         change = f'{optimizer}.param_groups = [{{**{optimizer}.param_groups[0], "params": {params}}}]'
     text = lines([f"{model}.zero_grad()", change])
     draft.later.append(text)
+    draft.averages = []  # of other parameters
     draft.has_stale_state |= kind > 0
     trained = lines([text, draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers), draft.step(optimizers)])
     return [Snippet(trained)]
