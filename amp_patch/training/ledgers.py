@@ -237,14 +237,15 @@ class Ledgers:
         judged = [block for block in blocks if block.scale is not None]
         if judged and scale is None:  # they were divided before
             scale = torch.ones_like(judged[0].scaler.scale)
+        open_blocks = self.open_blocks() if self._open else []
         self._is_changing = True
-        found = self._unscale_all(scale, judged)
+        found = self._unscale_all(scale, [*judged, *open_blocks])
         self._scale = None
         self._waiting = []
         if self._local.ids:
             self._waiting = [block for block in judged if self._has_local(block)]
         self._is_changing = False
-        for block in self.open_blocks() if self._open else ():
+        for block in open_blocks:
             for ledger in block.ledgers:
                 if ledger in found:
                     block.found_inf = either(block.found_inf, found[ledger])
@@ -252,7 +253,7 @@ class Ledgers:
             self._judge(block, found)
 
     def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
-        """Divide everything by a scale, and return what was found in the gradients that some blocks are judged by."""
+        """Divide everything by a scale, and return what was found in the gradients of the optimizers of some blocks."""
         seen = set(self._local.ids)
         found: dict[Ledger, Tensor] = {}
         for block in blocks:

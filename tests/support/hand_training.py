@@ -185,17 +185,19 @@ class Scaler:
         first = max(min(self.knobs["init"], maximum), minimum or 0.0)
         self.scale = first if self.is_dynamic else loss_scale
         self.unskipped, self.left = 0, self.knobs["hysteresis"]
-        self.undecided: list[Pass] = []
+        self.found: bool | None = None  # whether passes overflowed that moved nothing yet; None: there are none
+        self.moves = 0  # how often the scale may have changed
 
     @property
-    def is_identity(self) -> bool:
-        return not self.is_dynamic and self.scale == 1.0
+    def window(self) -> Any:
+        """What gradients are scaled by: something else whenever the scale may have changed. None: by nothing."""
+        return (self, self.moves) if self.is_dynamic or self.scale != 1.0 else None
 
     def next_state(self) -> tuple[float, int, int]:
-        if not self.undecided or not self.is_dynamic:
-            return self.scale, self.unskipped + bool(self.undecided), self.left
+        if self.found is None or not self.is_dynamic:
+            return self.scale, self.unskipped + (self.found is not None), self.left
         scale, unskipped, left = self.scale, self.unskipped + 1, self.left
-        if any(one.is_overflow for one in self.undecided):
+        if self.found:
             left, unskipped = max(left - 1, 0), 0
             if left == 0:
                 scale *= self.knobs["backoff_factor"]
@@ -204,10 +206,10 @@ class Scaler:
         return min(max(scale, self.minimum), self.maximum), unskipped, left
 
     def decide(self) -> None:
-        self.scale, self.unskipped, self.left = self.next_state()
-        for one in self.undecided:
-            one.is_judged = True
-        self.undecided = []
+        if self.found is not None:
+            self.scale, self.unskipped, self.left = self.next_state()
+            self.found = None
+            self.moves += 1
 
     def state_dict(self) -> dict[str, Any]:
         scale, unskipped, left = self.next_state()
@@ -215,7 +217,8 @@ class Scaler:
         return {**state, "hysteresis_tracker": left} if self.knobs["hysteresis"] > 1 else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.undecided, self.unskipped = [], state["unskipped"]
+        self.found, self.unskipped = None, state["unskipped"]
+        self.moves += 1
         if self.is_dynamic:
             self.scale = state["loss_scale"]
             self.unskipped = min(self.unskipped, self.knobs["growth_interval"] - 1)
@@ -223,11 +226,13 @@ class Scaler:
 
 
 class Pass:
-    """One block under a loss scale: the optimizers whose next step an overflow skips, and whether there was one."""
+    """One block: the optimizers whose next step an overflow skips, and whether there was one."""
 
     def __init__(self, scaler: Scaler, optimizers: list[Any]) -> None:
         self.scaler, self.optimizers = scaler, optimizers
-        self.is_open, self.is_overflow, self.is_judged = True, False, False
+        self.window, self.scale = scaler.window, scaler.scale
+        self.is_overflow = False
+        self.stepped: list[Any] = []  # optimizers that have stepped before all was looked at
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -240,11 +245,18 @@ class OptimizerByHand:
 
     def begin(self, hand: "ByHand") -> None:
         self.hand = hand
-        self.awaited: list[Pass] = []  # passes that may skip the next step
-        self.has_zeroed_overflow = False  # since the last step, a pass overflowed whose gradients were zeroed
+        self.end_window()
         self.placed: dict[int, Tensor] = {}  # every master that it ever had, by its id
         self.step_was_skipped = False
         self.place_masters()
+
+    def end_window(self) -> None:
+        self.found: dict[Scaler, bool] = {}  # by scaler: whether a pass overflowed that may skip the next step
+        self.zeroed: set[Scaler] = set()  # of passes whose gradients were zeroed without a step
+        self.has_overflowed = False  # since the last step or zeroing
+
+    def note(self, scaler: Scaler, is_overflow: bool) -> None:
+        self.found[scaler] = self.found.get(scaler, False) or is_overflow
 
     def place_masters(self) -> None:
         """Put masters where the script has put 16-bit parameters."""
@@ -274,31 +286,31 @@ class OptimizerByHand:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self.hand.begin_step()
-        passes = [one for one in self.awaited if not one.is_open]
-        for one in passes:
-            one.scaler.decide()
-        gradients = [parameter.grad for parameter in self.stepped() if parameter.grad is not None]
-        is_zeroed_overflow_here = self.has_zeroed_overflow and not all(map(is_finite, gradients))
-        overflowed = any(one.is_overflow and one.scaler.is_dynamic for one in passes)
-        self.step_was_skipped = overflowed or is_zeroed_overflow_here
+        self.hand.begin_step(self)
+        found = dict(self.found)
+        is_finite_here = all(is_finite(p.grad) for p in self.stepped() if p.grad is not None)
+        for scaler in self.zeroed:  # the script may have put together what is there of what was zeroed
+            found[scaler] = found.get(scaler, False) or not is_finite_here
+        for scaler in found:
+            scaler.decide()
+        self.step_was_skipped = any(scaler.is_dynamic and is_overflow for scaler, is_overflow in found.items())
         if not self.step_was_skipped:
             super().step()
             self.hand.push()
-        self.finish_step()
+        self.end_window()
+        self.hand.finish_step(self)
         return result
 
     def step_by_closure(self, closure: Callable[[], Any]) -> Any:
-        for one in self.awaited:
-            one.scaler.decide()
-        self.awaited = []
-        return super().step(closure)
+        def evaluate() -> Any:
+            value = closure()
+            for scaler in self.found:
+                scaler.decide()
+            return value
 
-    def finish_step(self) -> None:
-        self.awaited = [one for one in self.awaited if one.is_open]
-        self.has_zeroed_overflow = False
-        for master in self.placed.values():
-            master.grad = None
+        value = super().step(evaluate)
+        self.end_window()
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.hand is not None:
@@ -318,15 +330,9 @@ def make_by_hand(kind: type) -> type:
 
 
 class ByHand:
-    """The functions of amp_patch, by hand.
+    """The functions of amp_patch, by hand."""
 
-    Args:
-        later_overflows_count: whether an overflow that comes after another one, in the sums of the same optimizer
-            before they are stepped on or zeroed, lowers its scale too. The step is skipped either way.
-    """
-
-    def __init__(self, *, later_overflows_count: bool) -> None:
-        self.later_overflows_count = later_overflows_count
+    def __init__(self) -> None:
         self.casts = Casts()
         self.forget_everything()
 
@@ -340,11 +346,10 @@ class ByHand:
         self.pushed: dict[int, Tensor] = {}  # each master when it was copied to its parameter
         self.known: dict[int, Tensor] = {}  # each master when it was last looked at
         self.full: dict[int, Tensor] = {}  # parameters before they were cast
-        self.carried: float | None = None  # the scale that gradients carry now
-        self.is_held = False  # between delayed passes
-        self.owed: list[Pass] = []  # passes whose gradients nobody has looked at
-        self.aside: list[tuple[Tensor, Tensor]] = []
-        self.open: list[tuple[Pass | None, float | None]] = []
+        self.window: Any = None  # what gradients are scaled by now, and its number
+        self.scale_of_gradients = 1.0
+        self.waiting: list[Pass] = []  # have ended, and nobody has looked at their gradients
+        self.open: list[Pass] = []
 
     def initialize(
         self,
@@ -424,18 +429,16 @@ class ByHand:
         return tuple(gradient / self.scalers[loss_id].scale for gradient in gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
         return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.settle()
         for index, scaler in enumerate(self.scalers):
             scaler.load_state_dict(state[f"loss_scaler{index}"])
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Tensor:
         """Of a 16-bit parameter its master is clipped."""
         given = list(parameters)
-        if any(id(parameter) in self.masters for parameter in given) and not self.is_held:
+        if any(id(parameter) in self.masters for parameter in given) and not self.waiting:
             self.settle()
         stepped = [self.masters.get(id(parameter), parameter) for parameter in given]
         return torch.nn.utils.clip_grad_norm_(stepped, max_norm)
@@ -456,113 +459,171 @@ class ByHand:
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
         chosen = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-        scaler = self.scalers[loss_id]
-        scale = None if scaler.is_identity else scaler.scale
-        for optimizer in chosen:
+        one = Pass(self.scalers[loss_id], self.with_partners(chosen))
+        for optimizer in one.optimizers:
             optimizer.place_masters()
-            if optimizer.awaited and not self.gradients_of(optimizer):
+            if optimizer.found and not self.has_gradients(optimizer):
                 self.abandon(optimizer)
-        one = None if scale is None else Pass(scaler, chosen)
-        self.enter(one, scale)
-        if one is not None:
-            self.owed.append(one)
-            for optimizer in chosen:
-                optimizer.awaited.append(one)
-        self.open.append((one, scale))
-        yield loss.float() * (1.0 if scale is None else scale)
-        self.open.pop()
-        if one is not None:
-            one.is_open = False
-            scaler.undecided.append(one)
-        if delay_unscale:
-            self.is_held = True
-        else:
+        self.carry(one)
+        self.open.append(one)
+        yield loss.float() * one.scale
+        self.open.remove(one)
+        if one.window is not None or self.casts.level in WITH_MASTERS:
+            self.waiting.append(one)
+        if not delay_unscale:
             self.settle()
-        if self.open:
-            self.enter(*self.open[-1])
+            if self.open:
+                self.carry(self.open[-1])
+
+    def with_partners(self, chosen: list[Any]) -> list[Any]:
+        """Optimizers, and those that have a parameter in common with one of them."""
+        found: list[Any] = []
+        for optimizer in chosen:
+            own = set(map(id, optimizer.stepped()))
+            partners = [other for other in self.optimizers if own & set(map(id, other.stepped()))]
+            found += [other for other in (optimizer, *partners) if other not in found]
+        return found
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def plain(self) -> list[Tensor]:
-        """Every parameter without a master."""
-        parameters = [parameter for model in self.models for parameter in model.parameters()]
-        stepped = [parameter for optimizer in self.optimizers for parameter in optimizer.stepped()]
+    def has_gradients(self, optimizer: Any) -> bool:
+        pairs = self.pairs_of(optimizer)
+        holders = [*optimizer.stepped(), *[parameter for parameter, _ in pairs]]
+        return any(holder.grad is not None for holder in holders)
+
+    def pairs_of(self, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+        stepped = set(map(id, optimizer.stepped()))
+        return [(parameter, master) for parameter, master in self.pairs.values() if id(master) in stepped]
+
+    def plain_of(self, optimizer: Any) -> list[Tensor]:
+        """What it steps on without a master."""
         masters = {id(master) for master in self.masters.values()}
-        found = {id(parameter): parameter for parameter in (*parameters, *stepped)}
-        return [p for key, p in found.items() if key not in masters and key not in self.masters]
+        return [parameter for parameter in optimizer.stepped() if id(parameter) not in masters]
 
-    def gradients_of(self, optimizer: Any) -> list[Tensor]:
-        low = [parameter for parameter, master in self.pairs.values() if id(master) in optimizer.placed]
-        return [holder.grad for holder in (*optimizer.stepped(), *low) if holder.grad is not None]
-
-    @torch.no_grad()
-    def enter(self, one: Pass | None, scale: float | None) -> None:
-        """Multiply the sums so far, so that the pass may add to them."""
-        if not (self.is_held and self.carried == scale):
-            self.settle()
-            for parameter in self.plain():
-                if parameter.grad is not None and scale is not None:
-                    if one is not None and self.is_mixed_with(one) and not is_finite(parameter.grad):
-                        self.aside.append((parameter, parameter.grad.clone()))
-                        parameter.grad.zero_()
-                    parameter.grad.copy_(parameter.grad.float() * scale)
-        self.carried = scale
-
-    def is_mixed_with(self, one: Pass) -> bool:
-        """Whether an overflow in the sums so far may be that of a pass of another scale: it is not to count twice."""
-        earlier = [other for optimizer in one.optimizers for other in optimizer.awaited]
-        return self.later_overflows_count and any(
-            other.is_judged or other.scaler is not one.scaler or other.optimizers != one.optimizers for other in earlier
-        )
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Make true sums of what gradients there are, in the masters where there are masters."""
-        scale = 1.0 if self.carried is None else self.carried
-        overflowed = set()
-        for parameter in self.plain():
-            if parameter.grad is not None:
-                parameter.grad.copy_(parameter.grad.float() / scale)
-                if not is_finite(parameter.grad):
-                    overflowed.add(id(parameter))
-        for parameter, master in self.pairs.values():
-            if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad.float() / scale, None
-                if not is_finite(gradient):
-                    overflowed.add(id(master))
-                master.grad = gradient if master.grad is None else master.grad + gradient
-        for parameter, earlier in self.aside:
-            if parameter.grad is not None:
-                parameter.grad.add_(earlier)
-        self.aside, self.carried, self.is_held = [], None, False
-        for one in self.owed:
-            reached = [o for o in one.optimizers if overflowed & set(map(id, o.stepped()))]
-            one.is_overflow = one.is_overflow or any(self.counts(one, optimizer) for optimizer in reached)
-        self.owed = [one for one in self.owed if one.is_open]
-
-    def counts(self, one: Pass, optimizer: Any) -> bool:
-        if self.later_overflows_count:
-            return True
-        earlier = optimizer.awaited[: optimizer.awaited.index(one)] if one in optimizer.awaited else []
-        return not any(other.is_overflow for other in earlier)
-
-    def begin_step(self) -> None:
+    def plain(self) -> list[Tensor]:
+        """Every parameter of a model that no optimizer steps on by way of a master, and what optimizers step on."""
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        has_master = set()
         for optimizer in self.optimizers:
-            optimizer.place_masters()
-        self.bring_together()
+            parameters += self.plain_of(optimizer)
+            has_master.update(id(parameter) for parameter, _ in self.pairs_of(optimizer))
+        found = {id(parameter): parameter for parameter in parameters}
+        return [parameter for key, parameter in found.items() if key not in has_master]
+
+    def carry(self, one: Pass) -> None:
+        """Multiply the sums so far, so that the pass may add to them."""
+        if self.window == one.window and (one.window is not None or self.waiting):
+            return
         self.settle()
+        self.window, self.scale_of_gradients = one.window, one.scale
+        multiply(self.plain(), one.scale)
+
+    def settle(self) -> None:
+        """Make true sums of what gradients there are, in the masters where there are masters, and judge the passes."""
+        judged = [one for one in self.waiting if one.window is not None]
+        seen: set[int] = set()
+        found: dict[Any, bool] = {}
+        for one in (*judged, *self.open):
+            for optimizer in one.optimizers:
+                if optimizer not in found:
+                    found[optimizer] = self.look(optimizer, seen)
+        for optimizer in self.optimizers:
+            self.fold(optimizer)
+        multiply([parameter for parameter in self.plain() if id(parameter) not in seen], 1.0 / self.scale_of_gradients)
+        self.window, self.scale_of_gradients, self.waiting = None, 1.0, []
+        for one in self.open:
+            one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
+        for one in judged:
+            one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
+            self.judge(one, found)
+
+    def look(self, optimizer: Any, seen: set[int]) -> bool:
+        """Make true sums of the gradients of an optimizer, but for those seen before, and tell whether a pass has
+        overflowed: in a sum that had overflowed before, nobody can tell.
+        """
+        plain = [parameter for parameter in self.plain_of(optimizer) if id(parameter) not in seen]
+        seen.update(map(id, plain))
+        multiply(plain, 1.0 / self.scale_of_gradients)
+        is_overflow = not all(is_finite(p.grad) for p in plain if p.grad is not None) and not optimizer.has_overflowed
+        is_overflow = not self.fold(optimizer) or is_overflow
+        optimizer.has_overflowed = optimizer.has_overflowed or is_overflow
+        return is_overflow
+
+    @torch.no_grad()
+    def fold(self, optimizer: Any) -> bool:
+        """Add 16-bit gradients to those of the masters, and tell whether they were finite."""
+        are_finite = True
+        for parameter, master in self.pairs_of(optimizer):
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.float() / self.scale_of_gradients, None
+                are_finite = are_finite and is_finite(gradient)
+                master.grad = gradient if master.grad is None else master.grad + gradient
+        return are_finite
+
+    def judge(self, one: Pass, found: dict[Any, bool]) -> None:
+        """Tell the optimizers and the scaler of a pass whether it overflowed."""
+        for optimizer in one.optimizers:
+            if optimizer not in one.stepped:
+                optimizer.note(one.scaler, one.is_overflow)
+            elif self.has_gradients(optimizer):  # that came after its step
+                optimizer.note(one.scaler, found[optimizer])
+        one.scaler.found = bool(one.scaler.found) or one.is_overflow
+        if all(optimizer in one.stepped for optimizer in one.optimizers):
+            one.scaler.decide()
+
+    # ---- steps and zeroing -------------------------------------------------------------------------------------------
+
+    def begin_step(self, optimizer: Any) -> None:
+        for other in self.optimizers:
+            other.place_masters()
+        self.bring_together()
+        self.make_true(optimizer)
+
+    def make_true(self, optimizer: Any) -> None:
+        """Make true sums for a step: of everything, and inside a block of what this optimizer steps on."""
+        if not self.open:
+            self.settle()
+        elif self.window is None:
+            self.fold(optimizer)
+        else:
+            is_overflow = self.look(optimizer, set())
+            for one in self.passes_of(optimizer):
+                one.is_overflow = one.is_overflow or is_overflow
+                optimizer.note(one.scaler, is_overflow if optimizer in one.stepped else one.is_overflow)
+
+    def passes_of(self, optimizer: Any) -> list[Pass]:
+        return [one for one in (*self.waiting, *self.open) if optimizer in one.optimizers]
+
+    def finish_step(self, optimizer: Any) -> None:
+        """Take in that an optimizer has stepped or skipped; inside a block the rest of its pass is to come."""
+        for one in self.passes_of(optimizer):
+            one.stepped.append(optimizer)
+        for master in optimizer.placed.values():
+            master.grad = None
+        self.scale_again(optimizer)
+
+    def scale_again(self, optimizer: Any) -> None:
+        if self.open:
+            multiply(self.plain_of(optimizer), self.scale_of_gradients)
 
     def abandon(self, optimizer: Any) -> None:
         """The gradients are dropped. What had overflowed in them is for the scale, and for the step only if it is in
         what the script puts there in their stead.
         """
-        closed = [one for one in optimizer.awaited if not one.is_open]
-        if any(one in self.owed for one in closed):
+        if self.waiting and not self.open:
             self.settle()
-        for one in closed:
-            one.scaler.decide()
-            optimizer.has_zeroed_overflow |= one.is_overflow and one.scaler.is_dynamic
-        optimizer.awaited = [one for one in optimizer.awaited if one.is_open]
+        elif self.waiting:
+            self.make_true(optimizer)
+            self.scale_again(optimizer)
+            for one in self.waiting:
+                one.stepped.append(optimizer)
+        if optimizer.found:
+            scalers = list(optimizer.found)
+            zeroed = optimizer.zeroed | {scaler for scaler in scalers if scaler.is_dynamic}
+            optimizer.end_window()
+            optimizer.zeroed = zeroed
+            for scaler in scalers:
+                scaler.decide()
 
     def on_zero_grad(self, model: Any) -> None:
         covered = {id(parameter) for parameter in model.parameters()}
@@ -596,6 +657,14 @@ class ByHand:
                 edited = torch.where(parameter == master.to(parameter.dtype), master, parameter.float())
                 master.copy_(torch.where(parameter == pushed.to(parameter.dtype), pushed, edited))
             self.known[key] = master.detach().clone()
+
+
+@torch.no_grad()
+def multiply(parameters: list[Tensor], factor: float) -> None:
+    """Multiply gradients in place, in float32."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.float() * factor)
 
 
 def is_finite(tensor: Tensor) -> bool:

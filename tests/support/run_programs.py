@@ -28,9 +28,6 @@ from training_programs import Program, draw
 
 import amp_patch
 
-LATER_OVERFLOWS_COUNT = False
-"""See `ByHand`."""
-
 
 class Difference(AssertionError):
     """The two sides of a program are not the same."""
@@ -52,7 +49,7 @@ def make_namespace(*, is_by_hand: bool) -> dict[str, Any]:
     def model(kind: str, seed: int, **options: Any) -> Any:
         return make_model(kind, seed, is_by_hand=is_by_hand, **options)
 
-    hand = ByHand(later_overflows_count=LATER_OVERFLOWS_COUNT)
+    hand = ByHand()
     optimizers = {kind.__name__: make_by_hand(kind) if is_by_hand else kind for kind in OPTIMIZERS}
     clip = hand.clip_grad_norm_ if is_by_hand else clip_grad_norm_
     own = {"amp": hand if is_by_hand else amp_patch, "model": model, "clip_grad_norm_": clip}
@@ -84,7 +81,7 @@ def take_snapshot(variables: dict[str, Any], amp: Any, *, asks: bool, has_edits:
         if isinstance(value, torch.nn.Module):
             parameters = list(value.parameters())
             found[f"{name}'s buffers"] = keep(list(value.buffers()))
-            found[f"{name}'s gradients"] = keep([gradient_of(p, amp) for p in parameters])
+            found[f"{name}'s gradients"] = keep([p.grad for p in parameters])
             if not has_edits:
                 found[f"{name}'s weights"] = keep(parameters)
         elif isinstance(value, torch.optim.Optimizer):
@@ -100,15 +97,6 @@ def take_snapshot(variables: dict[str, Any], amp: Any, *, asks: bool, has_edits:
     if asks and (not isinstance(amp, ByHand) or amp.casts.level) and (amp is not amp_patch or amp.stats().opt_level):
         found["the loss scales"] = amp.state_dict()
     return found
-
-
-def gradient_of(parameter: torch.Tensor, amp: Any) -> Any:
-    """Gradients in 16 bits that no optimizer steps on are not compared: they are rounded at each pass."""
-    is_outside = isinstance(amp, ByHand) and parameter.dtype is not torch.float32 and id(parameter) not in amp.masters
-    return ANYTHING if is_outside else parameter.grad
-
-
-ANYTHING = "not compared"
 
 
 def is_data(value: Any) -> bool:
@@ -128,12 +116,6 @@ def keep(value: Any) -> Any:
     return [keep(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def differ(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, list) and isinstance(ours, list) and len(ours) == len(theirs):
-        return any(map(differ, ours, theirs))
-    return not (isinstance(theirs, str) and theirs == ANYTHING) and not equal(ours, theirs)
-
-
 def check(program: Program) -> None:
     """Run a program on both sides. Raises Difference where they part, and whatever the package raises."""
     try:
@@ -146,7 +128,7 @@ def check(program: Program) -> None:
             if set(ours) != set(theirs):
                 raise Difference(f"after snippet {index}: there is {sorted(set(ours) ^ set(theirs))} on one side only")
             for name, value in theirs.items():
-                if differ(ours[name], value):
+                if not equal(ours[name], value):
                     raise Difference(f"after snippet {index}, {name}:\n{ours[name]}\nby hand:\n{value}")
     finally:
         with contextlib.suppress(amp_patch.SessionError):

@@ -8,19 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-KNOWN_OPEN = {
-    "surgery forgets an overflow",
-    "a hook replaces sums that are set aside",
-    "float32 gradients at initialize",
-    "an edit just before reset",
-    "an edit just after load_state_dict",
-    "masters of parameters put into a group by hand",
-    "gradients of parameters that left the groups",
-    "an edit in a closure",
-    "a static scale counts closures late",
-}
-"""Faults of the package that are known and not mended yet: snippets that meet one are left out."""
-
 LEVELS = ("O1", "O2", "O4", "O5")
 WITH_MASTERS = ("O2", "O5")
 
@@ -31,12 +18,10 @@ class Snippet:
 
     Attributes:
         text: the lines.
-        fault: of KNOWN_OPEN, the one that it would meet.
         is_edit: weights and masters were edited by hand: they are alike again after the next forward or step.
     """
 
     text: str
-    fault: str | None = None
     is_edit: bool = False
 
 
@@ -60,14 +45,13 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed, without the snippets that meet a known fault."""
+    """The program of a seed."""
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
     for _ in range(draft.random.randint(9, 16)):
         make = draft.random.choice(draft.vocabulary())
         snippets += make(draft)
-    kept = tuple(snippet for snippet in snippets if snippet.fault not in KNOWN_OPEN)
-    return Program(seed, kept, asks=draft.random.random() < 0.7)
+    return Program(seed, tuple(snippets), asks=draft.random.random() < 0.7)
 
 
 # ---- what a program is about -----------------------------------------------------------------------------------------
@@ -231,10 +215,6 @@ class Draft:
     def is_renormed(self, model: str) -> bool:
         """Whether each forward edits a weight, after which the graph of an earlier one cannot go backward."""
         return "max_norm" in self.sources[model]
-
-    def overflows_by_itself(self) -> bool:
-        """Whether any pass may overflow: float16 ends at 65504."""
-        return self.level in ("O1", "O2")
 
     def zero(self, optimizers: list[str]) -> str:
         """A line for each optimizer that zeroes its gradients."""
@@ -447,8 +427,7 @@ def dropped_gradients(draft: Draft) -> list[Snippet]:
         return [Snippet(draft.around(optimizers, block, draft.random.choice([drop, mend])))]
     every = lines(f"for _p in amp.master_params({optimizer}):\n    _p.grad = None" for optimizer in optimizers)
     again = draft.block(draft.loss(model), optimizers)
-    fault = "gradients of parameters that left the groups" if draft.later else None
-    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]), fault)]
+    return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
 
 
 def given_up(draft: Draft) -> list[Snippet]:
@@ -505,32 +484,27 @@ def surgery(draft: Draft) -> list[Snippet]:
         f"for _p, _a, _b in zip(amp.master_params({optimizer}), *_kept):",
         "    _p.grad = None if _a is None or _b is None else _a + 0.5 * _b",
     ]
-    is_dropped = bad == 0 and draft.is_likely(0.3)
-    if is_dropped:  # finite again: GradScaler steps
+    if bad == 0 and draft.is_likely(0.3):  # finite again: GradScaler steps
         text.append("    _p.grad = _b")
     text += [draft.step(optimizers)]
-    overflows = draft.overflows_by_itself() or (bad == 0 and not is_dropped)
-    return [Snippet(lines(text), fault="surgery forgets an overflow" if overflows else None)]
+    return [Snippet(lines(text))]
 
 
 def hooks(draft: Draft) -> list[Snippet]:
     """A hook that puts another tensor into .grad, or changes a gradient on its way."""
     model = draft.pick_model()
-    optimizers, fault = draft.optimizers_of(model), None
+    optimizers = draft.optimizers_of(model)
     if draft.bad(0.4):
         hooked = f"_handle = {model}.first.weight.register_hook(lambda g: g * {draft.random.choice(['inf', 'nan'])})"
         middle = [hooked, draft.block(draft.loss(model), optimizers), "_handle.remove()"]
-        fault = "gradients of parameters that left the groups" if draft.later else None
     else:
         bad = draft.bad(0.3)
         chosen = f"{model}.parameters() if p.requires_grad"
         hooked = f"_handles = [p.register_post_accumulate_grad_hook(_halve) for p in {chosen}]"
         blocks = [draft.block(draft.loss(model, bad=bad and index == 0), optimizers) for index in range(2)]
-        overflows = bad or draft.overflows_by_itself()
-        fault = "a hook replaces sums that are set aside" if overflows else None
         remove = "for _handle in _handles:\n    _handle.remove()"
         middle = ["def _halve(p):\n    p.grad = p.grad / 2", hooked, *blocks, remove]
-    return [Snippet(draft.around(optimizers, *middle), fault=fault)]
+    return [Snippet(draft.around(optimizers, *middle))]
 
 
 def closure(draft: Draft) -> list[Snippet]:
@@ -541,8 +515,7 @@ def closure(draft: Draft) -> list[Snippet]:
     loss = f"_loss = {draft.loss(model, bad=draft.bad(0.2))}"
     body = lines([f"{optimizer}.zero_grad()", loss, draft.block("_loss", optimizers), "return _loss"])
     text = lines(["def _closure():", indent(body), f"{draft.name('value')} = {optimizer}.step(_closure)"])
-    fault = "an edit in a closure" if draft.is_renormed(model) else None
-    return [Snippet(text, fault if draft.is_dynamic or draft.has_lbfgs else "a static scale counts closures late")]
+    return [Snippet(text)]
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -643,8 +616,6 @@ def resume(draft: Draft) -> list[Snippet]:
     saved = f"saved = copy.deepcopy([{', '.join(f'{part}.state_dict()' for part in parts)}])"
     loads = [f"{part}.load_state_dict(saved[{index}])" for index, part in enumerate(parts)]
     zero = lines(f"{model}.zero_grad()" for model in draft.models)
-    if "an edit just after load_state_dict" in KNOWN_OPEN:
-        loads.append("amp.refresh()")
     draft.averages = []
     return [Snippet(lines([zero, saved, "amp.reset()", draft.build(), *loads]))]
 
@@ -662,13 +633,11 @@ def another_level(draft: Draft) -> list[Snippet]:
     zero = [f"{optimizer}.zero_grad()" for optimizer in draft.optimizers]
     zero += [f"{model}.zero_grad()" for model in draft.models]
     left = []
-    if plain and draft.is_likely(0.3) and "float32 gradients at initialize" not in KNOWN_OPEN:
+    if plain and draft.is_likely(0.3):
         left = [plain[0]]
     edited = []
     if draft.is_likely(0.3):
         edited = [f"with torch.no_grad():\n    {draft.pick_model()}.first.weight.mul_(0.5)"]
-    if "an edit just before reset" in KNOWN_OPEN:
-        edited.append("amp.refresh()")
     draft.averages = []
     return [Snippet(lines([*zero, *edited, "amp.reset()", *plain, *zero, *left, draft.initialize()]))]
 
@@ -707,7 +676,7 @@ def groups(draft: Draft) -> list[Snippet]:
     if len(optimizers) > 1 or draft.optimizers[optimizers[0]] != [model]:
         return []
     (optimizer,) = optimizers
-    has_masters, layer = draft.level in WITH_MASTERS, draft.random.choice(["first", "last"])
+    layer = draft.random.choice(["first", "last"])
     params = draft.random.choice([f"list({model}.{layer}.parameters())", f"list({model}.parameters())"])
     kind = draft.random.randrange(3)
     if kind == 0:
@@ -723,12 +692,8 @@ def groups(draft: Draft) -> list[Snippet]:
     else:
         change = f'{optimizer}.param_groups = [{{**{optimizer}.param_groups[0], "params": {params}}}]'
     text = lines([f"{model}.zero_grad()", change])
-    fault = "masters of parameters put into a group by hand"
-    if kind == 0:
-        fault = "gradients of parameters that left the groups"
-    if has_masters and (kind or draft.is_dynamic) and fault in KNOWN_OPEN:
-        return []
     draft.later.append(text)
+    draft.averages = []  # of other parameters
     draft.has_stale_state |= kind > 0
     trained = lines([text, draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers), draft.step(optimizers)])
     return [Snippet(trained)]

@@ -365,7 +365,8 @@ class Reference:
     def settle(self):
         """All gradients are true sums again, and every pass that waits gets its answer."""
         judged, self.waiting = [one for one in self.waiting if one.window is not None], []
-        found = {owner: owner.look() for owner in dict.fromkeys(owner for one in judged for owner in one.owners)}
+        looked_at = [*judged, *[one for one in self.open if one.window is not None]]
+        found = {owner: owner.look() for owner in dict.fromkeys(owner for one in looked_at for owner in one.owners)}
         for owner in self.owners:
             owner.fold()
         self.window, self.carried = None, 1.0
@@ -526,8 +527,10 @@ class TrainingMachine(RuleBasedStateMachine):
             for side in pairs
         ]
 
-    def run_pass(self, loss, other, passed, loss_id=0, delay=False, inside=None, error=None, error_first=False):
-        """One scale_loss block. `inside` is called before the backward pass, and `error` raised before or after it."""
+    def run_pass(
+        self, loss, other, passed, loss_id=0, delay=False, inside=None, inside_first=True, error=None, error_first=False
+    ):
+        """One scale_loss block. `inside` is called before or after the backward pass; so is `error` raised."""
         optimizers = [self.optimizers[index] for index in passed]
         optimizers = optimizers if len(optimizers) > 1 else optimizers[0]
         if not self.reference.fits_inside(loss_id):
@@ -541,11 +544,13 @@ class TrainingMachine(RuleBasedStateMachine):
         with contextlib.suppress(Boom) if error else contextlib.nullcontext():
             with amp.scale_loss(loss, optimizers, loss_id=loss_id, delay_unscale=delay) as scaled:
                 assert equal(scaled, loss.float() * scale)
-                if inside is not None:
+                if inside is not None and inside_first:
                     inside()
                 if not (error and error_first):
                     scaled.backward()
                     other.backward()
+                if inside is not None and not inside_first:
+                    inside()
                 if error:
                     raise Boom
             assert not error
@@ -633,8 +638,9 @@ class TrainingMachine(RuleBasedStateMachine):
         numbers=st.tuples(NUM_LOSSES, NUM_LOSSES),
         delays=st.tuples(st.booleans(), st.booleans()),
         factors=st.sampled_from([(1.0, 1.0), (1.0, 1.0), (math.inf, 1.0), (1.0, math.inf)]),
+        inside_first=st.booleans(),
     )
-    def nested(self, outer, inner, batch, numbers, delays, factors):
+    def nested(self, outer, inner, batch, numbers, delays, factors, inside_first):
         outer, inner = self.choose(outer), self.choose(inner)
         if not all(scaler.is_dynamic for scaler in self.reference.scalers):
             factors = 1.0, 1.0
@@ -647,8 +653,9 @@ class TrainingMachine(RuleBasedStateMachine):
             self.loss_id(numbers[0]),
             delays[0],
             inside=lambda: self.run_pass(inner_loss, inner_other, inner, self.loss_id(numbers[1]), delays[1]),
+            inside_first=inside_first,
         )
-        event("nested")
+        event(f"nested, {'before' if inside_first else 'after'} the backward pass")
 
     @rule(batch=BATCH, number=NUM_LOSSES, before=st.booleans(), is_nested=st.booleans(), passed=SUBSETS)
     def exception_in_the_body(self, batch, number, before, is_nested, passed):

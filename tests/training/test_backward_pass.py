@@ -86,6 +86,19 @@ def test_an_overflow_over_an_overflow_does_not_count():
     assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [512.0, 1024.0]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_overflow_before_an_inner_block_of_another_optimizer_counts(level):
+    (m0, _, m2), (first, second) = two_optimizers(level)
+    with amp.scale_loss(plain(m0, math.inf), first) as scaled:
+        scaled.backward()
+        with amp.scale_loss(plain(m2), second) as inner:
+            inner.backward()
+    first.step()
+    second.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sums_of_losses_for_different_optimizers_are_sums(sparse):
     torch.manual_seed(0)
