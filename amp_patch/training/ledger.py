@@ -36,8 +36,14 @@ class Ledger:
         self.has_begun = False
 
     def note(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Have the next step depend on what a pass of a scaler has found."""
+        """Have the next step depend on what a pass of a scaler has found.
+
+        In a parameter that another optimizer steps on as well, an overflow may be new to one and not to the other.
+        """
         self.found_inf[scaler] = either(self.found_inf.get(scaler), found_inf)
+        for partner in self.partners:
+            if partner.overflow is not None:
+                self.found_inf[scaler] = either(self.found_inf[scaler], partner.overflow)
 
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""

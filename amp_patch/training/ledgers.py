@@ -25,6 +25,7 @@ from ..errors import OptimizerError, SessionError
 from ..reporting import warn
 from .decisions import Decisions
 from .ledger import Block, Ledger
+from .loss_scaler import LossScaler
 from .masters import Pair
 from .reduction import LocalGradients, UnshardedSums
 from .unscaling import change_scale_, either, fold_, rescale_, unscale_
@@ -58,6 +59,7 @@ class Ledgers:
         self._decisions = decisions
         self._unsharded = UnshardedSums(sharded)
         self._scale: Tensor | None = None  # that the gradients carry; None: they are true sums
+        self._scaler: LossScaler | None = None  # whose scale that was last
         self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
         self._open: list[weakref.ref[Block]] = []  # outermost first
         self._is_changing = False  # an interrupt leaves it so
@@ -87,6 +89,7 @@ class Ledgers:
                 self.abandon(ledger)
         self._carry(block.scale)
         self._unsharded.carry(block.scale)
+        self._scaler = block.scaler
         self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
 
     def _check_nesting(self, block: Block, other: Block) -> None:
@@ -235,6 +238,8 @@ class Ledgers:
             return
         scale, blocks = self._scale, self._waiting
         judged = [block for block in blocks if block.scale is not None]
+        if scale is not None and not judged and not self._open:
+            judged = [self._make_up_for_lost()]
         if judged and scale is None:  # they were divided before
             scale = torch.ones_like(judged[0].scaler.scale)
         open_blocks = self.open_blocks() if self._open else []
@@ -251,6 +256,14 @@ class Ledgers:
                     block.found_inf = either(block.found_inf, found[ledger])
         for block in judged:
             self._judge(block, found)
+
+    def _make_up_for_lost(self) -> Block:
+        """Return a block in the place of one that is gone without having ended: whoever steps is to know of inf."""
+        assert self._scaler is not None
+        block = Block(self._scaler, self._get_all())
+        block.scale = self._scale
+        block.has_failed = True
+        return block
 
     def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
         """Divide everything by a scale, and return what was found in the gradients of the optimizers of some blocks."""

@@ -334,15 +334,17 @@ class OptimizerMasters:
         finally:
             _exchange(optimizer, masters)
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of these masters."""
-        for _, master in self._pairs.values():
-            master.grad = None
+    def drop_gradients(self, but: Collection[int] = ()) -> None:
+        """Forget the gradients of these masters, but for some, by id."""
+        for key, (_, master) in self._pairs.items():
+            if key not in but:
+                master.grad = None
 
     def push(self) -> None:
         """Copy these masters to their parameters."""
         if self._pairs:
-            self.masters.push(self._pairs.values())
+            _, pairs = self.read()
+            self.masters.push(pairs)
 
 
 def _exchange(optimizer: Optimizer, others: dict[int, Tensor]) -> None:

@@ -92,7 +92,7 @@ class Stepper:
             result = self._take_step(None, original, args, kwargs)
             self._ledgers.end_window(self._ledger)
             self._steps.add_taken()
-            self._masters.drop_gradients()
+            self._drop_gradients()
             return result
         outcome = StepResult(found_inf)
         flag = self._find_flag(found_inf, outcome)
@@ -105,8 +105,15 @@ class Stepper:
         try:
             self._steps.add(outcome)
         finally:
-            self._masters.drop_gradients()
+            self._drop_gradients()
         return result
+
+    def _drop_gradients(self) -> None:
+        """Forget the gradients of the masters, but for those that another optimizer steps on as well."""
+        shared: set[int] = set()
+        for partner in self._ledger.partners:
+            shared.update(map(id, partner.stepped()))
+        self._masters.drop_gradients(but=shared)
 
     def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: StepResult) -> Tensor | None:
         """Return the flag that the optimizer is to skip by on the device: 0-dim float32, 0.0 or 1.0. None where the
