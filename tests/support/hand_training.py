@@ -7,7 +7,7 @@ what a block leaves is divided by the scale before the next line of the script. 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class ModelByHand(nn.Module):
             if id(parameter) in self.hand.masters:
                 self.hand.masters[id(parameter)].data.copy_(state[name])
         if self.hand is not None:
-            self.hand.push()
+            self.hand.push(self.hand.pairs.values())
         return result
 
 
@@ -296,7 +296,7 @@ class OptimizerByHand:
         self.step_was_skipped = any(scaler.is_dynamic and is_overflow for scaler, is_overflow in found.items())
         if not self.step_was_skipped:
             super().step()
-            self.hand.push()
+            self.hand.push(self.hand.pairs_of(self))
         self.end_window()
         self.hand.finish_step(self)
         return result
@@ -324,6 +324,10 @@ class OptimizerByHand:
 def make_by_hand(kind: type) -> type:
     """An optimizer class of torch, by hand."""
     return type(f"{kind.__name__} by hand", (OptimizerByHand, kind), {})
+
+
+class SessionError(RuntimeError):
+    """What the package refuses as well."""
 
 
 # ---- what a script calls ---------------------------------------------------------------------------------------------
@@ -460,6 +464,8 @@ class ByHand:
     ) -> Iterator[Tensor]:
         chosen = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         one = Pass(self.scalers[loss_id], self.with_partners(chosen))
+        if self.open and self.open[-1].window != one.window:
+            raise SessionError("blocks of different scales")
         for optimizer in one.optimizers:
             optimizer.place_masters()
             if optimizer.found and not self.has_gradients(optimizer):
@@ -638,10 +644,10 @@ class ByHand:
     # ---- masters -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def push(self) -> None:
-        for key, (parameter, master) in self.pairs.items():
+    def push(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for parameter, master in pairs:
             parameter.copy_(master)
-            self.pushed[key] = self.known[key] = master.detach().clone()
+            self.pushed[id(parameter)] = self.known[id(parameter)] = master.detach().clone()
 
     @torch.no_grad()
     def bring_together(self) -> None:

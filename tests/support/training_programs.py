@@ -61,6 +61,7 @@ MODELS = {
     "conv": ['model("conv", {seed})'],
     "attention": ['model("attention", {seed})', 'model("attention", {seed}, max_norm=0.75)'],
 }
+PARAMETERS = {"mlp": 6, "conv": 6, "attention": 5}
 OPTIMIZERS = [
     "SGD({}, lr=0.125)",
     "SGD({}, lr=0.125, momentum=0.5)",
@@ -111,7 +112,7 @@ class Draft:
         self.models = self.random.sample(list(MODELS), count)
         self.sources = {model: self.random.choice(MODELS[model]) for model in self.models}
         self.losses = self.random.choice([1, 2, 2])
-        layouts = ["own", "own", "joint", "halves", "common", "groups"]
+        layouts = ["own", "own", "joint", "halves", "common", "groups", "each"]
         self.layout = self.random.choice(layouts)
         if not self.is_dynamic and self.level not in WITH_MASTERS and self.random.random() < 0.1:
             self.layout, self.has_lbfgs = "own", True
@@ -155,6 +156,10 @@ class Draft:
             back = f'[p for n, p in {first}.named_parameters() if not n.startswith("first")]'
             self.add_optimizer("front", [first], kinds[0].format(front))
             self.add_optimizer("back", [first], kinds[1].format(back))
+        elif self.layout == "each":
+            for index in range(PARAMETERS[first]):
+                chosen = f"[list({first}.parameters())[{index}]]"
+                self.add_optimizer(f"each{index}", [first], kinds[index % 3].format(chosen))
         elif self.layout == "groups":
             weights = f'{{"params": [p for n, p in {first}.named_parameters() if n.endswith("weight")]}}'
             biases = f'{{"params": [p for n, p in {first}.named_parameters() if n.endswith("bias")], "lr": 0.25}}'
@@ -340,25 +345,88 @@ def one_after_the_other(draft: Draft) -> list[Snippet]:
     return [Snippet(draft.around(optimizers, *blocks))]
 
 
+def delayed_sets(draft: Draft) -> list[Snippet]:
+    """Delayed passes, each with optimizers of its own; some step before the last pass."""
+    blocks, passed = [], []
+    for index in range(draft.random.choice([2, 3])):
+        model = draft.pick_model()
+        optimizers = draft.optimizers_of(model)
+        others = [name for name in draft.optimizers if name not in optimizers and draft.is_likely(0.3)]
+        chosen = draft.random.sample([*optimizers, *others], len(optimizers) + len(others))
+        passed += [name for name in chosen if name not in passed]
+        bad, delay = draft.bad(0.15), draft.is_likely(0.7)
+        blocks.append(draft.block(draft.loss(model, bad=bad), chosen, index % draft.losses, delay=delay))
+        if draft.is_likely(0.2):
+            early = draft.random.choice(passed)
+            blocks.append(draft.random.choice([draft.step([early]), draft.zero([early])]))
+    return [Snippet(draft.around(passed, *blocks))]
+
+
 def nested(draft: Draft) -> list[Snippet]:
-    """Two blocks of one scale, one inside the other."""
+    """A block inside another: of the same scale, or refused. The inner optimizers may step at once."""
     outer, inner = draft.pick_model(), draft.pick_model()
     if outer == inner and draft.is_renormed(outer):
         return []
-    number = draft.loss_id()
+    number, delay = draft.loss_id(), draft.is_likely(0.3)
     first, second = draft.optimizers_of(outer), draft.optimizers_of(inner)
     optimizers = list(dict.fromkeys([*first, *second]))
+    inside = draft.block("second", second, number, delay=delay)
+    if not set(first) & set(second) and draft.is_likely(0.5):
+        inside = lines([inside, draft.step(second), draft.zero(second) if draft.is_likely(0.5) else ""])
+    elif draft.losses > 1 and draft.is_likely(0.2):
+        refused = draft.block("second", second, 1 - number)
+        told = f"    {draft.name('refused')} = type(_error).__name__"
+        inside = lines(["try:", indent(refused), "except RuntimeError as _error:", told])
+    backward = "scaled.backward()"
+    passed = f"[{', '.join(first)}], loss_id={number}"
     text = lines(
         [
-            f"first, second = {draft.loss(outer)}, {draft.loss(inner)}",
-            f"with amp.scale_loss(first, [{', '.join(first)}], loss_id={number}) as scaled:",
+            f"first, second = {draft.loss(outer, bad=draft.bad(0.2))}, {draft.loss(inner, bad=draft.bad(0.2))}",
+            f"with amp.scale_loss(first, {passed}) as scaled:",
             indent(
-                f"with amp.scale_loss(second, [{', '.join(second)}], loss_id={number}) as inner:\n    inner.backward()"
+                lines(
+                    draft.random.choice(
+                        [[backward, f"outer = scaled\n{inside}"], [f"outer = scaled\n{inside}", "outer.backward()"]]
+                    )
+                )
             ),
-            "    scaled.backward()",
         ]
     )
     return [Snippet(draft.around(optimizers, text))]
+
+
+def step_inside(draft: Draft) -> list[Snippet]:
+    """Optimizers that step before the block ends."""
+    model = draft.pick_model()
+    optimizers = draft.optimizers_of(model)
+    early = [optimizer for optimizer in optimizers if draft.is_likely(0.7)]
+    late = [optimizer for optimizer in optimizers if optimizer not in early]
+    inside = lines([draft.step(early), draft.zero(early) if draft.is_likely(0.5) else ""])
+    block = lines([draft.block(draft.loss(model, bad=draft.bad()), optimizers), indent(inside)])
+    before = [draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers)] if draft.is_likely(0.3) else []
+    return [Snippet(lines([draft.zero(optimizers), *before, block, draft.step(late), draft.zero(optimizers)]))]
+
+
+def step_in_backward(draft: Draft) -> list[Snippet]:
+    """Each parameter is stepped on as soon as it has its gradient."""
+    model = draft.models[0]
+    if draft.layout != "each":
+        return []
+    optimizers = draft.optimizers_of(model)
+    zeroed = draft.random.choice([".zero_grad()", ".zero_grad()", ".zero_grad(set_to_none=False)"])
+    chosen = draft.random.choice(["p.requires_grad", "p.requires_grad", "p.requires_grad and p.ndim > 1"])
+    blocks = [draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers) for _ in range(2)]
+    text = [
+        draft.zero(optimizers),
+        f"_owners = dict(zip({model}.parameters(), [{', '.join(optimizers)}]))",
+        f"def _step_now(p):\n    _owners[p].step()\n    _owners[p]{zeroed}",
+        f"_chosen = [p for p in {model}.parameters() if {chosen}]",
+        "_handles = [p.register_post_accumulate_grad_hook(_step_now) for p in _chosen]",
+        *blocks,
+        "for _handle in _handles:\n    _handle.remove()",
+        draft.step(optimizers) if draft.is_likely(0.5) else draft.zero(optimizers),
+    ]
+    return [Snippet(lines(text))]
 
 
 def clipping(draft: Draft) -> list[Snippet]:
@@ -707,7 +775,10 @@ VOCABULARY: dict[Maker, int] = {
     graphs_first: 1,
     sum_of_losses: 2,
     one_after_the_other: 2,
-    nested: 1,
+    delayed_sets: 2,
+    nested: 2,
+    step_inside: 1,
+    step_in_backward: 3,
     clipping: 2,
     penalty: 2,
     gradients_by_hand: 1,
