@@ -485,10 +485,18 @@ class ByHand:
         """Optimizers, and those that have a parameter in common with one of them."""
         found: list[Any] = []
         for optimizer in chosen:
-            own = set(map(id, optimizer.stepped()))
-            partners = [other for other in self.optimizers if own & set(map(id, other.stepped()))]
+            partners = self.partners_of(optimizer)
             found += [other for other in (optimizer, *partners) if other not in found]
         return found
+
+    def partners_of(self, optimizer: Any) -> list[Any]:
+        own = set(map(id, optimizer.stepped()))
+        return [other for other in self.optimizers if other is not optimizer and own & set(map(id, other.stepped()))]
+
+    def note(self, optimizer: Any, scaler: Scaler, is_overflow: bool) -> None:
+        """An overflow in a parameter of two optimizers may be new to one of them, and not to the other."""
+        has_overflowed = any(other.has_overflowed for other in self.partners_of(optimizer))
+        optimizer.note(scaler, is_overflow or has_overflowed)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -570,9 +578,9 @@ class ByHand:
         """Tell the optimizers and the scaler of a pass whether it overflowed."""
         for optimizer in one.optimizers:
             if optimizer not in one.stepped:
-                optimizer.note(one.scaler, one.is_overflow)
+                self.note(optimizer, one.scaler, one.is_overflow)
             elif self.has_gradients(optimizer):  # that came after its step
-                optimizer.note(one.scaler, found[optimizer])
+                self.note(optimizer, one.scaler, found[optimizer])
         one.scaler.found = bool(one.scaler.found) or one.is_overflow
         if all(optimizer in one.stepped for optimizer in one.optimizers):
             one.scaler.decide()
@@ -595,7 +603,7 @@ class ByHand:
             is_overflow = self.look(optimizer, set())
             for one in self.passes_of(optimizer):
                 one.is_overflow = one.is_overflow or is_overflow
-                optimizer.note(one.scaler, is_overflow if optimizer in one.stepped else one.is_overflow)
+                self.note(optimizer, one.scaler, is_overflow if optimizer in one.stepped else one.is_overflow)
 
     def passes_of(self, optimizer: Any) -> list[Pass]:
         return [one for one in (*self.waiting, *self.open) if optimizer in one.optimizers]
@@ -604,8 +612,10 @@ class ByHand:
         """Take in that an optimizer has stepped or skipped; inside a block the rest of its pass is to come."""
         for one in self.passes_of(optimizer):
             one.stepped.append(optimizer)
+        awaited = {id(one) for other in self.partners_of(optimizer) for one in other.stepped()}
         for master in optimizer.placed.values():
-            master.grad = None
+            if id(master) not in awaited:
+                master.grad = None
         self.scale_again(optimizer)
 
     def scale_again(self, optimizer: Any) -> None:

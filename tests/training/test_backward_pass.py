@@ -318,3 +318,75 @@ def test_sparse_sums_keep_their_dtype():
     optimizer.step()
     assert optimizer.step_was_skipped
     assert amp.stats().loss_scales == (32768.0, 65536.0)
+
+
+# ---- shared parameters, and blocks that never end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_each_optimizer_of_a_shared_parameter_steps(level):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    first, second = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25))
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=128.0, verbosity=0)
+    for _ in range(2):
+        first.zero_grad()
+        second.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 2)).float().sum(), [first, second]) as scaled:
+            scaled.backward()
+        first.step()
+        second.step()
+    (weight,) = amp.master_params(first)
+    torch.testing.assert_close(weight.detach(), before - 3.0)  # a gradient of 2 at 0.75, twice
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_overflow_in_a_shared_parameter_skips_again(level):
+    """The first optimizer accumulates: in its sums the second overflow is none that counts. The other's are zeroed."""
+    own, shared = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    first = torch.optim.SGD([own.weight, shared.weight], lr=0.5)
+    second = torch.optim.SGD([shared.weight], lr=0.5)
+    amp.initialize([own, shared], [first, second], opt_level=level, loss_scale="dynamic", verbosity=0)
+    for _ in range(3):
+        second.zero_grad()
+        loss = (own.weight.float().sum() + shared.weight.float().sum()) * math.inf
+        with amp.scale_loss(loss, [first, second]) as scaled:
+            scaled.backward()
+        second.step()
+        assert second.step_was_skipped
+    assert torch.isfinite(shared.weight).all()
+
+
+def test_an_overflow_in_a_block_that_never_ends_skips_the_step():
+    (model,), options = make("O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
+    block = amp.scale_loss(model(torch.ones(3, 4)).float().sum() * math.inf, optimizer)
+    block.__enter__().backward()
+    del block
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_put_together_by_hand_are_looked_at(level):
+    """Gradient surgery: each task's gradients are kept and zeroed, their sum is stepped on."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=1024.0, verbosity=0)
+    for factors, is_skip in (((math.inf, 1.0), True), ((1.0, 1.0), False), ((1.0, math.nan), True)):
+        kept = []
+        for factor in factors:
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled:
+                scaled.backward()
+            kept.append([master.grad.clone() for master in amp.master_params(optimizer)])
+        for master, *gradients in zip(amp.master_params(optimizer), *kept, strict=True):
+            master.grad = sum(gradients)
+        optimizer.step()
+        assert optimizer.step_was_skipped is is_skip
+    assert torch.isfinite(torch.cat([p.flatten() for p in model.parameters()])).all()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 256.0
