@@ -35,7 +35,7 @@ class StepHook:
         return _MasterStepHook(mark_updated)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._mark_updated(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._mark_updated([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
 class _MasterStepHook(StepHook):

@@ -2,6 +2,7 @@
 the masters.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,8 @@ class Stepper:
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._is_pushed = False
-        with self._switch.region(Mode.OFF):
+        casts_off = self._switch.region(Mode.OFF) if self._switch.on else contextlib.nullcontext()
+        with casts_off:
             if flag is None:
                 result = original(*args, **kwargs)
             else:
