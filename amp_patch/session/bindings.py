@@ -45,6 +45,7 @@ class Bindings:
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
+        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
         self.parameters: list[Tensor] = []  # of the models
         self.ledgers = Ledgers(
             self._get_ledgers,
@@ -103,7 +104,7 @@ class Bindings:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
-            weakref.finalize(model, _call_if_alive, weakref.WeakMethod(self._list_parameters)).atexit = False
+            self._watch(binding, model, self._list_parameters)
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
@@ -123,10 +124,15 @@ class Bindings:
             )
             self._optimizers.append(stepper)
             stepper.bind(float32_data)
-            forget = weakref.WeakMethod(self.forget_optimizer)
-            weakref.finalize(optimizer, _call_if_alive, forget, stepper).atexit = False
+            self._watch(stepper, optimizer, self.forget_optimizer, weakref.ref(stepper))
         self.masters.return_gradients()
         self._find_partners()
+
+    def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
+        """Have a method of this object called when what is bound is gone."""
+        finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
+        finalizer.atexit = False
+        self._finalizers[binding] = finalizer
 
     def _get_ledgers(self) -> list[Ledger]:
         return [binding.ledger for binding in self._optimizers]
@@ -185,6 +191,10 @@ class Bindings:
             stepper.undo()
         for binding in reversed(models):
             binding.undo()
+        for one in (*models, *optimizers):
+            finalizer = self._finalizers.pop(one, None)
+            if finalizer is not None:
+                finalizer.detach()
         self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
         self._list_parameters()
@@ -196,8 +206,12 @@ class Bindings:
         held.update(id(parameter) for binding in self.optimizers() for parameter in binding.model_parameters())
         self.masters.keep_only(held)
 
-    def forget_optimizer(self, binding: OptimizerBinding) -> None:
+    def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
         """Drop what was kept for an optimizer that is gone."""
+        binding = reference()
+        if binding is None:
+            return
+        self._finalizers.pop(binding, None)
         if binding in self._optimizers:
             self._optimizers.remove(binding)
         if self._cache is not None:

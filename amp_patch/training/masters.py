@@ -318,6 +318,7 @@ class OptimizerMasters:
         for _, master in () if optimizer is None else self._pairs.values():
             optimizer.state.pop(master, None)
         self._pairs.clear()
+        self.masters = Masters()  # whoever wraps `step` for good (an LR scheduler) may keep this object
         for reference, parameter, dtype in self._cast:
             if (owner := reference()) is not None:
                 _cast_state(owner, parameter, dtype)
