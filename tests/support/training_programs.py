@@ -377,19 +377,12 @@ def nested(draft: Draft) -> list[Snippet]:
         refused = draft.block("second", second, 1 - number)
         told = f"    {draft.name('refused')} = type(_error).__name__"
         inside = lines(["try:", indent(refused), "except RuntimeError as _error:", told])
-    backward = "scaled.backward()"
-    passed = f"[{', '.join(first)}], loss_id={number}"
+    parts = draft.random.sample([inside, "outer.backward()"], 2)
     text = lines(
         [
-            f"first, second = {draft.loss(outer, bad=draft.bad(0.2))}, {draft.loss(inner, bad=draft.bad(0.2))}",
-            f"with amp.scale_loss(first, {passed}) as scaled:",
-            indent(
-                lines(
-                    draft.random.choice(
-                        [[backward, f"outer = scaled\n{inside}"], [f"outer = scaled\n{inside}", "outer.backward()"]]
-                    )
-                )
-            ),
+            f"first, second = {draft.loss(outer, bad=draft.bad())}, {draft.loss(inner, bad=draft.bad(0.2))}",
+            f"with amp.scale_loss(first, [{', '.join(first)}], loss_id={number}) as outer:",
+            indent(lines(parts)),
         ]
     )
     return [Snippet(draft.around(optimizers, text))]
@@ -776,9 +769,9 @@ VOCABULARY: dict[Maker, int] = {
     sum_of_losses: 2,
     one_after_the_other: 2,
     delayed_sets: 2,
-    nested: 2,
-    step_inside: 1,
-    step_in_backward: 3,
+    nested: 3,
+    step_inside: 2,
+    step_in_backward: 6,
     clipping: 2,
     penalty: 2,
     gradients_by_hand: 1,
