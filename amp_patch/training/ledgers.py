@@ -14,6 +14,7 @@ no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -63,6 +64,7 @@ class Ledgers:
         self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
         self._open: list[weakref.ref[Block]] = []  # outermost first
         self._is_changing = False  # an interrupt leaves it so
+        self._stepping: int | None = None  # the thread that is in a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -81,7 +83,10 @@ class Ledgers:
         Raises SessionError inside a block of another scale or thread.
         """
         for other in self.open_blocks() if self._open else ():
-            self._check_nesting(block, other)
+            self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
+            self._check_scale(block, other)
+        if self._stepping is not None:
+            self._check_thread(self._stepping, is_scaled=block.scale is not None)
         for ledger in block.ledgers:
             ledger.has_begun = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
@@ -92,14 +97,15 @@ class Ledgers:
         self._scaler = block.scaler
         self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
 
-    def _check_nesting(self, block: Block, other: Block) -> None:
-        changes_nothing = block.scale is None and other.scale is None and not self._has_masters
-        if block.thread != other.thread and not changes_nothing:
+    def _check_thread(self, thread: int, *, is_scaled: bool) -> None:
+        if thread != threading.get_ident() and (is_scaled or self._has_masters):
             raise SessionError(
-                "a scale_loss block of another thread is open, and both would scale the same gradients. Let one thread"
-                " at a time be in a block and in the step() after it (a threading.Lock), or train each model in a"
-                " process of its own."
+                "a scale_loss block or a step of another thread is under way, and both would scale the same gradients."
+                " Let one thread at a time be in a block and in the step() after it (a threading.Lock), or train each"
+                " model in a process of its own."
             )
+
+    def _check_scale(self, block: Block, other: Block) -> None:
         if block.scale is not other.scale:
             raise SessionError(
                 "a scale_loss block inside one with another loss scale: gradients of one backward pass would be divided"
@@ -150,6 +156,9 @@ class Ledgers:
         """
         if self._is_changing:
             self._refuse()
+        for block in self.open_blocks() if self._open else ():
+            self._check_thread(block.thread, is_scaled=block.scale is not None)
+        self._stepping = threading.get_ident()
         if not self._open:
             self.settle()
             return
@@ -166,7 +175,10 @@ class Ledgers:
             ledger.note(block.scaler, block.found_inf if is_first else found_inf)
 
     def resume(self, ledger: Ledger) -> None:
-        """Inside a block, scale the gradients of an optimizer again for the rest of the backward pass."""
+        """End what `prepare_step` began. Inside a block, scale the gradients of the optimizer again for the rest of the
+        backward pass.
+        """
+        self._stepping = None
         if self._open and self._scale is not None:
             self._is_changing = True
             plain, _ = ledger.read()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class LocalGradients:
 
     def __init__(self) -> None:
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._is_new_pass = True
+        self._prepared: WeakSet[Any] = WeakSet()  # to reduce in the backward pass to come
         self._has_modules = False
         self.ids: set[int] = set()
         self.scale: Tensor | None = None
@@ -49,20 +49,20 @@ class LocalGradients:
                 " cast parameters: call initialize first, and wrap the model then"
             )
         self._has_modules = True
-        is_prepared = not self._is_new_pass and self._reduces.get(module, False)
-        self._reduces[module] = is_prepared or bool(module.require_backward_grad_sync)
-        self._is_new_pass = False
+        if module.require_backward_grad_sync:
+            self._prepared.add(module)
+        self._reduces[module] = module in self._prepared
 
     def end_pass(self, scale: Tensor | None) -> None:
         """Note, at the end of a backward pass, whose gradients stay local, and the loss scale that they carry.
 
         Until then a module reduces if any of its forwards said so.
         """
-        self._is_new_pass = True
         self.scale = scale
         self.ids = set()
         if not self._has_modules:
             return
+        self._prepared.clear()
         for module, is_reducing in self._reduces.items():
             answer = getattr(module, "leaves_gradients_local", lambda: None)()
             if not is_reducing if answer is None else answer:

@@ -70,10 +70,10 @@ class Stepper:
         if self._masters.use_masters:
             self._masters.masters.pull()
         self._ledgers.prepare_step(self._ledger)
-        if watchers and not callable(closure):
-            self._tell("step_begun")
-        self._is_stepping = True
         try:
+            if watchers and not callable(closure):
+                self._tell("step_begun")
+            self._is_stepping = True
             result = self._step_or_skip(original, args, kwargs)
         finally:
             self._is_stepping = False

@@ -119,26 +119,25 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
 
     Waits for nothing.
     """
-    given = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
-    if not given:
+    masters: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for parameter, master in pairs:
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.detach()
+        parameter.grad = None
+        if scale is None and master.grad is None and gradient.is_cpu:
+            _add(master, gradient)  # freed before the next is looked at
+        else:
+            masters.append(master)
+            gradients.append(gradient)
+    if not gradients:
         return
-    with torch.no_grad():
-        masters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for parameter, master in given:
-            gradient = parameter.grad
-            assert gradient is not None
-            parameter.grad = None
-            if scale is None and master.grad is None and gradient.is_cpu:
-                _add(master, gradient)  # freed before the next is looked at
-            else:
-                masters.append(master)
-                gradients.append(gradient)
-        if scale is not None or not all(gradient.is_cpu for gradient in gradients):
-            gradients = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
-        if scale is not None:
-            unscale_(gradients, scale, found_inf)
-        _add_all(masters, gradients)
+    if scale is not None or not all(gradient.is_cpu for gradient in gradients):
+        gradients = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
+    if scale is not None:
+        unscale_(gradients, scale, found_inf)
+    _add_all(masters, gradients)
 
 
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

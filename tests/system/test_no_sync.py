@@ -153,3 +153,36 @@ def overflow(rank, bad_rank, bad_micro):
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks, bad_rank, bad_micro):
     assert ranks(overflow, bad_rank, bad_micro) == [(True, {"loss_scale": 32768.0, "unskipped": 0})] * 2
+
+
+def train_two_wrappers(rank, level):
+    """A loss through two wrapped models, and a third wrapper that runs a forward beside them."""
+    torch.manual_seed(0)
+    encoder, decoder, teacher = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    amp.initialize([encoder, decoder, teacher], optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    wrapped = [DistributedDataParallel(one) for one in (encoder, decoder, teacher)]
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            inputs = data(rank, step, micro)
+            wrapped[2](inputs)
+            with contextlib.ExitStack() as unsynced_all:
+                for one in wrapped[:2] if micro == 0 else ():
+                    unsynced_all.enter_context(one.no_sync())
+                loss = wrapped[1](torch.tanh(wrapped[0](inputs))).float().pow(2).mean()
+                backward(loss, optimizer)
+        own = torch.cat([master.grad.flatten() for master in amp.master_params(optimizer)])
+        of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, own)
+        found.append(all(torch.equal(other, own) for other in of_all))
+        optimizer.step()
+    del wrapped
+    amp.reset()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_each_of_several_wrappers_is_asked_anew_in_each_pass(ranks, level):
+    assert ranks(train_two_wrappers, level) == [[True, True]] * 2
