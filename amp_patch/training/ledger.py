@@ -23,6 +23,8 @@ class Ledger:
             0-dim float32, 0.0 or 1.0.
         zeroed: scalers of passes since the last step whose gradients were zeroed.
         overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
+        unjudged: whether a pass that the optimizer was not passed with has left inf or NaN in gradients of its masters:
+            0-dim float32; None: there was none. It counts for the next pass that the optimizer is passed with.
         partners: the ledgers of optimizers with a parameter in common: an overflow counts for all of them.
         has_begun: whether there ever was a block with this optimizer.
     """
@@ -32,6 +34,7 @@ class Ledger:
         self.found_inf: dict[LossScaler, Tensor] = {}
         self.zeroed: dict[LossScaler, None] = {}
         self.overflow: Tensor | None = None
+        self.unjudged: Tensor | None = None
         self.partners: list[Ledger] = []
         self.has_begun = False
 
@@ -50,6 +53,7 @@ class Ledger:
         self.found_inf = {}
         self.zeroed = {}
         self.overflow = None
+        self.unjudged = None
 
     def is_overflow(self) -> bool:
         """Tell whether the next step will be skipped. Waits for the device."""

@@ -90,7 +90,8 @@ class Ledgers:
         for ledger in block.ledgers:
             ledger.has_begun = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
-            if ledger.found_inf and not self._decisions.groups and ledger.is_empty():
+            is_due = ledger.found_inf or ledger.unjudged is not None
+            if is_due and not self._decisions.groups and ledger.is_empty():
                 self.abandon(ledger)
         self._carry(block.scale)
         self._unsharded.carry(block.scale)
@@ -199,6 +200,8 @@ class Ledgers:
         """
         if self._waiting:
             self._finish_waiting(ledger)
+        ledger.overflow = None
+        ledger.unjudged = None
         if not ledger.found_inf:
             return
         scalers = list(ledger.found_inf)
@@ -291,12 +294,21 @@ class Ledgers:
                 plain, pairs = ledger.read()
                 others += _take(plain, seen)
                 if pairs:
-                    fold_(self._reduced(pairs), scale, None)
+                    self._fold_unjudged(ledger, pairs, scale)
         if scale is not None:
             others += _take(self._get_model_parameters(), seen)
             if others:
                 unscale_(others, scale, None)
         return found
+
+    def _fold_unjudged(self, ledger: Ledger, pairs: list[Pair], scale: Tensor | None) -> None:
+        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters."""
+        found_inf = None
+        if scale is not None:
+            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        fold_(self._reduced(pairs), scale, found_inf)
+        if found_inf is not None:
+            ledger.unjudged = either(ledger.unjudged, found_inf)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, but for those of parameters that were seen, by id. Return
@@ -312,6 +324,9 @@ class Ledgers:
             found_inf = found_inf * (1.0 - before.to(found_inf.device))
         if pairs:
             fold_(self._reduced(pairs), scale, found_inf)
+        if ledger.unjudged is not None:
+            found_inf = either(ledger.unjudged, found_inf)
+            ledger.unjudged = None
         ledger.overflow = either(before, found_inf)
         return found_inf
 

@@ -254,6 +254,7 @@ class OptimizerByHand:
         self.found: dict[Scaler, bool] = {}  # by scaler: whether a pass overflowed that may skip the next step
         self.zeroed: set[Scaler] = set()  # of passes whose gradients were zeroed without a step
         self.has_overflowed = False  # since the last step or zeroing
+        self.is_unjudged_overflow = False  # left in masters by a pass that was not for this optimizer
 
     def note(self, scaler: Scaler, is_overflow: bool) -> None:
         self.found[scaler] = self.found.get(scaler, False) or is_overflow
@@ -468,7 +469,7 @@ class ByHand:
             raise SessionError("blocks of different scales")
         for optimizer in one.optimizers:
             optimizer.place_masters()
-            if optimizer.found and not self.has_gradients(optimizer):
+            if (optimizer.found or optimizer.is_unjudged_overflow) and not self.has_gradients(optimizer):
                 self.abandon(optimizer)
         self.carry(one)
         self.open.append(one)
@@ -542,7 +543,8 @@ class ByHand:
                 if optimizer not in found:
                     found[optimizer] = self.look(optimizer, seen)
         for optimizer in self.optimizers:
-            self.fold(optimizer)
+            if not self.fold(optimizer) and self.window is not None:
+                optimizer.is_unjudged_overflow = True
         multiply([parameter for parameter in self.plain() if id(parameter) not in seen], 1.0 / self.scale_of_gradients)
         self.window, self.scale_of_gradients, self.waiting = None, 1.0, []
         for one in self.open:
@@ -559,7 +561,8 @@ class ByHand:
         seen.update(map(id, plain))
         multiply(plain, 1.0 / self.scale_of_gradients)
         is_overflow = not all(is_finite(p.grad) for p in plain if p.grad is not None) and not optimizer.has_overflowed
-        is_overflow = not self.fold(optimizer) or is_overflow
+        is_overflow = not self.fold(optimizer) or optimizer.is_unjudged_overflow or is_overflow
+        optimizer.is_unjudged_overflow = False
         optimizer.has_overflowed = optimizer.has_overflowed or is_overflow
         return is_overflow
 
@@ -633,6 +636,7 @@ class ByHand:
             self.scale_again(optimizer)
             for one in self.waiting:
                 one.stepped.append(optimizer)
+        optimizer.has_overflowed = optimizer.is_unjudged_overflow = False
         if optimizer.found:
             scalers = list(optimizer.found)
             zeroed = optimizer.zeroed | {scaler for scaler in scalers if scaler.is_dynamic}

@@ -283,7 +283,11 @@ def one_of_the_optimizers(draft: Draft) -> list[Snippet]:
         return []
     chosen = [draft.random.choice(optimizers)]
     rest = [optimizer for optimizer in optimizers if optimizer not in chosen]
-    text = lines([draft.zero(optimizers), draft.block(draft.loss(model), chosen), draft.step(chosen)])
+    passes = draft.block(draft.loss(model, bad=draft.bad(0.2)), chosen)
+    text = lines([draft.zero(optimizers), passes, draft.step(chosen)])
+    if draft.is_likely(0.5):  # what it left in the others counts for the next pass
+        again = draft.block(draft.loss(model), optimizers)
+        return [Snippet(lines([text, again, draft.step(optimizers), draft.zero(optimizers)]))]
     return [Snippet(lines([text, *[f"{optimizer}.zero_grad()" for optimizer in rest]]))]
 
 
@@ -762,7 +766,7 @@ def groups(draft: Draft) -> list[Snippet]:
 
 VOCABULARY: dict[Maker, int] = {
     iteration: 4,
-    one_of_the_optimizers: 1,
+    one_of_the_optimizers: 2,
     accumulation: 3,
     two_losses: 3,
     graphs_first: 1,

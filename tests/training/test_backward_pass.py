@@ -99,6 +99,30 @@ def test_an_overflow_before_an_inner_block_of_another_optimizer_counts(level):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_overflow_left_by_a_pass_for_another_optimizer_counts_for_the_next_pass(level):
+    (m0, _, m2), (first, second) = two_optimizers(level)
+    with amp.scale_loss(plain(m0) + plain(m2, math.inf), first) as scaled:
+        scaled.backward()
+    first.step()
+    with amp.scale_loss(plain(m2), second) as scaled:
+        scaled.backward()
+    second.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (False, True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_overflow_left_by_a_pass_for_another_optimizer_ends_when_it_is_zeroed(level):
+    (m0, _, m2), (first, second) = two_optimizers(level)
+    with amp.scale_loss(plain(m0) + plain(m2, math.inf), first) as scaled:
+        scaled.backward()
+    second.zero_grad()
+    with amp.scale_loss(plain(m2), second) as scaled:
+        scaled.backward()
+    second.step()
+    assert not second.step_was_skipped
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sums_of_losses_for_different_optimizers_are_sums(sparse):
     torch.manual_seed(0)
