@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .loss_scaler import LossScaler
 from .masters import Pair
-from .unscaling import either, is_finite, look_for_inf
+from .unscaling import are_surely_finite, either, is_finite, look_for_inf
 
 
 class Ledger:
@@ -48,6 +48,11 @@ class Ledger:
             if partner.overflow is not None:
                 self.found_inf[scaler] = either(self.found_inf[scaler], partner.overflow)
 
+    def look_at_first_step(self, scalers: Iterable[LossScaler]) -> None:
+        """Have the next step look at gradients that are there already: no pass has judged them."""
+        if not self.is_empty():
+            self.zeroed = dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic)
+
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""
         self.found_inf = {}
@@ -81,8 +86,14 @@ class Ledger:
         return all(parameter.grad is None and master.grad is None for parameter, master in pairs)
 
     def find_nonfinite(self) -> list[Tensor]:
-        """Return the parameters (or masters) whose gradients hold inf or NaN. Waits for the device once for each."""
-        return [holder for holder in self.stepped() if holder.grad is not None and not is_finite(holder.grad)]
+        """Return the parameters (or masters) whose gradients hold inf or NaN.
+
+        Waits for the device once; where there may be one, once for each.
+        """
+        holders = [holder for holder in self.stepped() if holder.grad is not None]
+        if are_surely_finite([holder.grad for holder in holders if holder.grad is not None]):
+            return []
+        return [holder for holder in holders if holder.grad is not None and not is_finite(holder.grad)]
 
     def stepped(self) -> list[Tensor]:
         """Return what the optimizer steps on: masters where there are masters."""

@@ -77,6 +77,15 @@ class Ledgers:
                 blocks.append(block)
         return blocks
 
+    def abandon_empty(self, block: Block) -> None:
+        """Take in, before the scale of a block is read, that gradients were set to None one by one."""
+        for ledger in block.ledgers:
+            ledger.has_begun = True
+            # not where ranks decide together: one may hold no shard, and the others would wait for it
+            is_due = ledger.found_inf or ledger.unjudged is not None
+            if is_due and not self._decisions.groups and ledger.is_empty():
+                self.abandon(ledger)
+
     def begin(self, block: Block) -> None:
         """Make all gradients ready for the backward pass of a block.
 
@@ -87,12 +96,6 @@ class Ledgers:
             self._check_scale(block, other)
         if self._stepping is not None:
             self._check_thread(self._stepping, is_scaled=block.scale is not None)
-        for ledger in block.ledgers:
-            ledger.has_begun = True
-            # not where ranks decide together: one may hold no shard, and the others would wait for it
-            is_due = ledger.found_inf or ledger.unjudged is not None
-            if is_due and not self._decisions.groups and ledger.is_empty():
-                self.abandon(ledger)
         self._carry(block.scale)
         self._unsharded.carry(block.scale)
         self._scaler = block.scaler
@@ -230,12 +233,12 @@ class Ledgers:
         """Add 16-bit gradients to those of their masters, which a backward pass outside of `scale_loss` leaves where
         they are until the step. Warns inside a block, where they are yet to be unscaled.
         """
-        if self._open and self._has_masters:
+        if (self._open or self._waiting) and self._has_masters:
             warn(
-                "gradients are clipped inside a scale_loss block, where those of 16-bit parameters are not in the"
-                " masters yet: clip after the block"
+                "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where those of"
+                " 16-bit parameters are not in the masters yet: clip after the block"
             )
-        elif not self._waiting:
+        else:
             self.settle()
 
     # ---- scaling and unscaling ---------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         loss, self._loss = self._loss, None
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
+        self._all_ledgers.abandon_empty(self)
         scaled_loss = loss
         if loss.dtype is not torch.float32:
             with self._switch.region(Mode.OFF):

@@ -72,6 +72,15 @@ def either(left: Tensor | None, right: Tensor) -> Tensor:
     return right if left is None else torch.maximum(left, right.to(left.device))
 
 
+def are_surely_finite(gradients: Sequence[Tensor]) -> bool:
+    """Tell whether the sums of all gradients are finite, and so the gradients. Waits for the device once."""
+    if not gradients:
+        return True
+    device = gradients[0].device
+    sums = [dense_values(gradient).sum().to(device, torch.float32) for gradient in gradients]
+    return bool(torch.isfinite(torch.stack(sums)).all())
+
+
 def is_finite(gradient: Tensor) -> bool:
     """Tell whether a gradient holds neither inf nor NaN. Waits for the device."""
     values = dense_values(gradient)

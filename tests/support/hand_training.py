@@ -378,6 +378,9 @@ class ByHand:
         for optimizer in optimizers:
             optimizer.begin(self)
         self.full.clear()
+        for optimizer in self.optimizers:
+            if self.has_gradients(optimizer):  # nobody has judged them
+                optimizer.zeroed = {scaler for scaler in self.scalers if scaler.is_dynamic}
 
     def cast_model(self, model: Any) -> None:
         for module in model.modules():

@@ -315,6 +315,7 @@ class Reference:
             for before, after in zip(old.stepped, owner.stepped, strict=True):
                 if before.grad is not None:
                     after.grad = before.grad.to(after.dtype)
+                    owner.zeroed = {scaler for scaler in scalers if scaler.is_dynamic}  # nobody has judged it
         return new
 
     def load_scalers(self, states):
