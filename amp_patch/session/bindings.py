@@ -127,7 +127,8 @@ class Bindings:
             self._watch(stepper, optimizer, self.forget_optimizer, weakref.ref(stepper))
         self.masters.return_gradients()
         for added in self._optimizers[-len(optimizers) :] if optimizers else ():
-            added.ledger.look_at_first_step(self.decisions.scalers)
+            if not added.ledger.is_empty():
+                added.ledger.look_again(self.decisions.scalers)
         self._find_partners()
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:

@@ -21,7 +21,7 @@ class Ledger:
     Attributes:
         found_inf: for each scaler of a pass since the last step or zeroing, whether one of its losses overflowed:
             0-dim float32, 0.0 or 1.0.
-        zeroed: scalers of passes since the last step whose gradients were zeroed.
+        zeroed: scalers of passes since the last step whose gradients were zeroed, or were judged by nobody.
         overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
         unjudged: whether a pass that the optimizer was not passed with has left inf or NaN in gradients of its masters:
             0-dim float32; None: there was none. It counts for the next pass that the optimizer is passed with.
@@ -48,10 +48,9 @@ class Ledger:
             if partner.overflow is not None:
                 self.found_inf[scaler] = either(self.found_inf[scaler], partner.overflow)
 
-    def look_at_first_step(self, scalers: Iterable[LossScaler]) -> None:
-        """Have the next step look at gradients that are there already: no pass has judged them."""
-        if not self.is_empty():
-            self.zeroed = dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic)
+    def look_again(self, scalers: Iterable[LossScaler]) -> None:
+        """Have the next step look at what is there by then, if one of these scalers may skip it."""
+        self.zeroed.update(dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic))
 
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""

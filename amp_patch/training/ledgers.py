@@ -9,6 +9,14 @@ Gradients are read from the groups of the optimizers each time, as GradScaler do
 optimizers that were not passed with the loss (a GAN's discriminator), and parameters of no optimizer: their gradients
 are divided as well, only no overflow of theirs is judged.
 
+| event | who is looked at | who is told of an overflow | which scales are updated |
+|---|---|---|---|
+| a block ends | the optimizers of the block, and of delayed ones before it | these optimizers, and the scaler | - |
+| a delayed block ends | nobody | nobody | - |
+| `step()` | what nobody has looked at; where gradients were zeroed, the sums again | - | of all scalers that told it |
+| `zero_grad()` without a step | what nobody has looked at | the next step looks again | of all that told it |
+| `step()` inside a block | its own optimizer | it, and the block | none, until the block ends |
+
 Not looked at are the gradients of a delayed block, until a block ends that is not, or a step needs them; and those that
 no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 """
@@ -168,7 +176,7 @@ class Ledgers:
             return
         if self._scale is None:
             _, pairs = ledger.read()
-            fold_(self._reduced(pairs), None, None)
+            self._fold_unjudged(ledger, pairs, None)
             return
         self._is_changing = True
         found_inf = self._look(ledger, self._scale, set(self._local.ids))
@@ -306,12 +314,14 @@ class Ledgers:
 
     def _fold_unjudged(self, ledger: Ledger, pairs: list[Pair], scale: Tensor | None) -> None:
         """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters."""
-        found_inf = None
         if scale is not None:
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        fold_(self._reduced(pairs), scale, found_inf)
-        if found_inf is not None:
+            fold_(self._reduced(pairs), scale, found_inf)
             ledger.unjudged = either(ledger.unjudged, found_inf)
+            return
+        if any(parameter.grad is not None for parameter, _ in pairs):
+            ledger.look_again(self._decisions.scalers)  # a backward pass outside of any block has left them
+        fold_(self._reduced(pairs), None, None)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, but for those of parameters that were seen, by id. Return

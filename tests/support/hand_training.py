@@ -371,18 +371,26 @@ class ByHand:
         self.scalers = [Scaler(loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
         self.casts.level, self.casts.compute = opt_level, compute
         self.models, self.optimizers = list(models), list(optimizers)
+        gradients: list[tuple[Tensor, Tensor]] = []
         for model in models:
             model.hand = self
             if opt_level in WITH_MASTERS:
-                self.cast_model(model)
+                gradients += self.cast_model(model)
         for optimizer in optimizers:
             optimizer.begin(self)
         self.full.clear()
+        for parameter, gradient in gradients:
+            if id(parameter) in self.masters:
+                self.masters[id(parameter)].grad = gradient
+            else:
+                parameter.grad = gradient.to(parameter.dtype)
         for optimizer in self.optimizers:
             if self.has_gradients(optimizer):  # nobody has judged them
                 optimizer.zeroed = {scaler for scaler in self.scalers if scaler.is_dynamic}
 
-    def cast_model(self, model: Any) -> None:
+    def cast_model(self, model: Any) -> list[tuple[Tensor, Tensor]]:
+        """Cast the parameters of a model, and return those that have gradients with these."""
+        gradients = []
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 continue
@@ -392,7 +400,8 @@ class ByHand:
                     self.full[id(parameter)] = parameter.detach().clone()
                     parameter.data = parameter.data.to(LOWS[self.casts.level])
                     if gradient is not None:
-                        self.master_of(parameter).grad = gradient
+                        gradients.append((parameter, gradient))
+        return gradients
 
     def master_of(self, parameter: Tensor) -> Tensor:
         """The master of a 16-bit parameter, made of what it held in float32 or else of what it holds."""
