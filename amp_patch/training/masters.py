@@ -343,8 +343,14 @@ class OptimizerMasters:
 
     def push(self) -> None:
         """Copy these masters to their parameters."""
-        if self._pairs:
-            _, pairs = self.read()
+        optimizer = self._get_optimizer()
+        pairs: list[Pair] = []
+        for param_group in () if optimizer is None or not self._pairs else optimizer.param_groups:
+            for parameter in param_group["params"]:
+                pair = self._pairs.get(id(parameter))
+                if pair is not None:
+                    pairs.append(pair)
+        if pairs:
             self.masters.push(pairs)
 
 
