@@ -476,13 +476,14 @@ class ByHand:
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
         chosen = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-        one = Pass(self.scalers[loss_id], self.with_partners(chosen))
-        if self.open and self.open[-1].window != one.window:
-            raise SessionError("blocks of different scales")
-        for optimizer in one.optimizers:
+        reached = self.with_partners(chosen)
+        for optimizer in reached:  # which may change the scale
             optimizer.place_masters()
             if (optimizer.found or optimizer.is_unjudged_overflow) and not self.has_gradients(optimizer):
                 self.abandon(optimizer)
+        one = Pass(self.scalers[loss_id], reached)
+        if self.open and self.open[-1].window != one.window:
+            raise SessionError("blocks of different scales")
         self.carry(one)
         self.open.append(one)
         yield loss.float() * one.scale
