@@ -27,6 +27,7 @@ class Ledger:
             0-dim float32; None: there was none. It counts for the next pass that the optimizer is passed with.
         partners: the ledgers of optimizers with a parameter in common: an overflow counts for all of them.
         has_begun: whether there ever was a block with this optimizer.
+        awaits_step: whether there was a pass since its last step or zeroing.
     """
 
     def __init__(self, read: Callable[[], tuple[list[Tensor], list[Pair]]]) -> None:
@@ -37,6 +38,7 @@ class Ledger:
         self.unjudged: Tensor | None = None
         self.partners: list[Ledger] = []
         self.has_begun = False
+        self.awaits_step = False
 
     def note(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Have the next step depend on what a pass of a scaler has found.
@@ -58,6 +60,7 @@ class Ledger:
         self.zeroed = {}
         self.overflow = None
         self.unjudged = None
+        self.awaits_step = False
 
     def is_overflow(self) -> bool:
         """Tell whether the next step will be skipped. Waits for the device."""

@@ -93,6 +93,7 @@ class Ledgers:
             is_due = ledger.found_inf or ledger.unjudged is not None
             if is_due and not self._decisions.groups and ledger.is_empty():
                 self.abandon(ledger)
+            ledger.awaits_step = True
 
     def begin(self, block: Block) -> None:
         """Make all gradients ready for the backward pass of a block.
@@ -211,14 +212,11 @@ class Ledgers:
         """
         if self._waiting:
             self._finish_waiting(ledger)
-        ledger.overflow = None
-        ledger.unjudged = None
-        if not ledger.found_inf:
-            return
         scalers = list(ledger.found_inf)
-        zeroed = {**ledger.zeroed, **dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic)}
+        zeroed = ledger.zeroed
         ledger.end_window()
         ledger.zeroed = zeroed
+        ledger.look_again(scalers)
         self._decisions.judge_outside_of_steps(scalers)
 
     def _finish_waiting(self, ledger: Ledger) -> None:
@@ -320,7 +318,9 @@ class Ledgers:
             ledger.unjudged = either(ledger.unjudged, found_inf)
             return
         if any(parameter.grad is not None for parameter, _ in pairs):
-            ledger.look_again(self._decisions.scalers)  # a backward pass outside of any block has left them
+            for one in (ledger, *ledger.partners):  # a backward pass outside of any block has left them
+                one.look_again(self._decisions.scalers)
+                one.awaits_step = True
         fold_(self._reduced(pairs), None, None)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:

@@ -110,10 +110,11 @@ class Stepper:
         return result
 
     def _drop_gradients(self) -> None:
-        """Forget the gradients of the masters, but for those that another optimizer steps on as well."""
+        """Forget the gradients of the masters, but for those that another optimizer is yet to step on."""
         shared: set[int] = set()
         for partner in self._ledger.partners:
-            shared.update(map(id, partner.stepped()))
+            if partner.awaits_step:
+                shared.update(map(id, partner.stepped()))
         self._masters.drop_gradients(but=shared)
 
     def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: StepResult) -> Tensor | None:

@@ -255,6 +255,7 @@ class OptimizerByHand:
         self.zeroed: set[Scaler] = set()  # of passes whose gradients were zeroed without a step
         self.has_overflowed = False  # since the last step or zeroing
         self.is_unjudged_overflow = False  # left in masters by a pass that was not for this optimizer
+        self.awaits_step = False  # since a pass
 
     def note(self, scaler: Scaler, is_overflow: bool) -> None:
         self.found[scaler] = self.found.get(scaler, False) or is_overflow
@@ -481,6 +482,7 @@ class ByHand:
             optimizer.place_masters()
             if (optimizer.found or optimizer.is_unjudged_overflow) and not self.has_gradients(optimizer):
                 self.abandon(optimizer)
+            optimizer.awaits_step = True
         one = Pass(self.scalers[loss_id], reached)
         if self.open and self.open[-1].window != one.window:
             raise SessionError("blocks of different scales")
@@ -556,6 +558,10 @@ class ByHand:
                 if optimizer not in found:
                     found[optimizer] = self.look(optimizer, seen)
         for optimizer in self.optimizers:
+            if self.window is None and any(parameter.grad is not None for parameter, _ in self.pairs_of(optimizer)):
+                for one in (optimizer, *self.partners_of(optimizer)):  # nobody has judged them
+                    one.zeroed |= {scaler for scaler in self.scalers if scaler.is_dynamic}
+                    one.awaits_step = True
             if not self.fold(optimizer) and self.window is not None:
                 optimizer.is_unjudged_overflow = True
         multiply([parameter for parameter in self.plain() if id(parameter) not in seen], 1.0 / self.scale_of_gradients)
@@ -628,7 +634,8 @@ class ByHand:
         """Take in that an optimizer has stepped or skipped; inside a block the rest of its pass is to come."""
         for one in self.passes_of(optimizer):
             one.stepped.append(optimizer)
-        awaited = {id(one) for other in self.partners_of(optimizer) for one in other.stepped()}
+        partners = [other for other in self.partners_of(optimizer) if other.awaits_step]
+        awaited = {id(one) for other in partners for one in other.stepped()}
         for master in optimizer.placed.values():
             if id(master) not in awaited:
                 master.grad = None
@@ -649,14 +656,12 @@ class ByHand:
             self.scale_again(optimizer)
             for one in self.waiting:
                 one.stepped.append(optimizer)
-        optimizer.has_overflowed = optimizer.is_unjudged_overflow = False
-        if optimizer.found:
-            scalers = list(optimizer.found)
-            zeroed = optimizer.zeroed | {scaler for scaler in scalers if scaler.is_dynamic}
-            optimizer.end_window()
-            optimizer.zeroed = zeroed
-            for scaler in scalers:
-                scaler.decide()
+        scalers = list(optimizer.found)
+        zeroed = optimizer.zeroed | {scaler for scaler in scalers if scaler.is_dynamic}
+        optimizer.end_window()
+        optimizer.zeroed = zeroed
+        for scaler in scalers:
+            scaler.decide()
 
     def on_zero_grad(self, model: Any) -> None:
         covered = {id(parameter) for parameter in model.parameters()}

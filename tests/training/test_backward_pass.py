@@ -382,6 +382,22 @@ def test_a_second_overflow_in_a_shared_parameter_skips_again(level):
     assert torch.isfinite(shared.weight).all()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_shared_gradient_ends_with_the_last_step_on_it(level):
+    """As those of other masters do: the next pass is not added to an overflow whose steps were skipped."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", max_loss_scale=1024.0, verbosity=0)
+    for factor, is_skip in ((math.inf, True), (1.0, False), (1.0, False)):
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert optimizer.step_was_skipped is is_skip
+        assert torch.isfinite(model.weight).all()
+        assert all(master.grad is None for master in amp.master_params(optimizers[0]))
+
+
 def test_an_overflow_in_a_block_that_never_ends_skips_the_step():
     (model,), options = make("O1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
