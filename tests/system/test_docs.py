@@ -30,15 +30,16 @@ NEIGHBOURS = (
     "examples/README.md",
     "lists/README.md",
 )
-TESTED_ELSEWHERE = {"apex.md", "distributed.md", "levels.md", "lists.md", "nan.md", "trainers.md"}
+TESTED_ELSEWHERE = {"apex.md", "distributed.md", "levels.md", "nan.md", "trainers.md"}
 
 BLOCK = re.compile(r"^```(\w+)(?: [^\n]*)?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 BLOCKS = {page: BLOCK.findall(text) for page, text in PAGES.items()}
+UNTITLED = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)  # one with a title is a tutorial's file
 PYTHON = [
     pytest.param(code, page, id=f"{page}-{index}")
-    for page, blocks in BLOCKS.items()
+    for page, text in PAGES.items()
     if page not in TESTED_ELSEWHERE
-    for index, code in enumerate(code for language, code in blocks if language == "python")
+    for index, code in enumerate(UNTITLED.findall(text))
 ]
 FILES = {
     found[1]: code
