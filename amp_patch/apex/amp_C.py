@@ -197,14 +197,17 @@ def update_scale_hysteresis(
     """Update a loss scale (float32) and its two counters (int32) in place, one element each; return the scale.
 
     Waits for nothing. After `hysteresis` overflows without a good step between them, each overflow multiplies the scale
-    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf.
+    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
+    scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed those.
     """
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
     good_steps = torch.where(is_bad, 0, growth_tracker + 1)
     is_due = ~is_bad & (good_steps == growth_interval)
     grown = current_scale * growth_factor
-    scale = torch.where(is_bad & (left <= 0), current_scale * backoff_factor, current_scale)
+    backed_off = current_scale * backoff_factor
+    backed_off = torch.where(backed_off < torch.finfo(torch.float32).tiny, 0.0, backed_off)
+    scale = torch.where(is_bad & (left <= 0), backed_off, current_scale)
     current_scale.copy_(torch.where(is_due & torch.isfinite(grown), grown, scale))
     growth_tracker.copy_(torch.where(is_due, 0, good_steps))
     hysteresis_tracker.copy_(left)
