@@ -77,6 +77,13 @@ class SessionView:
         return None if current.state.session is None else cls(current.state.session)
 
     @classmethod
+    def find_living(cls) -> "SessionView | None":
+        """Return a view of the session in force, or None; one whose models are gone is closed."""
+        with current.state.lock:
+            current.close_if_over()
+            return cls.find()
+
+    @classmethod
     def require(cls) -> "SessionView":
         """Return a view of the session in force; raises SessionError without one."""
         return cls(current.require())
@@ -93,22 +100,25 @@ class SessionView:
         accept_low: bool,
     ) -> "SessionView":
         """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
-        same. The lists that a command lays over come after those of the policy.
+        same: its loss scalers begin anew. The lists that a command lays over come after those of the policy.
 
         `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
         """
         lists = (*policy.lists, *find_lists_to_lay_over(policy))
-        return cls(
-            current.initialize(
-                dataclasses.replace(policy, lists=lists),
-                models,
-                optimizers,
-                num_losses=num_losses,
-                replace=replace,
-                replace_other=True,
-                accept_low=accept_low,
-            )
+        before = current.state.session
+        session = current.initialize(
+            dataclasses.replace(policy, lists=lists),
+            models,
+            optimizers,
+            num_losses=num_losses,
+            replace=replace,
+            replace_other=True,
+            accept_low=accept_low,
         )
+        if session is before:
+            for scaler in session.scalers:
+                _restart(scaler, policy)
+        return cls(session)
 
     @classmethod
     def open_without_models(cls, policy: Policy, device_type: str) -> "SessionView":
@@ -155,6 +165,11 @@ class SessionView:
         self._session.patcher.undo()
         if not self.has_models:
             current.close(self._session)
+
+    def restore_casts(self) -> None:
+        """Put the casts back in that `remove_casts` took out of a session with models."""
+        if not self.casts_here and not len(self._session.patcher):
+            self._session.patch_ops_again()
 
     def patch_registered(self) -> None:
         """Patch the registered functions that are not patched yet."""
@@ -206,6 +221,13 @@ class SessionView:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Return `amp_patch.scale_loss` of these optimizers, of which there may be none."""
         return self._session.scale_loss(loss, optimizers, loss_id, delay_unscale)
+
+
+def _restart(scaler: LossScaler, policy: Policy) -> None:
+    """Have a loss scaler start as one of a new session does."""
+    fresh = LossScaler(policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale)
+    scaler.set_loss_scale(fresh.known_scale)
+    scaler.load_state_dict(fresh.state_dict())
 
 
 class ManualPass:

@@ -22,12 +22,12 @@ from ._gone import advise
 
 logger = logging.getLogger("amp_patch")
 
-PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+PARTS = ("amp", "contrib", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """What the stand-in has of `apex`, and what tells NVIDIA's package from others of that name."""
 
 _PACKAGE = __name__.rpartition(".")[0]
-_TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda")
-_NVIDIA_PARTS = (*PARTS, "fused_dense", "mlp", "transformer")
+_TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+_NVIDIA_PARTS = (*PARTS, "fused_dense", "transformer")
 
 
 class _AliasLoader(importlib.abc.Loader):
@@ -59,7 +59,7 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
-    """Serves `apex`, what lies below it, `amp_C`, `apex_C` and `fused_adam_cuda`.
+    """Serves `apex`, what lies below it, and those of Apex's compiled modules that the stand-in has.
 
     Args:
         package: the name of the stand-in.

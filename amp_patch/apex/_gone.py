@@ -7,9 +7,6 @@ _GONE = {
     ),
     "apex.RNN": "recurrent cells for float16: use torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.reparameterization": "weight normalization: use torch.nn.utils.parametrizations.weight_norm",
-    "apex.mlp": (
-        "a fused chain of linear layers: use torch.nn.Sequential of Linear and ReLU, with torch.compile for speed"
-    ),
     "apex.fused_dense": (
         "linear layers with fused bias and GELU: use torch.nn.Linear and torch.nn.GELU, with torch.compile for speed"
     ),
@@ -46,6 +43,8 @@ _GONE = {
         "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
         " without masters"
     ),
+    "apex.contrib.optimizers.distributed_fused_adam_v2": "sharded Adam: use torch.distributed.fsdp.fully_shard",
+    "apex.contrib.optimizers.distributed_fused_adam_v3": "sharded Adam: use torch.distributed.fsdp.fully_shard",
     "apex.contrib.optimizers.distributed_fused_lamb": (
         "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
     ),
@@ -56,8 +55,18 @@ _GONE = {
         "2:4 structured sparsity (ASP): use torch.sparse.to_sparse_semi_structured and torchao.sparsity"
     ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
-    "apex.contrib.xentropy": "a fused cross entropy: use torch.nn.functional.cross_entropy, which has label_smoothing",
+    "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
 }
+
+_COMPILED = {
+    "fused_dense_cuda": "the kernels behind apex.fused_dense: use torch.nn.Linear and torch.nn.GELU",
+    "mlp_cuda": "the kernels behind apex.mlp: use apex.mlp.MLP",
+    "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
+    "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
+}
+"""Apex's compiled modules. The doctor reads this; importing one fails as usual, since scripts only try whether it is
+there.
+"""
 
 
 def advise(name: str) -> str | None:

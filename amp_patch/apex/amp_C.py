@@ -2,11 +2,12 @@
 
 Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
 flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
-holds inf or NaN, and is never cleared. What Apex had beyond these (NovoGrad, the capturable and mixed-precision
-variants, the two stages of LAMB) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb`
-leaves the gradients as they are.
+holds inf or NaN, and is never cleared. What Apex had beyond these (NovoGrad, Adagrad, Adam for CUDA graphs with
+masters) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` and its mixed-precision
+variant leave the gradients as they are.
 
-Waits for the device: only `multi_tensor_sgd`, which reads the flag.
+These wait for the device, since they read the flag: `multi_tensor_sgd`, `multi_tensor_adam_capturable`,
+`multi_tensor_lamb_mp`.
 """
 
 from collections.abc import Sequence
@@ -83,6 +84,10 @@ def multi_tensor_unscale_l2norm(
     return multi_tensor_l2norm(chunk_size, noop_flag, [_multiply(tensor_lists[0], inv_scale)], per_tensor)
 
 
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+"""The same of tensors of several dtypes, which every function here takes."""
+
+
 @torch.no_grad()
 def multi_tensor_sgd(
     chunk_size: int,
@@ -149,6 +154,44 @@ def multi_tensor_adam(
 
 
 @torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam` with its numbers in tensors of one element, after `inv_scale` times the gradients in place.
+
+    Does nothing if the flag is up.
+    """
+    if bool(noop_flag.any()):
+        return
+    gradients = tensor_lists[0]
+    _copy(gradients, _multiply(gradients, inv_scale))
+    multi_tensor_adam(
+        chunk_size,
+        noop_flag,
+        tensor_lists,
+        float(lr),
+        beta1,
+        beta2,
+        epsilon,
+        int(step),
+        mode,
+        bias_correction,
+        weight_decay,
+    )
+
+
+@torch.no_grad()
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -184,6 +227,114 @@ def multi_tensor_lamb(
 
 
 @torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """[gradients, params, exp_avgs, exp_avg_sqs, perhaps 16-bit copies of params]: `multi_tensor_lamb` with its numbers
+    in tensors of one element, on inv_scale * gradient.
+
+    The norm and its maximum are those of the gradients as they come. Does nothing if the flag or `found_inf` is up.
+    """
+    if bool(noop_flag.any()) or bool(found_inf.any()):
+        return
+    gradients, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
+    multi_tensor_lamb(
+        chunk_size,
+        noop_flag,
+        [_multiply(gradients, inv_scale), params, exp_avgs, exp_avg_sqs],
+        float(lr),
+        beta1,
+        beta2,
+        epsilon,
+        int(step),
+        bias_correction,
+        weight_decay,
+        grad_averaging,
+        mode,
+        global_grad_norm,
+        float(max_grad_norm),
+        use_nvlamb,
+    )
+    for outputs in copies:
+        _copy(outputs, params)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: write LAMB's updates, `updates.lamb_update_`.
+
+    `per_tensor_decay` has shape (n,); `step` counts from 0.
+    """
+    gradients, params, exp_avgs, exp_avg_sqs, outputs = tensor_lists
+    updates.lamb_update_(
+        gradients,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        outputs,
+        per_tensor_decay.unbind(),
+        betas=(beta1, beta2),
+        eps=epsilon,
+        step=step + 1,
+        gradient_norm=global_grad_norm.reshape(()),
+        max_gradient_norm=max_global_grad_norm,
+    )
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """[params, updates]: take LAMB's step, `updates.lamb_apply_`, with norms of shape (n,).
+
+    The learning rate is adapted if `weight_decay` is not 0, or `use_nvlamb`.
+    """
+    params, steps = tensor_lists
+    updates.lamb_apply_(
+        steps,
+        params,
+        per_tensor_param_norm.unbind(),
+        per_tensor_update_norm.unbind(),
+        lr=lr,
+        adapts=weight_decay != 0 or bool(use_nvlamb),
+    )
+
+
+@torch.no_grad()
 def update_scale_hysteresis(
     current_scale: Tensor,
     growth_tracker: Tensor,
@@ -197,14 +348,17 @@ def update_scale_hysteresis(
     """Update a loss scale (float32) and its two counters (int32) in place, one element each; return the scale.
 
     Waits for nothing. After `hysteresis` overflows without a good step between them, each overflow multiplies the scale
-    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf.
+    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
+    scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed those.
     """
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
     good_steps = torch.where(is_bad, 0, growth_tracker + 1)
     is_due = ~is_bad & (good_steps == growth_interval)
     grown = current_scale * growth_factor
-    scale = torch.where(is_bad & (left <= 0), current_scale * backoff_factor, current_scale)
+    backed_off = current_scale * backoff_factor
+    backed_off = torch.where(backed_off < torch.finfo(torch.float32).tiny, 0.0, backed_off)
+    scale = torch.where(is_bad & (left <= 0), backed_off, current_scale)
     current_scale.copy_(torch.where(is_due & torch.isfinite(grown), grown, scale))
     growth_tracker.copy_(torch.where(is_due, 0, good_steps))
     hysteresis_tracker.copy_(left)

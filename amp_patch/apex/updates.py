@@ -219,23 +219,75 @@ def lamb_(
     |u| u for each tensor. The ratio is 1 where a norm is 0, and everywhere if there is no weight decay, unless
     `always_adapts`. Without `averages_gradients`, m = b1 m + g.
     """
-    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    corrections = _bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
         if max_gradient_norm:
-            g = foreach_div(g, (gradient_norm.to(g[0].device) / max_gradient_norm).clamp(min=1.0))
+            g = _clip(g, gradient_norm, max_gradient_norm)
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
         _update_moments_(m, v, g, betas, share)
-        update = foreach_div(m, _get_denominators(v, correction2, eps))
-        foreach_div_(update, correction1)
+        update = _adam_direction(m, v, corrections, eps)
         if weight_decay and is_decoupled:
             foreach_add_(update, p, alpha=weight_decay)
         if weight_decay or always_adapts:
-            own, other = torch.stack(norms(p)), torch.stack(norms(update))
-            ratios = torch.where((own > 0) & (other > 0), own / other, 1.0)
-            foreach_mul_(update, ratios.unbind())
+            update = _adapt(update, torch.stack(norms(p)), torch.stack(norms(update)))
         foreach_add_(p, update, alpha=-lr)
+
+
+def lamb_update_(
+    gradients: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    updates: Tensors,
+    decays: Tensors,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    gradient_norm: Tensor,
+    max_gradient_norm: float,
+) -> None:
+    """The first half of `lamb_`: write u to `updates`, with a weight decay of its own for each tensor (0-dim)."""
+    corrections = _bias_corrections(betas, step, True)
+    for g, p, m, v, target, decay in in_full(gradients, params, exp_avgs, exp_avg_sqs, updates, decays):
+        _update_moments_(m, v, _clip(g, gradient_norm, max_gradient_norm), betas, 1 - betas[0])
+        update = _adam_direction(m, v, corrections, eps)
+        foreach_add_(update, foreach_mul(p, decay))
+        foreach_copy_(target, update)
+
+
+def lamb_apply_(
+    updates: Tensors,
+    params: Tensors,
+    param_norms: Tensors,
+    update_norms: Tensors,
+    *,
+    lr: float,
+    adapts: bool,
+) -> None:
+    """The second half of `lamb_`: p -= lr |p| / |u| u, with norms that are given, 0-dim each."""
+    for update, p, own, other in in_full(updates, params, param_norms, update_norms):
+        step = _adapt(update, torch.stack(own), torch.stack(other)) if adapts else update
+        foreach_add_(p, step, alpha=-lr)
+
+
+def _clip(gradients: Part, norm: Tensor, max_norm: float) -> tuple[Tensor, ...]:
+    return foreach_div(gradients, (norm.to(gradients[0].device) / max_norm).clamp(min=1.0))
+
+
+def _adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: float) -> tuple[Tensor, ...]:
+    """Return m^ / (sqrt(v^) + eps)."""
+    update = foreach_div(m, _get_denominators(v, corrections[1], eps))
+    foreach_div_(update, corrections[0])
+    return update
+
+
+def _adapt(updates: Part, param_norms: Tensor, update_norms: Tensor) -> tuple[Tensor, ...]:
+    """Return each update times the ratio of the norms, 1 where one of them is 0."""
+    ratios = torch.where((param_norms > 0) & (update_norms > 0), param_norms / update_norms, 1.0)
+    return foreach_mul(updates, ratios.unbind())
 
 
 def novograd_(

@@ -32,11 +32,22 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
             value = model if isinstance(model, ast.Call) else script.assigned_before(text_of(model), call)
             while isinstance(value, ast.Call):
                 wrappers = script.names.resolve(value.func) & _WRAPPERS
-                if wrappers:
+                if wrappers and not _is_ruled_out(script, value, call):
                     name = min(wrappers).rpartition(".")[2]
                     message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
                     yield Fault(value, "error", message, "Give amp.initialize the bare model and wrap what it returns.")
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
+
+
+def _is_ruled_out(script: Script, wrapped: ast.Call, call: ast.Call) -> bool:
+    """Whether an `assert` before the wrapper speaks of its condition and of that of `initialize`: not both, it says."""
+    conditions = [_names_of_conditions(script, node) for node in (wrapped, call)]
+    asserted = [one for one in script.nodes if isinstance(one, ast.Assert) and script.is_before(one, wrapped)]
+    return any(all(names & names_in(one.test) for names in conditions) for one in asserted)
+
+
+def _names_of_conditions(script: Script, node: ast.AST) -> set[str]:
+    return {name for outer in script.around(node) if isinstance(outer, ast.If) for name in names_in(outer.test)}
 
 
 @rule(

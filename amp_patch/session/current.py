@@ -52,7 +52,7 @@ def initialize(
     """
     with state.lock:
         device_type = device_type_of(models)
-        _close_if_over()
+        close_if_over()
         session = state.session
         fits = session is not None and (session.policy, session.device_type) == (policy, device_type)
         if session is not None and not fits and not (replace or replace_other):
@@ -109,7 +109,7 @@ def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Mo
 def refuse_second() -> None:
     """Raise SessionError if a session is in force: what a block undoes at its end must be its own."""
     with state.lock:
-        _close_if_over()
+        close_if_over()
         if state.session is not None:
             raise SessionError(
                 f"opt_level {state.session.policy.opt_level} is in force already: call amp.reset() first, or leave the"
@@ -184,7 +184,7 @@ def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opt
             )
 
 
-def _close_if_over() -> None:
+def close_if_over() -> None:
     """Close the session in force if all its models are gone, if it was inherited through a fork, or if an interrupt cut
     its opening or closing short.
     """
@@ -227,7 +227,7 @@ def disable() -> None:
     Raises SessionError while another session is in use.
     """
     with state.lock:
-        _close_if_over()
+        close_if_over()
         if state.session is not None:
             raise SessionError(
                 f"opt_level {state.session.policy.opt_level} is in force for {describe(state.session.models())}, which"

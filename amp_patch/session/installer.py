@@ -122,6 +122,15 @@ class Installer:
             undo.callback(deferred.close)
             self.deferred = deferred
 
+    def patch_ops_again(self) -> None:
+        """Put the patches of ops back in after `patcher.undo()`, and let them act."""
+        with self._lock:
+            self.patcher.install(self._plan_ops())
+        self.redirect(self.bindings.models(), with_modules=True)
+        compiling.forget_compiled_code()
+        for switch in self._switches():
+            switch.turn_on()
+
     def _describe_code(self) -> str:
         """Return what tells the code that is compiled under these patches from code under others."""
         parts = ["amp_patch"]

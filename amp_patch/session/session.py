@@ -139,6 +139,10 @@ class Session:
 
         self._bindings.bind_more(models, optimizers, finish)
 
+    def patch_ops_again(self) -> None:
+        """Put the patches of ops back in after `patcher.undo()`."""
+        self._installer.patch_ops_again()
+
     def _decide_together(self, overflow_group: Any) -> None:
         given = self._overflow_group if overflow_group is None else overflow_group
         parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]

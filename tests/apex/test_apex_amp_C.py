@@ -170,6 +170,61 @@ def test_lamb(mode, nvlamb):
     )
 
 
+@pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, False), (0.0, False), (0.0, True)])
+def test_the_two_stages_of_lamb_are_lamb(decay, nvlamb):
+    """As BERT's optimizer runs them: the update, its norms, and the step."""
+    lists = [make(), [torch.zeros_like(p) for p in make()], [torch.zeros_like(p) for p in make()]]
+    together = [clone(tensors) for tensors in lists]
+    for step in (0, 1):
+        gradients, directions = make(seed=step + 1, dtype=LOW), make(seed=9)
+        norm = apply(amp_C.multi_tensor_l2norm, [gradients])[0]
+        decays = torch.full((len(gradients),), decay)
+        stage1 = [gradients, *lists, directions]
+        apply(amp_C.multi_tensor_lamb_stage1_cuda, stage1, decays, step, *ADAM[1:], norm, 0.5)
+        own = apply(amp_C.multi_tensor_l2norm, [lists[0]], True)[1]
+        other = apply(amp_C.multi_tensor_l2norm, [directions], True)[1]
+        apply(amp_C.multi_tensor_lamb_stage2_cuda, [lists[0], directions], own, other, ADAM[0], decay, nvlamb)
+        apply(amp_C.multi_tensor_lamb, [gradients, *together], *ADAM, step + 1, 1, decay, 1, 1, norm, 0.5, nvlamb)
+    for found, values in zip(lists, together, strict=True):
+        assert_equal(found, values)
+    gradients, decays = make(seed=3), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    apply(amp_C.multi_tensor_lamb_stage1_cuda, [gradients, *lists, directions], decays, 2, *ADAM[1:], norm, 1e9)
+    for p, m, v, update, one in zip(*lists, directions, decays, strict=True):
+        direction = m / (1 - 0.8**3) / ((v / (1 - 0.9**3)).sqrt() + 1e-3)
+        torch.testing.assert_close(update, direction + one * p)
+
+
+def test_numbers_in_tensors_do_as_numbers_and_obey_the_flag():
+    zero, step, lr, inv_scale = torch.zeros(1), torch.tensor([2], dtype=torch.int32), torch.tensor(ADAM[0]), 1 / 128
+    lists = [make(), make(seed=5), [tensor.abs() for tensor in make(seed=6)]]
+    for name in ("adam_capturable", "lamb_mp"):
+        found, expected, copies = [clone(x) for x in lists], [clone(x) for x in lists], make(dtype=torch.float16)
+        gradients, unscaled = [g * 128 for g in make(seed=1)], make(seed=1)
+
+        def run(noop, name=name, gradients=gradients, found=found, copies=copies):
+            if name == "adam_capturable":
+                numbers = [lr, *ADAM[1:], step, 1, 1, 0.1, torch.tensor([inv_scale])]
+                apply(amp_C.multi_tensor_adam_capturable, [gradients, *found], *numbers, noop=noop)
+            else:
+                norm = apply(amp_C.multi_tensor_l2norm_mp, [gradients])[0]
+                numbers = [lr, *ADAM[1:], step, 1, 0.1, 1, 1, norm, torch.tensor(64.0), False, zero]
+                lists = [gradients, *found, copies]
+                apply(amp_C.multi_tensor_lamb_mp, lists, *numbers, torch.tensor([inv_scale]), noop=noop)
+
+        run(torch.ones(1, dtype=torch.int32))
+        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+        run(flag())
+        if name == "adam_capturable":
+            apply(amp_C.multi_tensor_adam, [unscaled, *expected], *ADAM, 2, 1, 1, 0.1)
+            assert_equal(gradients, unscaled)
+        else:
+            norm = apply(amp_C.multi_tensor_l2norm, [unscaled])[0]
+            apply(amp_C.multi_tensor_lamb, [unscaled, *expected], *ADAM, 2, 1, 0.1, 1, 1, norm, 0.5)
+            assert all(torch.equal(a, b.half()) for a, b in zip(copies, found[0], strict=True))
+        for values, wanted in zip(found, expected, strict=True):
+            assert_equal(values, wanted)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_divides_by_the_scale_writes_copies_and_obeys_the_flag(nesterov, late):
@@ -202,8 +257,8 @@ def test_sixteen_bit_lists_are_rounded_once():
 
 
 def test_what_is_left_out_is_missing_by_name():
-    with pytest.raises(ImportError, match="multi_tensor_lamb_mp"):
-        exec("from amp_patch.apex.amp_C import multi_tensor_lamb_mp", {})
+    with pytest.raises(ImportError, match="multi_tensor_novograd"):
+        exec("from amp_patch.apex.amp_C import multi_tensor_novograd", {})
 
 
 def test_strided_views_are_updated_in_place():
@@ -252,3 +307,9 @@ def test_hysteresis_follows_the_rule(start, hysteresis, interval):
             tuple(tensor.item() for tensor in tensors) == state
             and [tensor.dtype for tensor in tensors] == [torch.float32] + [torch.int32] * 2
         )
+
+
+def test_a_scale_below_the_smallest_normal_number_becomes_0():
+    """Apex's kernel did not keep such numbers either."""
+    tensors = [torch.tensor([2.0**-126]), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)]
+    assert amp_C.update_scale_hysteresis(*tensors, torch.ones(1), 2.0, 0.5, 10, 1).item() == 0.0

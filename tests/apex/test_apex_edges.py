@@ -283,11 +283,45 @@ def test_init_after_initialize_patches_what_was_registered_since(apex):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_init_changes_nothing_where_functions_are_not_cast(apex, level, capsys):
+def test_init_changes_nothing_where_functions_are_not_cast(apex, level):
     model = nn.Linear(2, 2)
-    apex.amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
-    assert not apex.amp.init().is_active()
-    assert "casts no functions" in capsys.readouterr().out
+    apex.amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with pytest.warns(UserWarning, match="amp.init patches nothing"):
+        assert not apex.amp.init().is_active()
+
+
+def test_init_patches_whatever_initialize_did_before(apex):
+    """A model that is gone leaves nothing behind, and what a handle took out is put back in for one that lives."""
+    amp, linear = apex.amp, nn.functional.linear
+    model = nn.Linear(2, 2)
+    model.itself = [model]  # a cycle, which only the collector ends
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    del model
+    handle = amp.init()
+    assert handle.is_active() and nn.functional.linear is not linear
+    handle._deactivate()
+    model = nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    for _ in range(2):
+        amp._amp_state.handle._deactivate()
+        assert model(torch.ones(1, 2)).dtype is torch.float32 and nn.functional.linear is linear
+        assert amp.init().is_active() and model(torch.ones(1, 2)).dtype is torch.float16
+    amp_patch.reset()
+    assert nn.functional.linear is linear
+
+
+@pytest.mark.parametrize("scale", [None, 128.0])
+def test_a_second_initialize_starts_the_loss_scales_anew(apex, scale):
+    """Apex made its scalers then: models that are given later start as the first did."""
+    amp, models = apex.amp, [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=scale, num_losses=2, verbosity=0)
+        first = amp.state_dict()
+        assert [entry["loss_scale"] for entry in first.values()] == [scale or 2.0**16] * 2
+        assert [entry["unskipped"] for entry in first.values()] == [0, 0]
+        for scaler in amp._amp_state.loss_scalers:
+            scaler._loss_scale, scaler._unskipped = 4.0, 7
 
 
 def test_the_autograd_functions_of_norms(apex):

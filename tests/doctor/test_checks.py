@@ -115,6 +115,9 @@ GOOD = {
     "wrapper-for-another-choice": HEAD
     + "if math == 'fp32':\n    model = nn.DataParallel(model)\n"
     + "if math == 'amp' and args.fast:\n    model, optimizer = amp.initialize(model, optimizer)",
+    "wrapper-that-an-assert-rules-out": HEAD
+    + "assert gpus <= 1 or not args.fp16\nif gpus > 1:\n    model = nn.DataParallel(model)\n"
+    + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)",
     "wrapper-where-apex-is-absent": HEAD
     + "try:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "except ImportError:\n    model = nn.DataParallel(model)",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...errors import OptimizerError
 from .._core import OptimizerView, SessionView
 from .scaler import LossScaler
 
@@ -97,6 +98,19 @@ def attach_apex_names(optimizer: Optimizer) -> None:
         methods["_master_params_to_model_params"] = _master_params_to_model_params
     for name, function in methods.items():
         view.attach(name, types.MethodType(function, optimizer))
+
+
+def _process_optimizer(optimizer: Optimizer, properties: object) -> Optimizer:
+    """Bring an optimizer that was made later under the options in force, and return it. `properties` has no effect.
+
+    Raises OptimizerError for one that amp has already, SessionError before `initialize`.
+    """
+    session = SessionView.require()
+    if session.knows(optimizer):
+        raise OptimizerError(f"this {type(optimizer).__name__} was given to amp before: once is enough")
+    session.add_optimizer(optimizer, 0)
+    attach_apex_names(optimizer)
+    return optimizer
 
 
 def _masters_exist(optimizer: Optimizer) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from ...reporting import warn
 from ...script_settings import in_force
 from .._core import SessionView, api, make_policy, parse_loss_scale, replace_registered
-from ._amp_state import _amp_state, maybe_print
+from ._amp_state import _amp_state
 from .frontend import *  # noqa: F403
 from .handle import AmpHandle, NoOpHandle
 from .handle import disable_casts as disable_casts
@@ -34,8 +35,9 @@ def init(
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
     They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if
-    there is one, else the CPU's. After `initialize`, at a level that casts at functions, it patches what has been
-    registered since, and returns the handle of that level; at others it changes nothing, and the handle is inert.
+    there is one, else the CPU's. While models of `initialize` live, at a level that casts at functions, it patches what
+    is not patched (registered since, or put back by `_deactivate`), and returns the handle of that level; at others it
+    warns, changes nothing, and the handle is inert.
 
     Args:
         enabled: False gives a handle that does nothing.
@@ -46,7 +48,7 @@ def init(
     if not enabled:
         _amp_state.handle = inert = NoOpHandle()
         return inert
-    session = SessionView.find()
+    session = SessionView.find_living()
     if session is not None and session.has_models:
         return _follow(session)
     if session is not None:
@@ -66,9 +68,14 @@ def init(
 
 
 def _follow(session: SessionView) -> AmpHandle | NoOpHandle:
-    """Patch what was registered after `initialize`, as Apex's second round of patches did."""
+    """Patch what was registered after `initialize`, and what `_deactivate` took out, as Apex's second round did."""
     if not session.patches_functions:
-        maybe_print("amp.init: this opt_level casts no functions, so registered ones run as they are", rank0=True)
+        warn(
+            "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."
+            " Use O1 for functions, or call amp.reset() of amp_patch first"
+        )
         return NoOpHandle()
+    session.restore_casts()
     session.patch_registered()
-    return AmpHandle(session)
+    _amp_state.handle = handle = AmpHandle(session)
+    return handle

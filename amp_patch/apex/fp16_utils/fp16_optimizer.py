@@ -138,7 +138,11 @@ class FP16_Optimizer:
         manual = ManualPass(self.loss_scaler, self._carried.device)
         manual.unscale_in_place(gradients, self._carried)
         self._is_unscaled = True
-        self.overflow = manual.update_scale()
+        self.overflow = self._decide(manual)
+
+    def _decide(self, manual: ManualPass) -> bool:
+        """Update the loss scale, and return whether the step is to be skipped."""
+        return manual.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
         """Clip the norm of all gradients that the optimizer steps on, and return what it was; -1 after an overflow."""
@@ -247,22 +251,41 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` (or Apex's) returned, and copy the masters to the model.
 
-        Raises CheckpointError if the masters do not fit.
+        Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
         """
+        try:
+            saved = self._as_own(state_dict)
+            values = [value for group in saved["fp32_from_fp16"] for value in group]
+            shapes = [value.shape for value in values]
+            scaler = _load_scaler(saved, self._dynamic_loss_args)
+            overflow, inner = bool(saved["overflow"]), saved["optimizer_state_dict"]
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"this is not the state of an FP16_Optimizer ({type(error).__name__}: {error}): load what its"
+                " state_dict() returned"
+            ) from error
         masters = [master for _, master in self._pairs()]
-        values = [value for group in state_dict["fp32_from_fp16"] for value in group]
-        if [master.shape for master in masters] != [value.shape for value in values]:
+        if [master.shape for master in masters] != shapes:
             raise CheckpointError(
                 f"the saved state has {len(values)} masters, and they do not fit the {len(masters)} here: load it for"
                 " the same model, cast alike"
             )
-        self.loss_scaler = _load_scaler(state_dict, self._dynamic_loss_args)
-        self.overflow = state_dict["overflow"]
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        try:
+            self.optimizer.load_state_dict(inner)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved state of the optimizer does not fit this {type(self.optimizer).__name__} ({error}): load it"
+                " for the same parameter groups"
+            ) from error
+        self.loss_scaler, self.overflow = scaler, overflow
         with torch.no_grad():
             for master, value in zip(masters, values, strict=True):
                 master.copy_(value)
         self._push_masters()
+
+    def _as_own(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a saved state in the layout of `state_dict`."""
+        return state_dict
 
 
 def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: Mapping[str, Any]) -> LossScaler:

@@ -3,20 +3,93 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...errors import OptimizerError
+from ...torch_private import flatten_dense_tensors, unflatten_dense_tensors
+from .._core import ManualPass
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
 
 class FP16_Optimizer(_FP16Optimizer):
     """`fp16_utils.FP16_Optimizer` whose dynamic scale doubles every 1000 good steps and never falls below 1, and whose
-    `step` unscales: backward passes add up until then, and the scale is decided once for all of them.
+    `step` unscales: backward passes add up until then, and the scale is decided once for all of them. An overflow skips
+    the step under a static scale, too.
 
-    Works around any optimizer. Its state dict is that of `fp16_utils.FP16_Optimizer`, not the one this variant had in
-    Apex.
+    Works around any optimizer. A state dict holds the entries that this variant had in Apex and those of
+    `fp16_utils.FP16_Optimizer`; either are enough to load. Subclasses of 2019 read and write these attributes:
+
+    Attributes:
+        cur_iter: how many steps have been decided.
+        last_overflow_iter: which of them overflowed last, counted from 0; -1: none.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self._flat_groups: list[Tensor] = []
+
+    # ---- the attributes of 2019 --------------------------------------------------------------------------------------
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients. OptimizerError if set to what it is not."""
+        return self.loss_scaler.is_dynamic
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, value: bool) -> None:
+        if bool(value) is not self.loss_scaler.is_dynamic:
+            raise OptimizerError(f"dynamic_loss_scale={value!r}: pass it to FP16_Optimizer, before anything is loaded")
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward pass. Waits for the device."""
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.loss_scale = value
+
+    @property
+    def scale_factor(self) -> float:
+        """2, and OptimizerError if set to anything else."""
+        return 2.0
+
+    @scale_factor.setter
+    def scale_factor(self, value: float) -> None:
+        if value != 2:
+            raise OptimizerError(f"scale_factor={value!r}: it is always 2")
+
+    @property
+    def scale_window(self) -> int:
+        """How many good steps double a dynamic scale."""
+        return self.loss_scaler.growth_interval
+
+    @scale_window.setter
+    def scale_window(self, value: int) -> None:
+        self.loss_scaler.growth_interval = int(value)
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """The parameters that the optimizer steps on, by group: masters, and float32 parameters as they are."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The masters of each group in one tensor, shape (n,): writing to it writes to them."""
+        with torch.no_grad():
+            for masters in self.fp32_from_fp16_groups[len(self._flat_groups) :]:
+                flat = flatten_dense_tensors([master.detach() for master in masters]) if masters else torch.empty(0)
+                for master, view in zip(masters, unflatten_dense_tensors(flat, masters), strict=True):
+                    master.data = view
+                self._flat_groups.append(flat)
+        return self._flat_groups
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
         """Go backward from the scaled loss."""
@@ -44,3 +117,65 @@ class FP16_Optimizer(_FP16Optimizer):
     def _unscale(self) -> None:
         if self._carried is not None and not self._is_unscaled:
             self.update_master_grads()
+
+    def _decide(self, manual: ManualPass) -> bool:
+        self._count_good_steps()
+        overflow = super()._decide(manual) or manual.has_overflow()
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
+        return overflow
+
+    def _count_good_steps(self) -> None:
+        """Have the scaler count as the attributes say, which may have been written."""
+        good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
+        if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
+            self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on, the masters included. Loads with weights_only=True.
+
+        Waits for the device.
+        """
+        return {
+            **super().state_dict(),
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "cur_scale": self.cur_scale,
+            "scale_factor": 2,
+            "fp32_groups": [[parameter.detach() for parameter in group] for group in self.fp32_groups],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict`, or that of Apex's variants returned, and copy the masters to the model.
+
+        Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
+        """
+        super().load_state_dict(state_dict)
+        self.cur_iter, self.last_overflow_iter = self.loss_scaler.state_dict()["unskipped"], -1
+        for name in _COUNTERS:
+            if name in state_dict:
+                setattr(self, name, state_dict[name])
+
+    def _as_own(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "fp32_from_fp16" in state_dict:
+            return state_dict
+        if "fp32_groups_flat" in state_dict:
+            groups = [
+                unflatten_dense_tensors(flat, masters)
+                for flat, masters in zip(state_dict["fp32_groups_flat"], self.fp32_from_fp16_groups, strict=True)
+            ]
+        else:
+            groups = state_dict["fp32_groups"]
+        return {
+            "loss_scaler": {"loss_scale": state_dict["cur_scale"], "unskipped": 0},
+            "dynamic_loss_scale": state_dict["dynamic_loss_scale"],
+            "overflow": False,
+            "optimizer_state_dict": state_dict["optimizer_state_dict"],
+            "fp32_from_fp16": groups,
+        }
+
+
+_COUNTERS = ("cur_iter", "last_overflow_iter", "scale_window")
+"""Attributes that are saved under their names."""

@@ -1,11 +1,12 @@
 """`FusedAdam`: Adam and AdamW with Apex's arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...errors import CheckpointError, OptimizerError
+from ...torch_private import unflatten_dense_tensors
 from .. import amp_C
 from ..updates import adam_, clipped
 from .base import FusedOptimizer, Work
@@ -123,7 +124,7 @@ class FusedAdam(FusedOptimizer):
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """torch's Adam counts steps for each parameter, and knows in its groups whether weight decay is decoupled."""
-        saved = super()._as_own(state_dict)
+        saved = self._split_flat(super()._as_own(state_dict))
         for group in saved["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if group["weight_decay"] and decoupled != self.adam_w_mode:
@@ -142,3 +143,30 @@ class FusedAdam(FusedOptimizer):
             if steps:
                 group["step"] = steps.pop()
         return saved
+
+    def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Give each parameter its part of the state where a group has one flat tensor, as in Apex of 2019."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1
+        if not is_flat or len(saved["param_groups"]) != len(counts):
+            return saved
+        groups: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        first = 0
+        for own, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            keys = list(range(first, first + len(own["params"])))
+            first += len(keys)
+            groups.append({**group, "params": keys})
+            for name, value in saved["state"].get(group["params"][0], {}).items():
+                is_moment = isinstance(value, Tensor) and value.dim() > 0
+                parts = _split(value, own["params"]) if is_moment else [value] * len(keys)
+                for key, part in zip(keys, parts, strict=True):
+                    state.setdefault(key, {})[name] = part
+        return {**saved, "state": state, "param_groups": groups}
+
+
+def _split(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    count = sum(parameter.numel() for parameter in params)
+    if flat.numel() != count:
+        raise CheckpointError(f"the saved group has {flat.numel()} elements in one tensor, and this one {count}")
+    return [part.clone() for part in unflatten_dense_tensors(flat, params)]

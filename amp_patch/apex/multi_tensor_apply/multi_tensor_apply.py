@@ -1,7 +1,4 @@
-"""`apex.multi_tensor_apply`: the caller of `amp_C`'s functions.
-
-`available` is True, because there is an `amp_C` here.
-"""
+"""`MultiTensorApply`, the caller of `amp_C`'s functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +7,10 @@ from torch import Tensor
 
 
 class MultiTensorApply:
-    """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`."""
+    """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
+
+    `available` is True, because there is an `amp_C` here.
+    """
 
     available = True
 
@@ -21,6 +21,3 @@ class MultiTensorApply:
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
-
-
-multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,0 +1,27 @@
+"""`apex._autocast_utils`: what Apex's functions did first, where `torch.autocast` is on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._core import cast_tree
+
+
+def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments with floating tensors, but for float64, in the dtype of autocast on their device."""
+    cast: tuple[Any, ...] = cast_tree(args, _cast)
+    return cast
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    device = tensor.device.type
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    if is_cast and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+def _get_autocast_dtypes() -> list[torch.dtype]:
+    """Return the dtypes that autocast may cast to."""
+    return [torch.half, torch.bfloat16]
