@@ -33,7 +33,7 @@ def _to_number(value: object) -> float:
 
 def is_scale(number: float) -> bool:
     """Tell whether a loss scale can be this number: finite and positive, in float32 too."""
-    return 0.0 < torch.tensor(number, dtype=torch.float32).item() < math.inf
+    return 0.0 < torch.tensor(number, dtype=torch.float32, device="cpu").item() < math.inf
 
 
 def _is_fraction(value: object) -> bool:

@@ -247,7 +247,9 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     for optimizer in optimizers:
         values = [group.get("eps") for group in optimizer.param_groups]
         vanishing = [
-            eps for eps in values if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low))
+            eps
+            for eps in values
+            if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu"))
         ]
         if vanishing:
             found.append(

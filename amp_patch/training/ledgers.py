@@ -32,6 +32,7 @@ from torch.nn import Module
 
 from ..errors import OptimizerError, SessionError
 from ..reporting import warn
+from ..torch_private import get_backward_id
 from .decisions import Decisions
 from .ledger import Block, Ledger
 from .loss_scaler import LossScaler
@@ -169,8 +170,9 @@ class Ledgers:
         """
         if self._is_changing:
             self._refuse()
-        for block in self.open_blocks() if self._open else ():
-            self._check_thread(block.thread, is_scaled=block.scale is not None)
+        if self._open and not _is_engine_thread():
+            for block in self.open_blocks():
+                self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
         if not self._open:
             self.settle()
@@ -450,6 +452,13 @@ def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
             seen.add(id(parameter))
             gradients.append(gradient)
     return gradients
+
+
+def _is_engine_thread() -> bool:
+    """Tell whether this is a thread of torch's own, in which a backward pass on a device calls hooks: one that steps
+    there is in the thread of the block, which waits meanwhile.
+    """
+    return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _is_set(found_inf: Tensor) -> bool:

@@ -120,6 +120,28 @@ def test_a_skip_is_known_one_step_later_without_being_asked_for(caplog):
     assert optimizer.step_was_skipped is False
 
 
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_optimizers_may_step_in_the_backward_pass(level):
+    """Hooks on gradients run in a thread of torch's there, and find the block of the thread that waits for it."""
+    weights = []
+    for is_in_hook in (False, True):
+        model, _ = make()
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+        amp.initialize(model, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+        if is_in_hook:
+            for parameter, optimizer in zip(parameters, optimizers, strict=True):
+                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        with amp.scale_loss(loss_of(model, batch()), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        if not is_in_hook:
+            for optimizer in optimizers:
+                optimizer.step()
+        weights.append([value.clone() for value in model.state_dict().values()])
+        amp.reset()
+    assert all(map(torch.equal, *weights))
+
+
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 

@@ -122,14 +122,15 @@ def make_model(kind: str, seed: int, *, is_by_hand: bool = False, **options: Any
 def make_inputs(kind: str, batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(batch)
     if kind == "attention":
-        return torch.randint(5, (2, 3), generator=generator)
-    return torch.randn(SHAPES[kind], generator=generator)
+        return torch.randint(5, (2, 3), generator=generator, device="cpu").to(torch.get_default_device())
+    return torch.randn(SHAPES[kind], generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def loss_of(model: Any, batch: int, factor: float = 1.0) -> Tensor:
     """The loss of a model on one of its batches, times a factor, which may be inf."""
     output = model(make_inputs(model.kind, batch)).float()
-    targets = torch.randn(output.shape, generator=torch.Generator().manual_seed(100 + batch))
+    generator = torch.Generator().manual_seed(100 + batch)
+    targets = torch.randn(output.shape, generator=generator, device="cpu").to(output.device)
     return ((output - targets) ** 2).mean() * factor
 
 

@@ -206,8 +206,9 @@ def _name_machine(device: str) -> str:
     if info.exists():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
-    if device != "cuda":
+    if device == "cpu":
         return cpu
     import torch
 
-    return f"{torch.cuda.get_device_name()}, {cpu}"
+    get_name = getattr(getattr(torch, device, None), "get_device_name", None)
+    return cpu if get_name is None else f"{get_name()}, {cpu}"

@@ -52,7 +52,8 @@ def count(tensors: "Iterable[Tensor]") -> Counted:
     """Count the elements of floating tensors on any device, as float32. Waits for the device."""
     import torch
 
-    total, zeros, nonfinite = torch.zeros((_HIGHEST - _LOWEST + 1) * CLASSES, dtype=torch.int64), 0, 0
+    total = torch.zeros((_HIGHEST - _LOWEST + 1) * CLASSES, dtype=torch.int64, device="cpu")
+    zeros = nonfinite = 0
     with torch.no_grad():
         for tensor in tensors:
             sizes = tensor.detach().float().abs().flatten()

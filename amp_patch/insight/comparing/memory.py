@@ -16,8 +16,9 @@ from ..tensors import tensors_in
 
 
 class PeakMeter:
-    """On CUDA the allocator tells. On a CPU it is the storages of weights, masters, gradients and optimizer states, and
-    of all that ops give from then on, as long as they live, less what ops need inside. Other devices: None.
+    """On an accelerator the allocator tells; that of MPS does not, and the peak is None. On a CPU it is the storages
+    of weights, masters, gradients and optimizer states, and of all that ops give from then on, as long as they live,
+    less what ops need inside.
 
     It is stopped in the thread that has started it. On a CPU, code of torch.compile runs as it was written meanwhile.
     """
@@ -29,9 +30,9 @@ class PeakMeter:
 
     def start(self) -> None:
         """Begin to measure."""
-        if self._session.device_type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        elif self._session.device_type == "cpu":
+        if self._session.device_type != "cpu":
+            self._call_allocator("reset_peak_memory_stats")
+        else:
             self._counting = _Counting()
             self._counting.add_all(_state_of(self._session))
             add_watching_modes(1)
@@ -39,11 +40,16 @@ class PeakMeter:
 
     def stop(self) -> None:
         """Measure no more, and fill `peak`. Harmless twice."""
-        if self._session.device_type == "cuda":
-            self.peak = self.peak or torch.cuda.max_memory_allocated()
+        if self._session.device_type != "cpu":
+            self.peak = self.peak or self._call_allocator("max_memory_allocated")
         elif self._counting is not None and leave_mode(self._counting):
             add_watching_modes(-1)
             self.peak, self._counting = self._counting.peak, None
+
+    def _call_allocator(self, name: str) -> Any:
+        """Call a function of the module of the device, such as torch.cuda, if it has it."""
+        function = getattr(torch.get_device_module(self._session.device_type), name, None)
+        return None if function is None else function()
 
 
 class _Counting(TorchDispatchMode):

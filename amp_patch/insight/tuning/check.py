@@ -115,12 +115,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _shift(session: Session) -> None:
     """Move every weight by one ulp of its dtype, up or down."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for binding in session.bindings():
             for tensor in binding.parameters():
                 if tensor.is_floating_point():
-                    is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool).to(tensor.device)
+                    is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
                     infinity = torch.full_like(tensor, torch.inf)
-                    tensor.copy_(torch.nextafter(tensor, torch.where(is_up, infinity, -infinity)))
+                    tensor.copy_(torch.nextafter(tensor, torch.where(is_up.to(tensor.device), infinity, -infinity)))
     session.refresh()

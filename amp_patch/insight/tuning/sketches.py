@@ -20,7 +20,8 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
     flat = dense.detach().float().reshape(-1)
     norm, largest = float(torch.linalg.vector_norm(flat)), float(flat.abs().amax()) if flat.numel() else 0.0
     if flat.numel() > SIZE:
-        signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        generator = torch.Generator("cpu").manual_seed(0)
+        signs = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
         signed = flat * signs.mul_(2).sub_(1).to(flat.device)
         flat = torch.nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
     values = array.array("f", flat.tolist())
@@ -41,4 +42,4 @@ def _decode(text: str) -> Tensor:
     values = array.array("f", base64.b64decode(text))
     if sys.byteorder == "big":
         values.byteswap()
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -221,12 +221,59 @@ bool is_view(const c10::FunctionSchema& schema) {
     return true;
 }
 
+bool begins_with(const std::string& name, const char* start) {
+    return name.rfind(start, 0) == 0;
+}
+
+bool are_on_several_devices(const std::vector<IValue>& args) {
+    std::optional<c10::Device> device;
+    for (const auto& value : args) {
+        if (!value.isTensorList())
+            continue;
+        for (const Tensor& tensor : value.toTensorVector()) {
+            if (device && tensor.device() != *device)
+                return true;
+            device = tensor.device();
+        }
+    }
+    return false;
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// An op on lists of tensors of several devices, as on CUDA: a launch for each tensor.
+void run_one_by_one(const c10::OperatorHandle& op, const std::vector<IValue>& args, torch::jit::Stack* stack) {
+    torch::jit::drop(*stack, args.size());
+    c10::List<Tensor> results;
+    for (size_t place = 0; place < args[0].toTensorVector().size(); ++place) {
+        torch::jit::Stack one;
+        for (const auto& value : args) {
+            if (!value.isList()) {
+                one.push_back(value);
+                continue;
+            }
+            auto list = value.toList().copy();
+            auto item = list.get(place);
+            list.clear();
+            list.push_back(item);
+            one.push_back(list);
+        }
+        run(op, &one);
+        if (!one.empty())
+            results.push_back(one.back().toTensorVector().at(0));
+    }
+    if (!op.schema().returns().empty())
+        stack->push_back(results);
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const auto& schema = op.schema();
     const auto overload = schema.overload_name();
     const auto name = overload.empty() ? schema.name() : schema.name() + "." + overload;
     const size_t begin = stack->size() - schema.arguments().size();
     const std::vector<IValue> args(stack->begin() + begin, stack->end());
+    if (begins_with(name, "aten::_foreach_") && are_on_several_devices(args))
+        return run_one_by_one(op, args, stack);
     Call call;
     for (size_t place = 0; place < args.size(); ++place)
         (*stack)[begin + place] = call.alias_value(args[place]);
@@ -251,10 +298,6 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         note("launch", name, call.first_input, call.last_output);
     if (gives_number || finds_its_shape.count(name) || has_boolean_index(args))
         wait(name, call.first_input);
-}
-
-bool begins_with(const std::string& name, const char* start) {
-    return name.rfind(start, 0) == 0;
 }
 
 // Ops on many tensors and convolutions are composed on a CPU; on a device they are one launch.

@@ -1,7 +1,9 @@
 // A simulated accelerator: torch's PrivateUse1 device, computed by torch's own CPU kernels. Here are the ops that a
 // device must have of its own, autocast, and the door to Python.
 #include <ATen/autocast_mode.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -143,10 +145,34 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor
     return {gates, cell * forget, has_bias ? gates.sum(0) : Tensor()};
 }
 
-// Attention by products and softmax.
-int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                         std::optional<double>, bool) {
-    return 0;
+// Attention is one launch, and one for its backward pass, where the CPU has such a kernel; else products and softmax.
+constexpr int64_t kMath = 0, kOverrideable = 4;  // of torch's SDPBackend
+
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                         double dropout, bool, std::optional<double>, bool is_grouped) {
+    const bool is_plain = query.dim() == 4 && key.dim() == 4 && query.size(-1) == value.size(-1);
+    const bool has_learned_mask = mask && mask->defined() && mask->requires_grad();
+    return is_plain && dropout == 0.0 && !is_grouped && !has_learned_mask ? kOverrideable : kMath;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attend(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias, double dropout,
+    bool is_causal, bool, std::optional<double> scale) {
+    auto [output, logsumexp] =
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, bias, scale);
+    return {output, logsumexp, {}, {}, query.sym_size(2), key.sym_size(2), {}, {}, {}};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(const Tensor& gradient, const Tensor& query,
+                                                           const Tensor& key, const Tensor& value, const Tensor& bias,
+                                                           std::array<bool, 4>, const Tensor& output,
+                                                           const Tensor& logsumexp, const Tensor&, const Tensor&,
+                                                           c10::SymInt, c10::SymInt, double dropout, bool is_causal,
+                                                           const Tensor&, const Tensor&, std::optional<double> scale) {
+    auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+    auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, logsumexp, dropout, is_causal, mask, scale);
+    return {of_query, of_key, of_value, {}};
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -164,7 +190,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_copy_from", copy_from);
     library.impl("_copy_from_and_resize", copy_from_and_resize);
     library.impl("_local_scalar_dense", item);
-    library.impl("_fused_sdp_choice", choose_attention);
+    library.impl("_scaled_dot_product_fused_attention_overrideable", attend);
+    library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attend_backward);
     library.impl("_thnn_fused_lstm_cell", lstm_cell);
     library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
 }
@@ -177,6 +204,10 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) {
     library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 }  // namespace sim
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::choose_attention)
+}
 
 // ---- torch.autocast("sim"): the lists that torch shares among devices -----------------------------------------------
 
