@@ -455,8 +455,10 @@ def _check(record: Record) -> None:
 def _frozen(value: Any, kind: Any) -> Any:
     """A value of JSON as one of a field's type."""
     if isinstance(value, list):
-        element = get_args(kind)[0] if get_origin(kind) is tuple else None
-        return tuple(_frozen(one, element) for one in value)
+        elements = get_args(kind) if get_origin(kind) is tuple else ()
+        if elements[1:] in ((), (...,)):  # tuple[X, ...]
+            elements = (elements[0] if elements else None,) * len(value)
+        return tuple(_frozen(one, element) for one, element in zip(value, elements, strict=True))
     is_float = kind is float or float in get_args(kind)
     return float(value) if is_float and value in _NONFINITE else value
 
