@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ..tables import align
 from .records import FaultRecord, RunRecord
+from .remedies import Kind, Remedy, find_remedy, format_entries
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 _NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
@@ -30,7 +31,9 @@ def format_fault(fault: FaultRecord, run: RunRecord) -> str:
 
 
 def _lines(fault: FaultRecord, run: RunRecord) -> Iterator[tuple[str, str]]:
-    if fault.aten:
+    if fault.phase == "step":
+        yield "op", f"{fault.op}.step(), of finite weights and gradients"
+    elif fault.aten:
         yield "op", _describe_op(fault)
         yield "call", f"{fault.op} at {fault.site or 'no line of the script'}, module {fault.module or '(none)'}"
         region = f" ({fault.region})" if fault.region else ""
@@ -40,7 +43,7 @@ def _lines(fault: FaultRecord, run: RunRecord) -> Iterator[tuple[str, str]]:
     if fault.trail:
         steps = [f"{label} {largest:.3g}" for label, largest in reversed(fault.trail)]
         yield "trail", f"max |x|: {' -> '.join([*steps, f'{fault.aten} {fault.value}'])}"
-    for index, line in enumerate(_advise(fault, run)):
+    for index, line in enumerate(_advise(find_remedy(fault, run), fault)):
         yield "try" if not index else "", line
 
 
@@ -57,13 +60,20 @@ def _long(dtype: str) -> str:
 def _describe_cause(fault: FaultRecord) -> str:
     share = f"{fault.value} in {_percent(fault.share)} of the values"
     scale = f"; loss scale {_power(fault.loss_scale)}" if fault.phase == "backward" and fault.loss_scale != 1 else ""
+    if fault.cause == "step":
+        rate = "" if fault.lr is None else f", at a learning rate of {fault.lr:g}"
+        return f"step: {fault.parameter or 'a weight'} became {share}{rate}"
     if not fault.aten:
         of = f"the gradient of {fault.parameter} is not finite, and no op that was seen made it so"
         return f"came in: {of} (a kernel that torch does not dispatch, compiled code, or another rank)"
     if fault.cause == "came in":
         return f"came in: {fault.parameter or 'an input that no op made'} held {fault.value} before ({share})"
+    if fault.cause == "divergence":
+        return f"divergence: losses or weights have grown without end ({share}; inputs up to {fault.largest:.3g})"
     if fault.cause == "mathematics":
         return f"mathematics: not finite in float32 either ({share}; inputs up to {fault.largest:.3g})"
+    if fault.lost:
+        return f"precision: {share}; {fault.lost:g} in the script is zero in 16 bits"
     held = f"float32 holds up to {fault.in_float32:.3g} there" if fault.value != "zero" else "float32 holds them"
     return f"precision: {share}; {held}{scale}"
 
@@ -79,6 +89,8 @@ def _percent(share: float) -> str:
 
 def _describe_reach(fault: FaultRecord) -> str:
     skipped = "" if fault.skipped is None else "; the step was skipped" if fault.skipped else "; the step was taken"
+    if fault.reach == "weights":
+        return f"the weights: {fault.parameter or 'of no model'}"
     if fault.reach == "gradients":
         names = ", ".join(fault.gradients[:3]) + (", ..." if len(fault.gradients) > 3 else "")
         return f"gradients of {len(fault.gradients)} of {fault.of} parameters ({names}){skipped}"
@@ -91,46 +103,70 @@ def _describe_reach(fault: FaultRecord) -> str:
     return "not known: the step did not end"
 
 
-def _advise(fault: FaultRecord, run: RunRecord) -> Iterator[str]:
-    is_low = bool({"f16", "bf16"} & {*fault.given})
-    if fault.cause == "came in" and is_low and fault.parameter:
-        yield "look at the weights, and what made them; where float32 holds them, the module may run in it,"
-        yield from _advise_list(fault, run, by_op=False)
-        return
-    if fault.cause == "came in":
-        yield "look at the data, the weights, or what made them: no list and no loss scale changes this"
-        return
-    if fault.cause == "mathematics" and is_low:
-        yield f"look at what {fault.op} is given there; where 16 bits made it so, as of 1e-8 a zero, the module may run"
-        yield from _advise_list(fault, run, by_op=False)
-        return
-    if fault.cause == "mathematics":
-        yield f"look at what {fault.op} is given there: no list and no loss scale changes this"
-        return
-    if fault.phase == "backward" and fault.value == "zero":
-        yield f"a larger loss scale than {_power(fault.loss_scale)}"
-        return
-    scale = find_scale(fault)
-    if scale is not None and scale >= 1:
-        yield f"a smaller loss scale, {_power(scale)} at most: no op list changes this"
-        return
-    if fault.phase == "backward" and fault.rule.startswith("border"):
-        yield "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does"
-        return
-    yield from _advise_list(fault, run)
+def _advise(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+    """Yield the lines that say what to try."""
+    if remedy.kind == "list":
+        yield from _advise_list(remedy, fault)
+    elif remedy.kind == "weights":
+        yield "look at the weights, and what made them"
+        if remedy.regions:
+            yield "where float32 holds them, the module may run in it:"
+            yield from _advise_list(remedy, fault)
+    elif remedy.kind == "scale":
+        yield from _advise_scale(remedy, fault)
+    elif remedy.kind == "step":
+        yield from _advise_step(remedy, fault)
+    else:
+        yield _ADVICE[remedy.kind].format(fault=fault)
 
 
-def _advise_list(fault: FaultRecord, run: RunRecord, *, by_op: bool = True) -> Iterator[str]:
-    """Yield the lines of a list that keep the op, where that is of use, or the module in float32."""
-    extends = run.lists[-1] if run.lists else _NAMES.get(run.low, "float16")
-    lines = []
-    if by_op and fault.listed and fault.rule in ("whitelist", "promote"):
-        lines.append(f"blacklist: [{fault.listed}]")
-    if fault.module and not fault.module.startswith("("):
-        lines.append(f'modules: [{{match: "{fault.module}", run: float32}}]')
-    if not lines:
-        yield f"float32 for what {fault.op} is given there: .float() before it"
+_ADVICE: dict[Kind, str] = {
+    "data": "look at the data, the weights, or what made them: no list and no loss scale changes this",
+    "mathematics": "look at what {fault.op} is given there: no list and no loss scale changes this",
+    "divergence": "training has diverged: a smaller learning rate, a warm-up, or clipped gradients; no list changes"
+    " this",
+    "gradients": "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
+    "beyond": "look at what {fault.op} is given there: float32 does not hold what follows ({fault.beyond}), so that no"
+    " list changes this",
+}
+
+
+def _advise_scale(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+    if not remedy.is_larger:
+        assert remedy.scale is not None
+        yield f"a smaller loss scale, {_power(remedy.scale)} at most: no op list changes this"
+    elif remedy.scale is not None and remedy.scale > fault.loss_scale:
+        yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
+    else:
+        yield f"no loss scale holds the smallest and the largest of these; {_power(fault.loss_scale)} is the best"
+
+
+def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+    if fault.in_float32 < math.inf:
+        yield f"a smaller learning rate: the float32 master is {fault.in_float32:.3g}, which 16 bits do not hold"
         return
-    yield "in a list of your own" + (f", below `extends: {extends}`" if fault.listed else "") + ":"
-    yield "  " + "   or   ".join(lines)
-    yield "and give it as lists=... to amp.initialize, or as --lists"
+    if remedy.eps is not None:
+        yield f"eps={remedy.eps:g} of {fault.op} is zero in {_long(fault.out)}, so that it divides by zero:"
+    if remedy.level:
+        yield f'opt_level="{remedy.level}", which steps on float32 masters' + (
+            "; or eps=1e-4" if remedy.eps is not None else "; or a smaller learning rate"
+        )
+    else:
+        yield "a smaller learning rate, or a larger eps: no list and no loss scale changes this"
+
+
+def _advise_list(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+    """Yield the lines of a list that keep in float32 what has to be, and what the script has to do itself."""
+    entries = format_entries(remedy)
+    if remedy.alternative:
+        entries[0] = f"blacklist: [{', '.join(remedy.alternative)}]   or   {entries[0]}"
+    if entries:
+        yield f"in a list of your own, below `extends: {remedy.extends}`:"
+        for entry in entries:
+            yield f"  {entry}"
+        yield "and give it as lists=... to amp.initialize, or as --lists"
+    if remedy.sites or not entries:
+        lines = " and ".join(remedy.sites) or fault.site or "that line"
+        yield f"{'and ' if entries else ''}float32 at {lines}: .float() on what is given there, and no cast to 16 bits"
+    if remedy.scale is not None:
+        yield f"and, where the loss scale is fixed, {_power(remedy.scale)} at most: gradients follow the values"

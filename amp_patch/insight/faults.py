@@ -16,8 +16,10 @@ from ..dtypes import LOW_DTYPES
 from ..session import current
 from ..torch_dispatch import clone, is_random
 from .folding import Call
+from .naming import ModuleStack
 from .ops import Op, Overload, compute_in_float32
 from .records import FaultRecord
+from .repair import TINY, Item, Recent, Repair, make_item
 from .rules import short
 from .tensors import floating_in, has_nan, is_whole, read_largest, read_largest_number, storage_of, tensors_in
 
@@ -25,15 +27,20 @@ TRAIL = 6
 """How many ops before a fault are told."""
 
 _DELIBERATE, _KNOWN = "deliberate", "known"
+_LOOK_BACK = 64  # ops before a fault, in which a number that was lost is looked for
 
 
 class _Written:
     """What is known of the op that wrote a storage last: the largest magnitude that it gave, whether it wrote the whole
     of it, and whether what does not fit in it is deliberate, or known already: of which faults, by their numbers, it
-    then comes.
+    it then comes. `lost` is a number that the op was given, and that is zero in its 16 bits; `rounded` are the ops that
+    made zeros of what float32 holds.
     """
 
-    __slots__ = ("faults", "is_old", "is_whole", "largest", "name", "node", "op", "parents", "size", "status")
+    __slots__ = (
+        *("faults", "is_old", "is_whole", "largest", "lost", "name", "node", "op", "parents", "rounded", "size"),
+        "status",
+    )
 
     def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
         self.op = op
@@ -46,6 +53,8 @@ class _Written:
         self.size = 0  # of the storage, in bytes
         self.status = ""
         self.name = ""  # of a parameter that came in so, where amp's own op copied it
+        self.lost = 0.0
+        self.rounded: Sequence[Item] = ()
 
 
 class _Input(NamedTuple):
@@ -62,6 +71,7 @@ class FaultFinder:
         underflow: the share of values, from 0 to 1, that may become zero in 16 bits and are not in float32; None: any.
         ignore: ops, by the last part of their name, whose values may be what they are.
         find_name: the name of the parameter or buffer in a storage, "" for another.
+        find_exact: the float32 master of the parameter in a storage, None for another.
         get_scale: the loss scale in force.
     """
 
@@ -70,15 +80,22 @@ class FaultFinder:
         underflow: float | None,
         ignore: Iterable[str],
         find_name: Callable[[int], str],
+        find_exact: Callable[[int], Tensor | None],
         get_scale: Callable[[], float],
     ) -> None:
         self._underflow = underflow
         self._ignore = frozenset(ignore)
         self._find_name = find_name
+        self._find_exact = find_exact
         self._get_scale = get_scale
         self._written: dict[int, _Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
+        self.repair = Repair(underflow)
+        self.running: ModuleStack | None = None
+        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
+        self._recent = Recent()
+        self._true_zeros: set[str] = set()  # lines that give zeros in float32, too
 
     def end_step(self) -> None:
         """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
@@ -90,6 +107,9 @@ class FaultFinder:
         for known in kept.values():
             known.is_old, known.parents, known.faults = True, (), frozenset()
         self._written = kept
+        self._recent.clear()
+        self.repair = Repair(self._underflow)
+        self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments with copies of those whose memory the op is about to write, and reads before."""
@@ -114,12 +134,18 @@ class FaultFinder:
         if overload.is_in_bulk:
             self._pass_on(op, node, outputs)
             return
+        is_in_module = self._is_in_module()
+        if self.repair.is_under_way:
+            with current.without_casts():
+                self.repair.follow(op, before, call, self._get_scale(), is_in_module)
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
         for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
             written = _Written(overload.name, node, self._find_largest(op, tensor), parents)
             written.size = tensor.untyped_storage().nbytes()
             written.is_whole = written.size == tensor.nbytes
+            if call is not None and tensor.dtype in LOW_DTYPES:
+                self._note_low(op, tensor, written, call, is_in_module)
             if not math.isfinite(written.largest):
                 with current.without_casts():
                     self._judge(op, before, number, tensor, written, call)
@@ -127,6 +153,36 @@ class FaultFinder:
                 with current.without_casts():
                     self._judge_zeros(op, before, number, tensor, written, call)
             self._keep(storage_of(tensor), written)
+        if call is not None and outputs and call.phase in ("forward", "recompute"):
+            if overload.name == "sqrt" and not self.faults:
+                self._look_for_lost_zeros(op, before, call)
+            self._recent.add(op, before, call, is_in_module)
+
+    def _is_in_module(self) -> bool:
+        return self.running is not None and self.running.module_here() is not None
+
+    def _note_low(self, op: Op, output: Tensor, written: _Written, call: Call, is_in_module: bool) -> None:
+        """Take down what 16 bits make of numbers in the script, and how large what it computes becomes."""
+        numbers = [abs(one) for one in op.args if isinstance(one, float)]
+        lost = [one for one in numbers if 0 < one <= TINY[str(output.dtype)]]
+        if lost:
+            written.lost = max(lost)
+            written.rounded = (make_item(op.overload.name, call, is_in_module),)
+        if call.phase == "forward" and call.module and math.isfinite(written.largest):
+            peaks = self.peaks.setdefault((call.site.place, op.overload.name, str(output.dtype)), {})
+            peaks[call.module] = max(peaks.get(call.module, 0.0), written.largest)
+
+    def _look_for_lost_zeros(self, op: Op, before: Sequence[Any], call: Call) -> None:
+        """Find out which ops have made a zero of what a root is drawn of: its gradient will be infinite."""
+        values = op.floating_results()[0]
+        if call.site.place in self._true_zeros or bool(values.all()):
+            return
+        with current.without_casts():
+            exact, items = self._recent.explain(op, before, 0, lambda tensor: bool(tensor.all()))
+        if exact is None:
+            self._true_zeros.add(call.site.place)
+        else:
+            self._written[storage_of(values)].rounded = items
 
     def _find_largest(self, op: Op, output: Tensor) -> float:
         """Return the largest magnitude of an output: of 16-bit values in a wider dtype, that of what they are copied
@@ -211,7 +267,37 @@ class FaultFinder:
             alike = exact[number : number + 1] if len(exact) > number and exact[number].shape == output.shape else exact
             beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
             cause = "precision" if math.isfinite(beyond) else "mathematics"
-            self._enter(op, inputs, output, written, call, cause=cause, value=kind, in_float32=beyond)
+            repaired = alike[0] if alike and cause == "precision" else None
+            items = [make_item(op.overload.name, call, self._is_in_module())] if output.dtype in LOW_DTYPES else []
+            if call.phase == "recompute" and self.faults:
+                items = []
+            lost, rounding = 0.0, list[Item]()
+            if cause == "mathematics":
+                lost, rounding = self._find_rounding(written)
+                if call.phase != "backward":
+                    repaired, rounding = self._recent.explain(op, before, number, _is_finite)
+                if rounding:
+                    cause, items = "precision", [*rounding, *items]
+                    beyond = math.inf if repaired is None else read_largest(repaired)
+            if cause == "precision" and (call.phase != "backward" or rounding):
+                self.repair.begin(output, repaired, items)
+            elif cause == "precision":
+                self.repair.begin(output, repaired, ())
+            facts = {"cause": cause, "value": kind, "in_float32": beyond, "lost": lost if rounding else 0.0}
+            self._enter(op, inputs, output, written, call, **facts)
+
+    @staticmethod
+    def _find_rounding(written: _Written) -> tuple[float, list[Item]]:
+        """Return the latest number that was lost on the way to an output, and the ops that made zeros there."""
+        looked_at, items = list(written.parents), list[Item]()
+        lost = 0.0
+        for one in looked_at:  # which grows
+            if one.rounded:
+                lost = lost or one.lost
+                items += one.rounded
+            elif len(looked_at) < _LOOK_BACK:
+                looked_at += [parent for parent in one.parents if parent not in looked_at]
+        return lost, items
 
     def _find_known(self, one: _Input) -> _Written | None:
         """Return what is known of an input; of the step before, if its memory has not become another's since."""
@@ -239,8 +325,13 @@ class FaultFinder:
         written.status = known.status = _KNOWN
         written.faults = known.faults = frozenset({len(self.faults)})
         self._written[stranger.storage] = known
-        kind = "nan" if has_nan(stranger.tensor) else "inf"
-        self._enter(op, [stranger], output, written, call, cause="came in", value=kind, parameter=name)
+        facts: dict[str, Any] = {"value": "nan" if has_nan(stranger.tensor) else "inf", "parameter": name}
+        exact = self._find_exact(stranger.storage) if name else None
+        if exact is not None and exact.shape == stranger.tensor.shape and _is_finite(exact):
+            self.repair.begin(stranger.tensor, exact, [make_item(op.overload.name, call, self._is_in_module())])
+            self.repair.follow(op, op.args, call, self._get_scale(), self._is_in_module())
+            facts["in_float32"] = read_largest(exact)
+        self._enter(op, [stranger], output, written, call, cause="came in", **facts)
 
     def _judge_zeros(
         self, op: Op, before: Sequence[Any], number: int, output: Tensor, written: _Written, call: Call
@@ -256,6 +347,11 @@ class FaultFinder:
         assert self._underflow is not None
         if share > self._underflow:
             facts = {"value": "zero", "in_float32": read_largest(exact[number]), "share": share}
+            if call.phase == "backward":
+                self.repair.begin(output, exact[number], ())
+                self.repair.raise_scale(output, exact[number], self._get_scale())
+            else:
+                self.repair.begin(output, None, [make_item(op.overload.name, call, self._is_in_module())])
             self._enter(op, self._read_inputs(op, before), output, written, call, cause="precision", **facts)
 
     def _enter(
@@ -285,6 +381,10 @@ class FaultFinder:
             **facts,
         )
         self.faults.append(fault)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return math.isfinite(read_largest(tensor))
 
 
 def _by_fit(value: float) -> float:

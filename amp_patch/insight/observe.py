@@ -54,6 +54,8 @@ class Observer:
         self._running = ModuleStack(session.models())
         self._folding = folding
         self.finder = finder
+        if finder is not None:
+            finder.running = self._running
         self._local = threading.local()
         self._by_node: dict[int, Call] = {}
         self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last

@@ -105,8 +105,9 @@ class FaultRecord:
         step: of the run, from 0, by the optimizer that steps first.
         phase: as in `OpRecord`.
         value: "inf", "nan", "inf or NaN", or "zero" for values that float32 holds and 16 bits do not.
-        cause: "precision" (float32 holds what the op gives for these inputs), "mathematics" (it does not) or "came in"
-            (an input did not fit, and no recorded op made it).
+        cause: "precision" (float32 holds what the op gives for these inputs), "mathematics" (it does not), "came in"
+            (an input did not fit, and no recorded op made it), "step" (an optimizer made it of finite weights and
+            gradients) or "divergence" (losses or weights have grown without end, or beyond bfloat16).
         module, op, rule, entry, region, site: of the call; for an op of the backward pass of the forward call.
         listed: the name by which the lists have the op, "" for one that is on none.
         aten, node: what torch ran, and the node of the backward pass that it ran in; "" where nothing of it was seen.
@@ -116,10 +117,19 @@ class FaultRecord:
         parameter: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
         loss_scale: in force then.
         trail: ops before it, the latest first, with the largest magnitude that each gave.
-        reach: "swallowed" (loss and gradients are finite), "loss" or "gradients"; "" if the step did not end.
+        reach: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the step
+            did not end.
         gradients: names of the parameters whose gradients are not finite; `of`: how many there are with a gradient.
         skipped: whether the step was; None if it did not end.
         is_search: a dynamic loss scale that was too large, for a step that was skipped: it becomes smaller by itself.
+        regions, ops, sites: what has to run in float32 for the values of that step to fit: choosers of modules, as in
+            module rules; names of ops, as in lists; lines of the script where neither applies.
+        alternative: ops that are enough without these modules.
+        lost: a number in the script that is zero in 16 bits, and matters; 0: none.
+        beyond: the op that gives what float32 does not hold either, once the rest is in it; "" for none.
+        scale: the loss scale, a power of two, under which the gradients of that step fit, or are not lost; None where
+            the scale has no part in it.
+        eps, lr: of the optimizer whose step gave what does not fit.
     """
 
     kind: ClassVar[str] = "fault"
@@ -151,6 +161,15 @@ class FaultRecord:
     of: int = 0
     skipped: bool | None = None
     is_search: bool = False
+    regions: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    alternative: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    lost: float = 0.0
+    beyond: str = ""
+    scale: float | None = None
+    eps: float | None = None
+    lr: float | None = None
 
 
 # ---- runs that are compared ------------------------------------------------------------------------------------------
@@ -469,8 +488,10 @@ def _check(record: Record) -> None:
 def _frozen(value: Any, kind: Any) -> Any:
     """A value of JSON as one of a field's type."""
     if isinstance(value, list):
-        element = get_args(kind)[0] if get_origin(kind) is tuple else None
-        return tuple(_frozen(one, element) for one in value)
+        elements = get_args(kind) if get_origin(kind) is tuple else ()
+        if elements[1:] in ((), (...,)):  # tuple[X, ...]
+            elements = (elements[0] if elements else None,) * len(value)
+        return tuple(_frozen(one, element) for one, element in zip(value, elements, strict=True))
     is_float = kind is float or float in get_args(kind)
     return float(value) if is_float and value in _NONFINITE else value
 

@@ -1,6 +1,7 @@
 """`Tracer`: looks for the first value that does not fit, through the steps of a run; `trace` does so for a function."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,10 +19,16 @@ from .folding import Folding
 from .naming import name_tensors
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
+from .remedies import place
+from .repair import LARGEST, Item
+from .rules import short
 from .runs import check_count, check_function, check_names
 from .tensors import storage_of
 
 _KEPT = 100  # faults that a dynamic loss scale answers for
+_NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
+_LARGE = 1e15  # nothing that trains has such values
 
 
 class Tracer(Recorder):
@@ -48,10 +55,13 @@ class Tracer(Recorder):
         super().__init__(first, last, on_end)
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._session: Session | None = None
-        self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._get_scale)
+        self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._find_exact, self._get_scale)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
+        self._losses: list[float] = []  # the smallest of all steps before, and the last
+        self._weights: list[float] = []  # the largest magnitude, before the first step and now
+        self._are_weights_finite = False
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -80,6 +90,7 @@ class Tracer(Recorder):
         if self.is_recording:
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
             self._reaching["loss"] |= self._finder.find_faults([loss])
+            self._note_loss(loss)
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients, and at nothing that looking computes."""
@@ -91,6 +102,8 @@ class Tracer(Recorder):
         if self._looked_for != id(optimizer):  # a step with a closure does not tell of its beginning
             self.step_begun(optimizer)
         self._looked_for = None
+        if self.is_recording:
+            self._look_at_weights(optimizer)
         if self._is_counted(optimizer) and self.is_recording:
             self._finish_faults(bool(getattr(optimizer, "step_was_skipped", False)))
         super().step_ended(optimizer)
@@ -108,7 +121,69 @@ class Tracer(Recorder):
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
+        self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
+
+    def _note_loss(self, loss: Tensor) -> None:
+        size = float(loss.detach().double().abs().mean())
+        if math.isfinite(size):
+            self._losses = [min(self._losses[0], size) if self._losses else size, size]
+
+    def _note_weights(self, optimizer: Optimizer) -> None:
+        weights = list(self._weights_of(optimizer))
+        size = _find_largest(weights)
+        self._are_weights_finite = math.isfinite(size)
+        if self._are_weights_finite:
+            self._weights = [*self._weights[:1], size]
+
+    def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yield what an optimizer steps by, and the weights of models, of which it may hold masters."""
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        if self._session is not None:
+            for model in self._session.models():
+                yield from model.parameters()
+
+    def _look_at_weights(self, optimizer: Optimizer) -> None:
+        """Enter a fault if a step has made weights that do not fit, of weights and gradients that do."""
+        was_skipped = bool(getattr(optimizer, "step_was_skipped", False))
+        if not self._are_weights_finite or was_skipped or self._gradients or self._finder.faults:
+            return
+        weights = list(self._weights_of(optimizer))
+        size = _find_largest(weights)
+        if math.isfinite(size):
+            self._weights = [*self._weights[:1], size]
+            return
+        bad = next(weight for weight in weights if not bool(weight.detach().isfinite().all()))
+        holder = self._find_weight_of(bad)
+        name = self._find_name(storage_of(holder))
+        master = None if self._session is None else self._session.find_master(holder)
+        group = next((one for one in optimizer.param_groups if any(bad is held for held in one["params"])), {})
+        group = group or optimizer.param_groups[0]
+        fault = FaultRecord(
+            step=self._finder.step,
+            phase="step",
+            value="nan" if bool(bad.detach().isnan().any()) else "inf",
+            cause="step",
+            module=name.rpartition(".")[0],
+            op=type(optimizer).__name__,
+            out=short(bad.dtype),
+            parameter=name,
+            share=float((~bad.detach().isfinite()).double().mean()),
+            in_float32=math.inf if master is None else _find_largest([master]),
+            eps=group.get("eps"),
+            lr=None if group.get("lr") is None else float(group["lr"]),
+        )
+        self._finder.faults.append(fault)
+
+    def _find_weight_of(self, tensor: Tensor) -> Tensor:
+        """Return the parameter that a tensor is the master of, or the tensor."""
+        models = [] if self._session is None else self._session.models()
+        for model in models:
+            for weight in model.parameters():
+                if self._session is not None and self._session.find_master(weight) is tensor:
+                    return weight
+        return tensor
 
     def _finish_faults(self, is_skipped: bool) -> None:
         found, self._finder.faults = self._finder.faults, []
@@ -116,8 +191,8 @@ class Tracer(Recorder):
             found = [self._make_unseen()]
         facts: dict[str, Any] = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
         done = [
-            replace(fault, rank=find_rank() or 0, reach=self._find_reach(number), **facts)
-            for number, fault in enumerate(found)
+            replace(fault, rank=find_rank() or 0, reach=self._find_reach(number, fault), **facts)
+            for number, fault in enumerate(self._add_remedies(found))
         ]
         done = sorted((fault for fault in done if not _is_harmless(fault)), key=_is_aside)
         if done and all(self._is_search(fault) for fault in done):
@@ -126,8 +201,63 @@ class Tracer(Recorder):
             self._faults += done
         self._begin_step()
 
-    def _find_reach(self, number: int) -> str:
+    def stop(self) -> None:
+        """Look no more. What was found in a step that did not end has its remedies."""
+        self._finder.faults = self._add_remedies(self._finder.faults)
+        super().stop()
+
+    def _add_remedies(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
+        """Enter into the faults of a step what would have made its values fit: all of them need the same."""
+        if not faults:
+            return []
+        repair = self._finder.repair
+        models = [] if self._session is None else self._session.models()
+        has_lists = self._session is not None and self._session.oplists is not None
+        items = list(repair.items)
+        for item in repair.items:
+            items += [item._replace(module=module) for module in self._find_siblings(item)]
+        found = place(items, models, has_lists=has_lists)
+        facts: dict[str, Any] = {name: getattr(found, name) for name in ("regions", "ops", "alternative", "sites")}
+        done = []
+        for fault in faults:
+            if fault.value == "zero":
+                scale = None if repair.wanted is None else min(repair.wanted, repair.scale or repair.wanted)
+            else:
+                scale = min((one for one in (find_scale(fault), repair.scale) if one is not None), default=None)
+            own = facts
+            if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
+                weights = place([_of_weight(fault)], models, has_lists=has_lists)
+                own = {name: getattr(weights, name) for name in facts}
+            cause = "divergence" if self._has_diverged(fault) else fault.cause
+            done.append(replace(fault, cause=cause, scale=scale, beyond=repair.beyond, **own))
+        return done
+
+    def _find_siblings(self, item: Item) -> list[str]:
+        """Return the modules in which the same line gives values that nearly do not fit."""
+        found = []
+        for (site, aten, dtype), peaks in self._finder.peaks.items():
+            if (site, aten) == (item.site, item.aten):
+                limit = LARGEST[dtype] / _NEAR
+                found += [module for module, largest in peaks.items() if largest > limit]
+        return found
+
+    def _has_diverged(self, fault: FaultRecord) -> bool:
+        """Tell whether training has diverged: a wider range would only put the end off."""
+        if fault.value == "zero" or fault.cause == "came in" or fault.phase == "backward":
+            return False
+        losses, weights = self._losses, self._weights
+        if fault.out == "bf16" and fault.cause == "precision" and not fault.lost:
+            return True  # which has the range of float32
+        return fault.step > 0 and (
+            (len(losses) > 1 and losses[1] > _GROWN_LOSS * max(losses[0], 1e-3))
+            or (len(weights) > 1 and weights[1] > _GROWN_WEIGHTS * max(weights[0], 1e-3))
+            or (fault.cause == "mathematics" and fault.largest > _LARGE)
+        )
+
+    def _find_reach(self, number: int, fault: FaultRecord) -> str:
         """Return what came of a fault; of all, if it was not seen of which of them the loss and the gradients come."""
+        if fault.cause == "step":
+            return "weights"
         for reach, is_bad in (("gradients", bool(self._gradients)), ("loss", self._is_loss_bad)):
             if is_bad and number in (self._reaching[reach] or (number,)):
                 return reach
@@ -147,14 +277,34 @@ class Tracer(Recorder):
     def _is_search(self, fault: FaultRecord) -> bool:
         assert self._session is not None
         is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
-        return bool(is_dynamic and fault.skipped and (find_scale(fault) or 0.0) >= 1.0)
+        return bool(is_dynamic and fault.skipped and (fault.scale or 0.0) >= 1.0)
 
     def _find_name(self, storage: int) -> str:
         models: list[nn.Module] = [] if self._session is None else self._session.models()
         return next((name for name, tensor in name_tensors(models) if storage_of(tensor) == storage), "")
 
+    def _find_exact(self, storage: int) -> Tensor | None:
+        if self._session is None:
+            return None
+        for model in self._session.models():
+            for weight in model.parameters():
+                if storage_of(weight) == storage:
+                    return self._session.find_master(weight)
+        return None
+
     def _get_scale(self) -> float:
         return max(self._session.stats(wait=False).loss_scales, default=1.0) if self._session is not None else 1.0
+
+
+def _find_largest(tensors: Sequence[Tensor]) -> float:
+    """Return the largest magnitude of all, inf or NaN if one has that; 0 for none. Waits for the device."""
+    floating = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
+    return float(nn.utils.get_total_norm(floating, math.inf)) if floating else 0.0
+
+
+def _of_weight(fault: FaultRecord) -> Item:
+    """Return the module that a weight came in as part of."""
+    return Item(fault.module, bool(fault.module), fault.op, fault.listed, fault.aten, fault.site, "weights")
 
 
 def _is_harmless(fault: FaultRecord) -> bool:

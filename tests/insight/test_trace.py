@@ -12,7 +12,7 @@ from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
-from amp_patch.insight.records import FaultRecord
+from amp_patch.insight.records import FaultRecord, RunRecord
 
 
 class Sandwich(nn.Module):
@@ -132,6 +132,19 @@ def test_a_row_that_is_masked_all_over_is_mathematics():
 
     (fault,) = find(make_step(Sandwich(Call(attend))))
     assert (fault.op, fault.cause, fault.value) == ("torch.softmax", "mathematics", "nan")
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_trail_of_what_is_not_finite_is_written_and_read_and_told(number, tmp_path):
+    fault = FaultRecord(
+        0, "forward", "nan", "mathematics", aten="softmax", trail=(("masked_fill", number), ("mm", 2.0))
+    )
+    recording = insight.Recording(RunRecord("", "cpu", "O1", "f16", (), "", 0), [fault])
+    recording.to_jsonl(tmp_path / "faults.jsonl")
+    again = insight.Recording.read(tmp_path / "faults.jsonl")
+    (read,) = again.of(FaultRecord)
+    assert repr(read.trail) == repr(fault.trail)
+    assert insight.format_fault(read, again.run) == insight.format_fault(fault, again.run)
 
 
 def log_of_mask(x):
@@ -682,7 +695,7 @@ def test_what_16_bits_made_zero_may_be_mended_by_a_list(tmp_path):
 
     fault, *_ = find(make_step(Sandwich(Call(normalise))))
     text = insight.format_fault(fault, amp_run())
-    assert fault.cause == "mathematics" and 'modules: [{match: "between", run: float32}]' in text
+    assert (fault.cause, fault.lost) == ("precision", 1e-8) and 'modules: [{match: "between", run: float32}]' in text
     amp.reset()
     mended = tmp_path / "mended.yaml"
     mended.write_text('extends: float16\nmodules: [{match: "between", run: float32}]\n')

@@ -1,0 +1,206 @@
+"""What is to be done about a fault: `place` says of ops by what a list can reach them, `find_remedy` what to try.
+
+Nothing here is worded: `fault_text` does that, by the kind of script.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .records import FaultRecord, RunRecord
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .repair import Item
+
+Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
+_CASTS = ("_to_copy", "copy_")
+_NAMES = {"f16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to try.
+
+    Attributes:
+        kind: "list" (what has to run in float32), "scale" (a loss scale), "weights" (those that came in: a region, if
+            float32 holds them), "data", "mathematics", "divergence", "gradients" or "beyond" (no list helps), "step"
+            (the optimizer, its eps, or a level with masters).
+        extends: what a list is laid over.
+        regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
+        ops: names of ops to run in float32, beside these modules.
+        alternative: names of ops that suffice in the place of `regions` and `ops`.
+        sites: lines of the script that are to be given `.float()`, beside both.
+        scale: the loss scale to use, of a list: where it is fixed, beside the list; `is_larger`: than the present one.
+        eps: of the optimizer, where 16 bits make it zero.
+        level: to use instead.
+    """
+
+    kind: Kind
+    extends: str = ""
+    regions: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    alternative: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    scale: float | None = None
+    is_larger: bool = False
+    eps: float | None = None
+    level: str = ""
+
+    @property
+    def has_list(self) -> bool:
+        """Whether there is a list to try."""
+        return bool(self.regions or self.ops)
+
+
+def find_remedy(fault: FaultRecord, run: RunRecord) -> Remedy:
+    """Return what to try about a fault."""
+    is_low = bool({"f16", "bf16"} & {*fault.given})
+    if fault.cause == "step":
+        is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= 2.0**-25
+        level = {"f16": "O2", "bf16": "O5"}.get(fault.out, "")
+        return Remedy("step", eps=fault.eps if is_lost else None, level=level)
+    if fault.cause == "divergence":
+        return Remedy("divergence")
+    if fault.cause == "came in" and fault.in_float32 < math.inf:
+        return _list_of("list", fault, run)
+    if fault.cause == "came in":
+        return _list_of("weights", fault, run) if is_low and fault.parameter else Remedy("data")
+    if fault.cause == "mathematics":
+        return Remedy("mathematics")
+    if fault.phase == "backward" and fault.value == "zero":
+        return Remedy("scale", scale=fault.scale, is_larger=True)
+    if fault.phase == "backward" and fault.scale is not None and fault.scale >= 1:
+        return Remedy("scale", scale=fault.scale)
+    if fault.phase == "backward" and fault.rule.startswith("border"):
+        return Remedy("gradients")
+    if fault.beyond:
+        return Remedy("beyond")
+    return _list_of("list", fault, run)
+
+
+def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord) -> Remedy:
+    extends = run.lists[-1] if run.lists else _NAMES.get(run.low, "float16")
+    scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
+    return Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
+
+
+def format_entries(remedy: Remedy) -> list[str]:
+    """Return the lines of a list, less what it extends."""
+    lines = []
+    if remedy.regions:
+        rules = [f"{{{chooser}, run: float32}}" for chooser in remedy.regions]
+        lines.append(f"modules: [{', '.join(rules)}]")
+    if remedy.ops:
+        lines.append(f"blacklist: [{', '.join(remedy.ops)}]")
+    return lines
+
+
+# ---- by what a list reaches an op ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """By what ops are reached, as in `Remedy`."""
+
+    regions: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    alternative: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+
+
+def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: bool) -> Places:
+    """Return by what ops are reached that have to run in float32.
+
+    A module is named where the op is inside of one. A rule for the model itself would cover all of it, so an op that
+    the model calls itself, or the loss code, is named by a list. `has_lists`: whether lists of ops act at this level.
+    """
+    names: list[str] = []
+    regions: list[str] = []
+    ops: list[str] = []
+    sites: list[str] = []
+    covered: set[str] = set()  # lines of modules that other ops put into float32: a cast to x.dtype is one to float32
+    known = _name_all(models)
+    given = list(items)
+    for item in given:
+        found = known.get(item.module) if item.is_in_module or item.module else None
+        is_cast_of_script = item.aten in _CASTS and not item.listed and not item.rule
+        op = _find_listed_name(item) if has_lists else ""
+        if is_cast_of_script:
+            sites.append(item.site)
+        elif found is not None and found[0]:
+            names.append(found[0])
+            covered.add(item.site)
+        elif op:
+            ops.append(op)
+        elif found is not None:
+            regions.append(_choose_root(found[1], models))
+        else:
+            sites.append(item.site)
+    kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
+    regions = [*(f"match: {json.dumps(name)}" for name in fold(names, kinds)), *regions]
+    sites = [site for site in sites if not (regions and site in covered)]
+    listed = [item.listed for item in given if item.rule in ("whitelist", "promote")]
+    is_enough = has_lists and regions and len(listed) == len(given)
+    return Places(
+        tuple(dict.fromkeys(regions)),
+        tuple(dict.fromkeys(ops)),
+        tuple(dict.fromkeys(listed)) if is_enough else (),
+        tuple(dict.fromkeys(sites)),
+    )
+
+
+def _name_all(models: "Sequence[nn.Module]") -> "dict[str, tuple[str, nn.Module]]":
+    """Return for each module, by the name that reports have, its name in its own model, as rules have it, and the
+    model.
+    """
+    from .naming import name_modules
+
+    own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
+    return {name: own[known] for known, (_, name) in name_modules(list(models))}
+
+
+def _choose_root(model: "nn.Module", models: "Sequence[nn.Module]") -> str:
+    kind = type(model)
+    is_alone = len(models) == 1
+    if is_alone or "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
+        return 'match: "**"' if is_alone else 'match: "re:^$"'
+    return f"type: {kind.__module__}.{kind.__qualname__}"
+
+
+def _find_listed_name(item: "Item") -> str:
+    """Return by which name a list reaches an op, "" where it cannot: what is written in place stays in 16 bits."""
+    import torch
+
+    if item.listed or item.rule:
+        return item.listed if item.rule in ("whitelist", "promote") else ""
+    return item.aten if hasattr(torch.Tensor, item.aten) and not item.aten.endswith("_") else ""
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def fold(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
+    """Return patterns for modules: names that differ in numbers alone are one, which may match more than these, but
+    nothing of another kind; those inside of others are left out. `kinds`: the classes of all modules.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(_NUMBER.sub("*", name), []).append(name)
+    patterns: list[str] = []
+    for same in alike.values():
+        pattern = _star(same)
+        parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
+        others = {kind for name, kind in kinds.items() if parts.fullmatch(name)}
+        patterns += [pattern] if others <= {kinds.get(name) for name in same} else same
+    return [one for one in patterns if not any(one.startswith(f"{other}.") for other in patterns)]
+
+
+def _star(names: Sequence[str]) -> str:
+    """Return names of equally many parts as one, with `*` for the parts in which they differ."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

@@ -1,0 +1,31 @@
+"""Scripts with a fault that is known: its line and cause are told, and what is advised, applied as it is, repairs."""
+
+from pathlib import Path
+
+import pytest
+from seeded_faults import CASES, as_given, describe, find, remedied
+
+PAGE = Path(__file__).parents[2] / "docs" / "trace.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_seeded_fault_is_told_and_what_is_advised_repairs(name, tmp_path):
+    case = CASES[name]
+    found = find(case, as_given(case))
+    assert found.fault is not None
+    assert found.fault.cause == case.cause
+    assert found.fault.site in case.lines or found.fault.phase == "step"
+    if case.helps == "script":
+        assert not found.remedy.has_list and not found.remedy.scale, found.text
+    if case.helps == "list":
+        assert found.remedy.has_list, found.text
+    for given in remedied(case, found.remedy, tmp_path):
+        assert find(case, given).text == ""
+    assert describe(case, found) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_no_other_cases():
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert len(rows) == len(CASES) + 1
