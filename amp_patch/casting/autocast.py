@@ -54,11 +54,14 @@ class Autocast:
         """Enable autocast again."""
         torch.set_autocast_enabled(self.device_type, True)
 
-    def run_without(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` run with autocast disabled where the session acts, since its arguments are cast already."""
+    def run_without(self, original: Callable[..., Any], switch: "Switch | RulesAlone") -> Callable[..., Any]:
+        """Return `original` run with autocast disabled where the casts of a switch act: its arguments are cast."""
+        leaves_some = isinstance(switch, RulesAlone)
 
         @functools.wraps(original)
         def without(*args: Any, **kwargs: Any) -> Any:
+            if leaves_some and not switch.is_on_here():
+                return original(*args, **kwargs)
             if is_dynamo_compiling():
                 with torch.autocast(self.device_type, enabled=False):
                     return original(*args, **kwargs)

@@ -144,7 +144,7 @@ class Switch:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
         if is_dynamo_compiling():
             compiling.tell_of_break()
-        region = self._make_region(mode)
+        region = self._make_region(mode, None, None, waits=False)
         try:
             try:
                 self._add(region)
@@ -154,22 +154,15 @@ class Switch:
         finally:  # twice: an interrupt may come before the first one has begun
             self.leave(region)
 
-    def _make_region(
-        self, mode: Mode, owner: object = None, frame: types.FrameType | None = None, *, waits: bool = False
-    ) -> Region:
+    def _make_region(self, mode: Mode, owner: object, frame: types.FrameType | None, *, waits: bool) -> Region:
         """Make a region for `_add`. In one of float32, autocast is to cast nothing that is on no list of ours."""
         has_paused = mode is Mode.FLOAT32 and self.autocast is not None and self.autocast.pause()
         return Region(mode, owner, frame, waits, has_paused)
 
-    def enter(
-        self, mode: Mode, owner: object = None, frame: types.FrameType | None = None, *, waits: bool = False
-    ) -> Region:
-        """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks.
-
-        It is closed for them if the call whose frame they give ends without `leave`.
-        """
+    def enter(self, mode: Mode, owner: object = None) -> Region:
+        """Open a region and return what `leave` needs to close it; for what is no `with` block. Leaves autocast be."""
         self._leave_stale()
-        region = self._make_region(mode, owner, frame, waits=waits)
+        region = Region(mode, owner)
         self._add(region)
         return region
 
@@ -184,7 +177,9 @@ class Switch:
             if self.on:
                 # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
                 waits = not is_on and self._mode_outside() is Mode.OFF  # autocast may be entered inside of the forward
-                self.enter(mode if is_on or waits else Mode.OFF, owner, sys._getframe(2), waits=waits)
+                self._leave_stale()
+                chosen = mode if is_on or waits else Mode.OFF
+                self._add(self._make_region(chosen, owner, sys._getframe(2), waits=waits))
             return is_on
 
     def leave_module(self, owner: object) -> None:

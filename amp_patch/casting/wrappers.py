@@ -97,7 +97,7 @@ class OpCasts:
     def _replace(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
         is_product = op_lists.is_product(name)
         if self.autocast is not None:
-            original = self.autocast.run_without(original)
+            original = self.autocast.run_without(original, self.switch)
         if self.in_float32 is not None and (is_product or op_lists.is_without_kernel(name)):
             computed, original = original, self.in_float32.run_low(original)
             if kind == "whitelist" and is_product:

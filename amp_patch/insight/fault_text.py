@@ -112,7 +112,8 @@ def _advise(fault: FaultRecord, run: RunRecord) -> Iterator[str]:
         return
     scale = find_scale(fault)
     if scale is not None and scale >= 1:
-        yield f"a smaller loss scale, {_power(scale)} at most: no op list changes this"
+        written = f", as by GradScaler(init_scale={_power(scale)})" if run.is_native else ""
+        yield f"a smaller loss scale, {_power(scale)} at most{written}: no op list changes this"
         return
     if fault.phase == "backward" and fault.rule.startswith("border"):
         yield "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does"
@@ -128,8 +129,15 @@ def _advise_list(fault: FaultRecord, run: RunRecord, *, by_op: bool = True) -> I
         lines.append(f"blacklist: [{fault.listed}]")
     if fault.module and not fault.module.startswith("("):
         lines.append(f'modules: [{{match: "{fault.module}", run: float32}}]')
-    if not lines:
-        yield f"float32 for what {fault.op} is given there: .float() before it"
+    if not lines or (run.is_native and not run.low):
+        yield f"float32 for what {fault.op} is given at {fault.site or 'that line'}: .float() before it"
+        return
+    if run.is_native:
+        yield "in a list of your own, fix.yaml:"
+        yield "  " + "   or   ".join(lines)
+        yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
+        disabled = f'torch.autocast("{run.device}", enabled=False)'
+        yield f"{fault.site}: with {disabled}, and .float() on what {fault.op} is given"
         return
     yield "in a list of your own" + (f", below `extends: {extends}`" if fault.listed else "") + ":"
     yield "  " + "   or   ".join(lines)

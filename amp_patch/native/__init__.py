@@ -12,6 +12,7 @@ from .session import OVERLAY as OVERLAY
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover
 from .takeover import install as install
+from .takeover import start as start
 from .takeover import watch as watch
 
-__all__ = ["AS_IS", "OVERLAY", "NativeSession", "Takeover", "install", "watch"]
+__all__ = ["AS_IS", "OVERLAY", "NativeSession", "Takeover", "install", "start", "watch"]

@@ -2,8 +2,12 @@
 
 import sys
 import types
+from pathlib import Path
 
+import torch
 from torch import nn
+
+_NOT_THE_SCRIPTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 _WRAPPED = ("module", "_orig_mod")
 """Where DistributedDataParallel and DataParallel, and torch.compile, keep what they are around."""
@@ -24,6 +28,14 @@ def find_root(module: nn.Module) -> nn.Module | None:
         frame = frame.f_back
     root = unwrap(root)
     return root if next(root.parameters(), None) is not None else None
+
+
+def find_line() -> str:
+    """Return the innermost line of the script that is running, as `train.py:12`; empty without one."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def unwrap(module: nn.Module) -> nn.Module:

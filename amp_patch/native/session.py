@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,9 +136,9 @@ class NativeSession(Session):
         names = {id(one): name for model in self.models() for name, one in model.named_parameters()}
         return [names.get(id(tensor), f"parameter of shape {tuple(tensor.shape)}") for tensor in tensors]
 
-    def trained(self) -> Iterable[Tensor]:
+    def trained(self) -> list[Tensor]:
         """Return the parameters of the models."""
-        return {id(one): one for model in self.models() for one in model.parameters()}.values()
+        return list({id(one): one for model in self.models() for one in model.parameters()}.values())
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return what `amp.stats()` returns."""

@@ -5,6 +5,7 @@ way to one of `amp.initialize`.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -21,17 +22,20 @@ from ..casting import Autocast, compiling
 from ..config import load_oplists, make_policy
 from ..dtypes import dtype_name
 from ..errors import PolicyError, SessionError
-from ..hardware import as_device_type
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..reporting import say, say_once
+from ..script_settings import NoRegionError
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled
-from .roots import find_root
+from .roots import find_line, find_root
 from .session import AS_IS, NativeSession, overlay_policy, own_lists
 
 PLAIN = "O0"
 ADVICE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
+
+
+_HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (everywhere=True) out"
 
 
 class Takeover:
@@ -41,18 +45,29 @@ class Takeover:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
         lists: op lists over those, later ones winning.
         compute: as of `amp.initialize`, for a level.
-        everywhere: all of this thread is one region, for a script that has none.
+        everywhere: from the first call of a model on, all of this thread is one region; for a script that has none.
+        needs_region: refuse to step without a region, even where that is what is asked for.
     """
 
     def __init__(
-        self, opt_level: str | None = None, lists: Sequence[str] = (), compute: str | None = None, *, everywhere: bool
+        self,
+        opt_level: str | None = None,
+        lists: Sequence[str] = (),
+        compute: str | None = None,
+        *,
+        everywhere: bool = False,
+        needs_region: bool = False,
     ) -> None:
         self._level = opt_level
+        self._policy = None if opt_level is None else make_policy(opt_level, {})
         self._lists = tuple(lists)
         self._compute = compute
         self._everywhere = everywhere
+        self._needs_region = needs_region
+        self._was_in_region = False
+        self._called_at = ""  # the line that called a model
+        self._scaler: weakref.ref[Any] | None = None
         self._region: Any = None  # that of `everywhere`
-        self._was_opened = False
         self._is_watching = False
         self._is_scaling = False  # a GradScaler is stepping
         self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
@@ -74,23 +89,21 @@ class Takeover:
         patcher.install(
             [
                 Patch(torch.autocast, "__enter__", self._enter),
+                Patch(torch.amp.GradScaler, "__init__", self._make_scaler),
                 Patch(torch.amp.GradScaler, "scale", self._scale),
                 Patch(torch.amp.GradScaler, "step", self._step),
             ]
         )
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
-        has_rules = bool(self._lists) and bool(load_oplists(self._lists).modules)
-        if has_rules or self._everywhere:
+        if self.changes:
             self._add(register_module_forward_pre_hook(self._note_module))
-        if self._everywhere:
-            self._cover_all()
 
     def watch(self) -> Callable[[], None]:
         """Tell those who watch of losses and models too, until what is returned is called."""
         undo, patcher = UndoStack(), Patcher()
         undo.callback(setattr, self, "_is_watching", False)
-        self._close()  # the next one is made for being watched
+        self._close()  # the next session is made for being watched
         self._is_watching = True
         undo.callback(patcher.undo)
         patcher.install([Patch(torch.autograd, "backward", self._backward)])
@@ -120,12 +133,12 @@ class Takeover:
         if isinstance(current.state.session, NativeSession):
             current.reset()
 
-    def _cover_all(self) -> None:
-        """Enter a region and stay in it. Its cache of weights would be that of torch, which no step clears."""
-        low = make_policy(self._level or "O4", {}).low_dtype
-        device_type = as_device_type(None)
+    def _cover_all(self, device_type: str) -> None:
+        """Enter a region and stay in it, without torch's cache of weights, which no step clears."""
+        if torch.is_autocast_enabled(device_type):
+            raise PolicyError(_HAS_REGIONS)
+        low = torch.bfloat16 if self._policy is None else self._policy.low_dtype
         region = torch.autocast(device_type, low, cache_enabled=False)
-        self._ensure(device_type, low)
         region.__enter__()
         self._region = region
 
@@ -146,8 +159,10 @@ class Takeover:
         if self._level is None and low is None and (self._lists or not self._is_watching):
             return None
         opened = self._make(device_type, low)
-        self._was_opened = True
         current.open_session(opened)
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is not None and scaler.is_enabled():
+            opened.use_scaler(scaler)
         if self.changes:
             say("amp_patch: on %s, %s: %d names patched", device_type, opened.policy.description, len(opened.patcher))
         return opened
@@ -178,7 +193,8 @@ class Takeover:
         def enter(region: Any) -> Any:
             if not is_region_enabled(region) or self._is_of_amp():
                 return original(region)
-            self._check_region(region)
+            self._check_region()
+            self._was_in_region = True
             dtype = region.fast_dtype
             session = self._ensure(region.device, dtype)
             if session is None or session.device_type != region.device:
@@ -206,11 +222,12 @@ class Takeover:
         has_other = current.state.session is not None and self.session() is None
         return has_other or current.state.is_disabled
 
-    def _check_region(self, region: Any) -> None:
+    def _check_region(self) -> None:
         """Raise PolicyError for a region in which the level cannot be."""
         if self._region is not None:
-            raise PolicyError("this script has regions of torch.autocast: leave --everywhere (everywhere=True) out")
-        if self._level is not None and self._level != PLAIN and not make_policy(self._level, {}).patch_torch_functions:
+            raise PolicyError(_HAS_REGIONS)
+        policy = self._policy
+        if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
             raise PolicyError(
                 f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, in the place of"
                 f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
@@ -231,12 +248,23 @@ class Takeover:
         if root is None:
             return
         device_type = next(root.parameters()).device.type
+        self._called_at = self._called_at or find_line()
+        if self._everywhere and self._region is None:
+            self._cover_all(device_type)
+            session = self.session()
         if session is None and device_type != "meta":
             is_in_region = torch.is_autocast_enabled(device_type)
             session = self._ensure(device_type, torch.get_autocast_dtype(device_type) if is_in_region else None)
         if session is not None:
             session.add_root(root)
             events.tell(session.without_casts(), "session_opened", session)
+
+    def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._scaler = weakref.ref(scaler)
+
+        return make
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, outputs: Any) -> Any:
@@ -293,17 +321,17 @@ class Takeover:
 
     def _check_step(self) -> None:
         """Raise PolicyError before the first step of a script that would train otherwise than it was told to."""
-        if self.changes and self._level != PLAIN and not self._was_opened:
-            raise PolicyError(
-                "this script trains without torch.autocast and without amp.initialize, so nothing says where casts may"
-                " act, and all would run as it is. Write `with torch.autocast(device_type, dtype=torch.bfloat16):`"
-                " around the forward pass and the loss; or add --everywhere, which runs the whole script in one region"
+        is_needed = self._needs_region or (self.changes and self._level != PLAIN)
+        if is_needed and not self._was_in_region:
+            where = f"{self._called_at} calls the model and {find_line()} steps"
+            raise NoRegionError(
+                f"this script trains without torch.autocast and without amp.initialize: {where}, and nothing says where"
+                " casts may act. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the"
+                " model and the loss; or have `amp-patch run --everywhere --opt-level O4` run all of it in one region"
             )
         session = self.session()
-        is_float16 = (
-            session is not None and self._level not in (None, PLAIN) and session.policy.low_dtype is torch.float16
-        )
-        if is_float16 and not self._is_scaling:
+        low = None if session is None or self._level is None else session.policy.low_dtype
+        if low is torch.float16 and not self._is_scaling:
             raise PolicyError(
                 f"{self._level} is float16, whose gradients need a loss scale, and this script steps without a"
                 " GradScaler: use O4, or scale its loss by torch.amp.GradScaler"
@@ -323,6 +351,9 @@ class Takeover:
         session.add_optimizer(optimizer)
         session.note_step(optimizer, is_skipped=is_skipped)
         events.tell(session.without_casts(), "step_ended", optimizer)
+
+
+_TWICE = "amp_patch.native is installed already: call remove() of what install returned first"
 
 
 class _Installed:
@@ -359,11 +390,11 @@ def install(
         SessionError: something is installed already.
     """
     if _installed.takeover is not None:
-        raise SessionError("amp_patch.native is installed already: call remove() of what install returned first")
+        raise SessionError(_TWICE)
     names = [lists] if isinstance(lists, (str, os.PathLike)) else list(lists)
     spelled = [os.fspath(one) for one in names]
     if spelled:
-        load_oplists(spelled)  # raises for what cannot be read
+        load_oplists(["autocast-cpu", *spelled])  # raises for what cannot be read
     if opt_level is not None and opt_level != PLAIN:
         level = make_policy(opt_level, {"compute": compute})
         if everywhere and level.low_dtype is torch.float16:
@@ -388,13 +419,22 @@ def _start(takeover: Takeover) -> None:
         raise
 
 
+def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
+    """Put a takeover in, for a run that is told what to change; returns what takes it out.
+
+    Raises SessionError if there is one.
+    """
+    if _installed.takeover is not None:
+        raise SessionError(_TWICE)
+    undo = UndoStack()
+    undo.callback(takeover.remove)
+    _start(takeover)
+    if is_watched:
+        undo.callback(takeover.watch())
+    return undo.close
+
+
 def watch() -> Callable[[], None]:
     """Have watchers told of what runs without `amp.initialize`, until what is returned is called."""
-    undo = UndoStack()
     takeover = _installed.takeover
-    if takeover is None:
-        takeover = Takeover(everywhere=False)
-        undo.callback(takeover.remove)
-        _start(takeover)
-    undo.callback(takeover.watch())
-    return undo.close
+    return start(Takeover(), is_watched=True) if takeover is None else takeover.watch()

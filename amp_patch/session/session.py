@@ -215,6 +215,14 @@ class Session:
         """Tell whether the last step of an optimizer was skipped. May wait for the device."""
         return bool(getattr(optimizer, "step_was_skipped", False))
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the bound optimizers that are still alive."""
+        return [optimizer for binding in self.bindings() if (optimizer := binding.optimizer) is not None]
+
+    def trained(self) -> list[Tensor]:
+        """Return what the optimizers step on."""
+        return [parameter for binding in self.bindings() for parameter in binding.parameters()]
+
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
         return self._bindings.get_optimizer(optimizer)
