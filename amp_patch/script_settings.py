@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .errors import SessionError
+
 _OF_LEVELS = frozenset(
     {"cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights"}
 )
+
+
+class NoRegionError(SessionError):
+    """A script has neither `amp.initialize` nor `torch.autocast`, so nothing says where casts may act."""
 
 
 class Settings(NamedTuple):

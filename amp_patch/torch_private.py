@@ -220,6 +220,15 @@ get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
+# Whether an instance of torch.autocast enables or disables casts. Without it: O0 does not reach scripts with autocast.
+is_region_enabled: Callable[[Any], bool] = operator.attrgetter("_enabled")
+
+
+def enable_region(region: Any, is_enabled: bool) -> None:
+    """Have an instance of torch.autocast enable casts, or disable them, when it is entered."""
+    region._enabled = is_enabled
+
+
 # ---- ops and dispatch ------------------------------------------------------------------------------------------------
 
 # The namespace through which recurrent layers call their kernels, and op lists patch them. Without it: no op of theirs.

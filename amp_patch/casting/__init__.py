@@ -2,6 +2,8 @@
 
 from . import compiling as compiling
 from . import op_patches as op_patches
+from .autocast import Autocast as Autocast
+from .autocast import RulesAlone as RulesAlone
 from .mode import Mode as Mode
 from .mode import Switch as Switch
 from .op_patches import DeferredOps as DeferredOps

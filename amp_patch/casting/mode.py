@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from ..interrupts import is_running
 from . import compiling
@@ -32,6 +32,19 @@ class Mode(Enum):
 _MODES = {mode.name: mode for mode in Mode}
 
 
+class Regions(Protocol):
+    """The regions of `torch.autocast` that a switch follows; see `Autocast`."""
+
+    def is_here(self) -> bool:
+        """Tell whether this thread is in one."""
+
+    def pause(self) -> bool:
+        """Disable autocast in this thread, and tell whether there is something to `resume`."""
+
+    def resume(self) -> None:
+        """Enable autocast again."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Region:
     """Where a mode holds.
@@ -41,23 +54,31 @@ class Region:
         owner: by which `leave_module` finds it.
         frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
             one that lasts until it is left.
+        waits: it acts only where torch.autocast is in force.
+        has_paused: autocast was in force and is disabled for its length.
     """
 
     mode: Mode
     owner: object = None
     frame: types.FrameType | None = None
+    waits: bool = False
+    has_paused: bool = False
 
 
 class Switch:
     """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for
     a while.
+
+    Args:
+        autocast: where casts act while no region is open; None: everywhere.
     """
 
-    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "on", "regions")
+    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "autocast", "on", "regions")
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: Regions | None = None) -> None:
+        self.autocast = autocast
         self.on = False
-        self.regions = 0  # open regions of all threads
+        self.regions = 0 if autocast is None else 1  # open regions of all threads, and those of autocast as one
         self._open: list[Region] = []  # the same, in the order in which they were opened
         self._local = threading.local()
         self._lock = threading.RLock()
@@ -80,6 +101,10 @@ class Switch:
         for region in reversed(self._regions_here()):
             self.leave(region)
 
+    def has_regions(self) -> bool:
+        """Tell whether some thread has a region open."""
+        return bool(self._open)
+
     def is_on_here(self) -> bool:
         """Tell whether casts act in this thread now."""
         return self.mode_here() is not Mode.OFF
@@ -92,27 +117,34 @@ class Switch:
             return Mode.BY_LISTS
         if is_dynamo_compiling():  # which can trace no thread-locals
             return _MODES[self._get_name()]
+        if not self._open:
+            return self._mode_outside()
         return self._find_mode()
+
+    def _mode_outside(self) -> Mode:
+        """Return how casts act in this thread outside of all regions."""
+        return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
         self._leave_stale()
         regions = self._regions_here()
         if regions:
-            return regions[-1].mode
+            is_waiting = regions[-1].waits and self.autocast is not None and not self.autocast.is_here()
+            return Mode.OFF if is_waiting else regions[-1].mode
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:
                     return self._open[-1].mode
-        return Mode.BY_LISTS
+        return self._mode_outside()
 
     @contextlib.contextmanager
     def region(self, mode: Mode) -> Iterator[None]:
         """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
         if is_dynamo_compiling():
             compiling.tell_of_break()
-        region = Region(mode)
+        region = self._make_region(mode, None, None, waits=False)
         try:
             try:
                 self._add(region)
@@ -122,13 +154,15 @@ class Switch:
         finally:  # twice: an interrupt may come before the first one has begun
             self.leave(region)
 
-    def enter(self, mode: Mode, owner: object = None, frame: types.FrameType | None = None) -> Region:
-        """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks.
+    def _make_region(self, mode: Mode, owner: object, frame: types.FrameType | None, *, waits: bool) -> Region:
+        """Make a region for `_add`. In one of float32, autocast is to cast nothing that is on no list of ours."""
+        has_paused = mode is Mode.FLOAT32 and self.autocast is not None and self.autocast.pause()
+        return Region(mode, owner, frame, waits, has_paused)
 
-        It is closed for them if the call whose frame they give ends without `leave`.
-        """
-        region = Region(mode, owner, frame)
+    def enter(self, mode: Mode, owner: object = None) -> Region:
+        """Open a region and return what `leave` needs to close it; for what is no `with` block. Leaves autocast be."""
         self._leave_stale()
+        region = Region(mode, owner)
         self._add(region)
         return region
 
@@ -142,7 +176,10 @@ class Switch:
             is_on = self.is_on_here()
             if self.on:
                 # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
-                self.enter(mode if is_on else Mode.OFF, owner, sys._getframe(2))
+                waits = not is_on and self._mode_outside() is Mode.OFF  # autocast may be entered inside of the forward
+                self._leave_stale()
+                chosen = mode if is_on or waits else Mode.OFF
+                self._add(self._make_region(chosen, owner, sys._getframe(2), waits=waits))
             return is_on
 
     def leave_module(self, owner: object) -> None:
@@ -165,6 +202,8 @@ class Switch:
         regions = self._regions_here()
         if region in regions:
             regions.remove(region)
+            if region.has_paused and self.autocast is not None:
+                self.autocast.resume()
         innermost = Mode.BY_LISTS
         if regions:
             innermost = regions[-1].mode
@@ -172,7 +211,7 @@ class Switch:
         with self._lock:
             if region in self._open:
                 self._open.remove(region)
-            self.regions = len(self._open)
+            self._count()
 
     def _regions_here(self) -> list[Region]:
         """Return the open regions of this thread, innermost last."""
@@ -192,7 +231,10 @@ class Switch:
         compiling.show_region(region.mode.name)
         with self._lock:
             self._open.append(region)
-            self.regions = len(self._open)
+            self._count()
+
+    def _count(self) -> None:
+        self.regions = len(self._open) + (self.autocast is not None)
 
 
 _switches: "weakref.WeakSet[Switch]" = weakref.WeakSet()

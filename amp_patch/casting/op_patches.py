@@ -17,6 +17,7 @@ from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger
 from ..torch_private import C_NN, get_first_weight
+from .autocast import RulesAlone
 from .mode import Switch
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
@@ -27,13 +28,19 @@ Registration = tuple[Any, str, str]
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
     """Yield a patch for every listed spelling, and for the user's registrations in their place."""
-    overridden = {(id(owner), name) for owner, name, _ in registered}
+    known = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
-        if (id(spelling.owner), spelling.name) not in overridden:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, casts, spelling.entry.place)
+        chosen = casts.choose(spelling.entry)
+        if chosen is not None and (id(spelling.owner), spelling.name) not in known:
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.place)
     for owner, name, kind in registered:
         if kind != "neutral":  # taken off whatever list it was on
             yield plan_op(owner, name, kind, casts)
+    if casts.autocast is not None and casts.autocast.own is not None:
+        known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
+        for spelling in casts.autocast.own.spellings:
+            if (id(spelling.owner), spelling.name) not in known:  # these lists leave it alone, and torch would not
+                yield plan_op(spelling.owner, spelling.name, "neutral", casts)
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
@@ -128,7 +135,9 @@ class DeferredOps:
     def _patch(self, spelling: op_lists.Spelling, complete: str) -> dict[int, Callable[..., Any]]:
         """Patch an op if it is there and not patched yet. Returns its replacement, by the id of the original."""
         owner, name = op_lists.find_owner(spelling, complete), spelling.name
-        if owner is None or self._patcher.is_in_place(owner, name) or (id(owner), name) in self._overridden:
+        casts = self._casts.choose(spelling.entry)
+        is_overridden = (id(owner), name) in self._overridden
+        if casts is None or owner is None or is_overridden or self._patcher.is_in_place(owner, name):
             return {}
         self._patcher.forget(owner, name)
         held = vars(owner).get(name)
@@ -136,7 +145,7 @@ class DeferredOps:
             if replacement is held:
                 # the module imported another patched function by this name: it gets one wrapper, not two
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.kind, self._casts, spelling.entry.place)])
+        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.place)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
     def _warn(self, spelling: op_lists.Spelling, message: str) -> None:
@@ -152,7 +161,7 @@ class DeferredOps:
 # ---- what surrounds the ops ------------------------------------------------------------------------------------------
 
 
-def replay_regions(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
     """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -202,6 +211,16 @@ def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Cal
             return original(*args, **kwargs)
 
     return trace
+
+
+def invalidate_too(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
+    """Low copies of weights last as long as those of torch.autocast."""
+
+    def clear_autocast_cache() -> None:
+        original()
+        cache.invalidate_all()
+
+    return clear_autocast_cache
 
 
 def tell_of_reload(original: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:

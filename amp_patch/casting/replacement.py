@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 
@@ -29,7 +30,7 @@ ALWAYS = object()
 """For `passing`: the rule is asked about every call."""
 
 
-def replace(original: Op, rule: Rule, switch: Switch, public: "PublicOp", passing: object) -> Op:
+def replace(original: Op, rule: Rule, switch: Switch | RulesAlone, public: "PublicOp", passing: object) -> Op:
     """Return what stands in the place of `original`.
 
     Args:
@@ -69,7 +70,7 @@ def replace(original: Op, rule: Rule, switch: Switch, public: "PublicOp", passin
     return wrapper
 
 
-def run_in_region(original: Op, mode: Mode, switch: Switch) -> Op:
+def run_in_region(original: Op, mode: Mode, switch: Switch | RulesAlone) -> Op:
     """Return `original` run in a region of that mode, in which are all the functions that it calls."""
 
     def in_region(*args: Any, **kwargs: Any) -> Any:

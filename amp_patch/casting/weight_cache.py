@@ -100,16 +100,20 @@ class WeightCache:
         low: their dtype.
         device_type: where they are, which says whether they are refreshed in place, or dropped.
         is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
+        takes_leaves: keep copies of all leaves that require gradients, as torch.autocast does, until `invalidate_all`.
 
     Attributes:
         valid, owned: the valid entries and the parameters, by the parameter's id.
     """
 
-    def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
+    def __init__(
+        self, low: torch.dtype, device_type: str, *, is_rounded: bool = False, takes_leaves: bool = False
+    ) -> None:
         self.low = low
         self.valid: dict[int, ValidEntry] = {}
         self.owned: dict[int, Tensor] = {}
-        self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
+        self._takes_leaves = takes_leaves
+        self._is_refreshed = are_refreshed_on(device_type) and not (is_rounded or takes_leaves)
         self._entries: dict[int, _Entry] = {}  # those that are refreshed
         self._is_bypassed = False
         self._lock = threading.RLock()
@@ -135,13 +139,15 @@ class WeightCache:
         """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
         `plain_cast`. A tensor that may have an entry has one from then on.
         """
-        valid, owned, float32 = self.valid, self.owned, torch.float32
+        valid, owned, float32, takes_leaves = self.valid, self.owned, torch.float32, self._takes_leaves
 
         def to_low(tensor: Tensor) -> Tensor:
             if is_dynamo_compiling():
                 return plain_cast(tensor)
             key = id(tensor)
-            if key not in owned or tensor.dtype is not float32:
+            if tensor.dtype is not float32:
+                return plain_cast(tensor)
+            if key not in owned and not (takes_leaves and tensor.requires_grad and tensor.is_leaf):
                 return plain_cast(tensor)
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)

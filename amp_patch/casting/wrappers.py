@@ -15,6 +15,7 @@ from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast
 from ..errors import BannedOpError
 from ..torch_private import count_dispatch_modes
+from .autocast import Autocast, RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .products import Products
@@ -43,23 +44,28 @@ class OpCasts:
         cache: the cache of low-precision weights, or None to cast weights at each use.
         in_float32: computes products in float32, or None to leave them to the kernels of the low dtype.
         casts_inside: run the bodies of listed functions that are not of torch by their rule, too.
+        autocast: the regions in which all this acts, or None for everywhere.
     """
 
     def __init__(
         self,
-        switch: Switch,
+        switch: Switch | RulesAlone,
         low: torch.dtype,
         device_type: str,
         cache: WeightCache | None,
         in_float32: Products | None = None,
         *,
         casts_inside: bool = True,
+        autocast: Autocast | None = None,
     ) -> None:
         self.switch = switch
         self.low = low
         self.device_type = device_type
         self.in_float32 = in_float32
         self.casts_inside = casts_inside
+        self.autocast = autocast
+        self.by_torch: OpCasts | None = None
+        """Replaces ops that torch.autocast is to cast; None leaves them alone. See `choose`."""
         self.to_low = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain = self.to_low
@@ -69,6 +75,10 @@ class OpCasts:
             self.to_low = cache.make_cast(self._plain)
             self._valid, self._owned = cache.valid, cache.owned
         self._replacements = Replacements()
+
+    def choose(self, entry: op_lists.OpEntry) -> "OpCasts | None":
+        """Return what replaces the ops of an entry, None where they are to be left alone."""
+        return self.by_torch if self.autocast is not None and self.autocast.leaves(entry) else self
 
     def wrap(self, kind: str, original: Op) -> Op:
         """Return the replacement of `original` under the rule `kind`: the same one wherever `original` is found."""
@@ -86,6 +96,8 @@ class OpCasts:
 
     def _replace(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
         is_product = op_lists.is_product(name)
+        if self.autocast is not None:
+            original = self.autocast.run_without(original, self.switch)
         if self.in_float32 is not None and (is_product or op_lists.is_without_kernel(name)):
             computed, original = original, self.in_float32.run_low(original)
             if kind == "whitelist" and is_product:
@@ -101,6 +113,7 @@ class OpCasts:
             "match_self": (self._match_self, None),
             "inplace_error": (self._inplace_error, torch.float32),
             "banned": (self._banned, torch.float32),
+            "neutral": (_leave, None),
         }[kind]
         general = replace(original, make_rule(original), self.switch, public, passing)
         if kind == "whitelist" and name in _WEIGHTED:
@@ -124,7 +137,7 @@ class OpCasts:
         position, by_lists = _position_of_inplace(original), Mode.BY_LISTS
         float32, strided = torch.float32, torch.strided
         on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
-        get_entry, owned = self._valid.get, self._owned
+        get_entry, owned, caches_leaves = self._valid.get, self._owned, self.autocast is not None
         if dtype is float32:
             get_entry, owned = _NOTHING.get, _NOTHING
 
@@ -155,6 +168,7 @@ class OpCasts:
                             and value.__class__ in PLAIN_CLASSES
                             and value.layout is strided
                             and id(value) not in owned
+                            and not (caches_leaves and value.requires_grad and value.is_leaf)
                         ):
                             values[index] = value.to(dtype)
                             continue
@@ -338,6 +352,11 @@ class OpCasts:
         return rule
 
 
+def _leave(original: Op) -> Rule:
+    """Run in the dtypes that are given."""
+    return lambda args, kwargs, mode: (original, args, kwargs)
+
+
 def _is_torchs(original: Op) -> bool:
     """Tell whether a function is of torch: methods of tensors name no module."""
     module = getattr(original, "__module__", None)
@@ -348,7 +367,7 @@ def _is_torchs(original: Op) -> bool:
 
 def _position_of_inplace(original: Op) -> int | None:
     """Return where a function takes the flag `inplace`, or None if it takes none."""
-    code = getattr(original, "__code__", None)
+    code = getattr(getattr(original, "__wrapped__", original), "__code__", None)
     if code is None:
         return None
     names = code.co_varnames[: code.co_argcount]

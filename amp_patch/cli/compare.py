@@ -13,13 +13,16 @@ from ..terminal import print_report
 from .scripts import ScriptRunner, add_script
 from .values import check_lists, new_file, oplist, opt_level, positive
 
-RUNS = "O0,O1,O2,O4,O5"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--runs", type=_runs, default=None, metavar="RUNS", help=f"levels, with op lists to lay over (default: {RUNS})"
+        "--runs",
+        type=_runs,
+        default=None,
+        metavar="RUNS",
+        help="levels, with op lists to lay over, and as-is for the script's own (default: O0,O1,O2,O4,O5; of a script"
+        " with torch.autocast as-is,O0,O1,O4)",
     )
     parser.add_argument(
         "--reference", type=_run, metavar="RUN", help="what the others are compared with (default: O0, else the first)"
@@ -45,10 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--opt-level has no place here: name levels by --runs")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
-    asked = arguments.runs or _runs(RUNS)
-    reference = arguments.reference or ("O0" if "O0" in asked else asked[0])
+    asked = arguments.runs
+    reference = arguments.reference or ("O0" if asked is None or "O0" in asked else asked[0])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    check_lists(arguments.parser, "--runs", *(name for one in [*asked, reference] for name in one.split("+")[1:]))
+    named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]
+    check_lists(arguments.parser, "--runs", *named)
     plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
     prefix = arguments.parser.prog
     runner = ScriptRunner(arguments, is_quiet=True)
@@ -83,6 +87,6 @@ def _runs(text: str) -> list[str]:
 
 
 def _run(text: str) -> str:
-    """`O4+my_lists.yaml`, checked, with the paths of its lists made absolute."""
+    """`O4+my_lists.yaml`, or with `as-is`, checked, with the paths of its lists made absolute."""
     level, *lists = text.split("+")
-    return "+".join([opt_level(level), *map(oplist, lists)])
+    return "+".join([level if level == "as-is" else opt_level(level), *map(oplist, lists)])

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if found.is_interrupted and not any(one.ops for one in recordings):
         raise KeyboardInterrupt
     if not recordings:
-        reason = f"it ended with exit code {code}" if code else "it never called amp.initialize"
+        reason = f"it ended with exit code {code}" if code else "it called no model and no amp.initialize"
         raise _NothingRecordedError(f"nothing to explain: {reason} before a step was recorded")
     if arguments.json is not None:
         write_all(recordings, arguments.json)

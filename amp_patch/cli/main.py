@@ -40,7 +40,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
     Command("explain", "Run a script for a step, and say which op ran in which precision, and why.", True),
     Command("lists", "Show, check, compare and explain op lists."),
-    Command("run", "Run a script written for NVIDIA Apex, unmodified."),
+    Command("run", "Run a script with torch.autocast, or written for NVIDIA Apex, at another level or with op lists."),
     Command("trace", "Run a script until a value does not fit, and say which op made it, why, and what to try.", True),
     Command("tune", "Find the fewest modules or ops of a script that must stay in float32.", True),
 )

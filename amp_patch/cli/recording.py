@@ -1,4 +1,5 @@
-"""In the process of a script that a command watches: waits for a session, and writes what a probe has seen into a file.
+"""In the process of a script that a command runs: lays lists over its torch.autocast; waits for a session, and writes
+what a probe has seen into a file.
 
 Imported as Python starts, so it imports no torch before the script does.
 """
@@ -7,11 +8,16 @@ import atexit
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, seed_when_imported
+from ..script_settings import NoRegionError
+
+NO_REGION = "no-region"
+"""A file in the folder of a run."""
 
 
 class _Waiting(events.Watcher):
@@ -52,17 +58,35 @@ class _Waiting(events.Watcher):
         file.with_suffix(".part").replace(file)
 
 
-def _say_nothing_of_ctrl_c(
-    kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
-) -> None:
-    """Print the traceback of what ends the script, but for Ctrl-C: the command says a line of that."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, traceback)
+def take_over(*, is_watched: bool, **options: Any) -> None:
+    """Lay over torch.autocast, as soon as torch is imported, what a `Takeover` is told to."""
+    import wrapt
+
+    def start(_: types.ModuleType) -> None:
+        from .. import native
+
+        native.start(native.Takeover(**options), is_watched=is_watched)
+
+    wrapt.when_imported("torch")(start)
+
+
+def _make_excepthook(folder: str) -> Callable[..., None]:
+    """Return what prints the traceback of what ends the script, but for what the command says a line of: Ctrl-C, and
+    that there is nothing to change, whose text is left in `NO_REGION`.
+    """
+
+    def print_error(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        if issubclass(kind, NoRegionError):
+            Path(folder, NO_REGION).write_text(str(error), encoding="utf-8")
+        elif not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, traceback)
+
+    return print_error
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
     """Watch this process by a probe, and write what it has seen into a file in `folder`."""
-    sys.excepthook = _say_nothing_of_ctrl_c
+    sys.excepthook = _make_excepthook(folder)
     if seed is not None:
         seed_when_imported(seed)
     events.watch(_Waiting(folder, Run(probe, options, seed=seed)))

@@ -1,4 +1,5 @@
-"""`amp-patch run`: a script written for NVIDIA Apex, unmodified, with the stand-in for `apex` in place.
+"""`amp-patch run`: a script, unmodified, at another level or with other op lists. One written for NVIDIA Apex finds the
+stand-in for `apex`; in one with torch.autocast, lists are laid over what that does.
 
 Python is started anew in the place of this process, with a folder in front of PYTHONPATH whose `sitecustomize`
 installs the stand-in: in the script's process, and in every Python that it starts in turn (launchers, spawned workers,
@@ -22,8 +23,15 @@ STARTUP = Path(__file__).with_name("startup")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
-    parser.usage = "%(prog)s [--opt-level LEVEL] [--lists LIST] [--force] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.usage = (
+        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    )
     add_settings(parser)
+    parser.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="run a script that has no amp in one region of torch.autocast, in bfloat16",
+    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
     )
@@ -32,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
     """Declare what is laid over a script. Without `has_level`, no help tells of --opt-level, which is to be refused."""
-    text = "the level to use, whatever the script says: O0 to O5" if has_level else argparse.SUPPRESS
+    text = (
+        "the level to use, whatever the script says: O0 to O5; O0, O1 or O4 for torch.autocast"
+        if has_level
+        else argparse.SUPPRESS
+    )
     parser.add_argument("--opt-level", type=opt_level, metavar="LEVEL", help=text)
     parser.add_argument(
         "--lists",
@@ -41,8 +53,9 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
         default=[],
         metavar="LIST",
         help=(
-            "an op list (a shipped name or a .yaml file) to lay over the script's, or over the list apex for a script"
-            " of Apex; O2, O3 and O5 take its module rules alone; may be repeated, and later ones win"
+            "an op list (a shipped name or a .yaml file) to lay over the script's, over what torch.autocast does in"
+            " its regions, or over the list apex for a script of Apex; O2, O3 and O5 take its module rules alone; may"
+            " be repeated, and later ones win"
         ),
     )
     parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
@@ -50,6 +63,8 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
+    if arguments.everywhere:
+        _check_everywhere(arguments)
     line, environment = prepare(arguments)
     check_lists(arguments.parser, "--lists", *arguments.lists)
     if has_lists_behind(arguments.module or arguments.script):
@@ -58,13 +73,31 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     start(line, environment)
 
 
+def _check_everywhere(arguments: argparse.Namespace) -> None:
+    """Leave as for bad usage where no region can be made of the whole script."""
+    if arguments.opt_level is None and not arguments.lists:
+        arguments.parser.error("--everywhere needs a level, O4, or --lists")
+    if arguments.opt_level == "O1":
+        arguments.parser.error(
+            "--everywhere with O1: float16 gradients need a loss scale, and a script without amp scales no loss;"
+            " use O4, which is bfloat16"
+        )
+    if arguments.opt_level not in (None, "O4"):
+        arguments.parser.error(f"--everywhere with {arguments.opt_level}: no op of a region would be cast; use O4")
+
+
 def has_lists_behind(command: list[str]) -> bool:
     """Tell whether a script gets a `--lists`, which other commands take there; a `--` in front means it to."""
     return command[:1] != ["--"] and any(one.partition("=")[0] == "--lists" for one in command[1:])
 
 
-def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `python`, and its environment, that run the script. `more` goes to sitecustomize."""
+def prepare(
+    arguments: argparse.Namespace, *, needs_region: bool = False, **more: object
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of `python`, and its environment, that run the script. `more` goes to sitecustomize.
+
+    With `needs_region`, a script without amp is refused even where nothing is to be changed.
+    """
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     command = script if arguments.module is None else ["-m", *arguments.module, *arguments.script]
     if command in ([], ["-m"]):
@@ -81,6 +114,11 @@ def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], d
                 f" script and the processes that it starts: leave {flag} out"
             )
     options = {"opt_level": arguments.opt_level, "lists": arguments.lists, "force": arguments.force}
+    everywhere = getattr(arguments, "everywhere", False)
+    is_watched = "watch" in more
+    if is_watched or everywhere or arguments.opt_level is not None or arguments.lists:
+        own = {"opt_level": arguments.opt_level, "lists": arguments.lists, "everywhere": everywhere}
+        more = {**more, "native": {**own, "needs_region": needs_region, "is_watched": is_watched}}
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*flags, *command], make_environment(options, **more)
 

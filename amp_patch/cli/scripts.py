@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..script_settings import NoRegionError
 from . import run as runs
+from .recording import NO_REGION
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class ScriptRunner:
         if code == -signal.SIGINT:
             raise KeyboardInterrupt
         if code or not recordings:
-            reason = f"ended with exit code {code}" if code else "never called amp.initialize"
+            reason = f"ended with exit code {code}" if code else "took no step"
             printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
             from ..insight.runs import RunFailedError
 
@@ -88,7 +90,10 @@ class ScriptRunner:
         return recordings[0]
 
     def watch(self, run: "Run", until: "Callable[[Recording], bool] | None" = None) -> Watched:
-        """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for."""
+        """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for.
+
+        Raises NoRegionError for a script without amp that is to be changed.
+        """
         given: Mapping[str, Any] = vars(self._arguments)
         with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
             laid_over = {
@@ -96,11 +101,15 @@ class ScriptRunner:
                 "lists": [*given["lists"], *run.settings.lists],
             }
             watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
-            line, environment = runs.prepare(argparse.Namespace(**{**given, **laid_over}), watch=watch)
+            line, environment = runs.prepare(
+                argparse.Namespace(**{**given, **laid_over}), needs_region=self._is_quiet, watch=watch
+            )
             log = Path(folder, "printed") if self._is_quiet else None
             is_over = None if until is None else lambda: any(until(recording) for _, recording in _read(folder))
             code = _call([sys.executable, *line], environment, is_over, log)
             self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
+            if (refusal := Path(folder, NO_REGION)).exists():
+                raise NoRegionError(refusal.read_text(encoding="utf-8"))
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 

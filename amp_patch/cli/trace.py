@@ -88,7 +88,7 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     if found.is_interrupted:
         raise KeyboardInterrupt
     if not found.recordings:
-        problem = ended if found.code else "the script never called amp.initialize"
+        problem = ended if found.code else "the script called no model and no amp.initialize"
     elif steps_taken <= 0:
         taken = count_of(max(found.steps), "optimizer step")
         problem = f"{ended} after {taken}, and steps from {first} on were to be looked at"

@@ -43,7 +43,7 @@ def _lines(fault: FaultRecord, run: RunRecord) -> Iterator[tuple[str, str]]:
     if fault.trail:
         steps = [f"{label} {largest:.3g}" for label, largest in reversed(fault.trail)]
         yield "trail", f"max |x|: {' -> '.join([*steps, f'{fault.aten} {fault.value}'])}"
-    for index, line in enumerate(_advise(find_remedy(fault, run), fault)):
+    for index, line in enumerate(_advise(find_remedy(fault, run), fault, run)):
         yield "try" if not index else "", line
 
 
@@ -103,17 +103,17 @@ def _describe_reach(fault: FaultRecord) -> str:
     return "not known: the step did not end"
 
 
-def _advise(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
     """Yield the lines that say what to try."""
     if remedy.kind == "list":
-        yield from _advise_list(remedy, fault)
+        yield from _advise_list(remedy, fault, run)
     elif remedy.kind == "weights":
         yield "look at the weights, and what made them"
         if remedy.regions:
             yield "where float32 holds them, the module may run in it:"
-            yield from _advise_list(remedy, fault)
+            yield from _advise_list(remedy, fault, run)
     elif remedy.kind == "scale":
-        yield from _advise_scale(remedy, fault)
+        yield from _advise_scale(remedy, fault, run)
     elif remedy.kind == "step":
         yield from _advise_step(remedy, fault)
     else:
@@ -131,10 +131,11 @@ _ADVICE: dict[Kind, str] = {
 }
 
 
-def _advise_scale(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
     if not remedy.is_larger:
         assert remedy.scale is not None
-        yield f"a smaller loss scale, {_power(remedy.scale)} at most: no op list changes this"
+        written = f", as by GradScaler(init_scale={_power(remedy.scale)})" if run.is_native else ""
+        yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: no op list changes this"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
         yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
     else:
@@ -155,16 +156,27 @@ def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
         yield "a smaller learning rate, or a larger eps: no list and no loss scale changes this"
 
 
-def _advise_list(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
     """Yield the lines of a list that keep in float32 what has to be, and what the script has to do itself."""
     entries = format_entries(remedy)
     if remedy.alternative:
         entries[0] = f"blacklist: [{', '.join(remedy.alternative)}]   or   {entries[0]}"
+    if run.is_native and not run.low:  # no list acts without a region of autocast
+        entries = []
     if entries:
-        yield f"in a list of your own, below `extends: {remedy.extends}`:"
+        yield (
+            "in a list of your own, fix.yaml:"
+            if run.is_native
+            else f"in a list of your own, below `extends: {remedy.extends}`:"
+        )
         for entry in entries:
             yield f"  {entry}"
-        yield "and give it as lists=... to amp.initialize, or as --lists"
+        if run.is_native:
+            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
+            disabled = f'torch.autocast("{run.device}", enabled=False)'
+            yield f"{fault.site}: with {disabled}, and .float() on what {fault.op} is given"
+        else:
+            yield "and give it as lists=... to amp.initialize, or as --lists"
     if remedy.sites or not entries:
         lines = " and ".join(remedy.sites) or fault.site or "that line"
         yield f"{'and ' if entries else ''}float32 at {lines}: .float() on what is given there, and no cast to 16 bits"

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = f"{Path(__file__).parent.parent}/"
 _BY: dict[str, str | None] = {  # None: the user's
     f"{_TORCH}optim/": "optimizer",
+    f"{_TORCH}amp/grad_scaler.py": "amp",
     f"{_OURS}insight/": "",
     f"{_OURS}casting/": "cast",
     f"{_OURS}training/model_hooks.py": "border",
@@ -27,6 +28,7 @@ _BY: dict[str, str | None] = {  # None: the user's
     f"{_OURS}apex/updates.py": "optimizer",
     f"{_OURS}apex/amp/": "amp",
     f"{_OURS}apex/": "",  # layers
+    f"{_OURS}native/": "",  # what it tells of runs below the script's own calls
     _OURS: "amp",
     _TORCH: "",
 }
@@ -80,11 +82,12 @@ class ModuleStack:
     """The modules whose `forward` is running, in each thread, by two hooks on all modules.
 
     Args:
-        models: those whose modules have names; of several, each name begins with that of its model.
+        get_models: returns those whose modules have names; of several, each name begins with that of its model.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._names = dict(name_modules(list(models)))
+    def __init__(self, get_models: Callable[[], list[nn.Module]]) -> None:
+        self._get_models = get_models
+        self._names = dict(name_modules(get_models()))
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
 
@@ -123,6 +126,8 @@ class ModuleStack:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         running = self._running()
+        if not running and id(module) not in self._names:  # perhaps there are more models by now
+            self._names = dict(name_modules(self._get_models()))
         running.append((module, self._name(module, running)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

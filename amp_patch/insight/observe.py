@@ -51,7 +51,7 @@ class Observer:
         self._switch = session.switch
         self._patcher = session.patcher
         self._rules = RuleFinder(session)
-        self._running = ModuleStack(session.models())
+        self._running = ModuleStack(session.models)
         self._folding = folding
         self.finder = finder
         if finder is not None:
@@ -138,9 +138,11 @@ class Observer:
         if spelling is None:
             call.rule, call.entry = self._rules.find_rule_of_unlisted(call.site, module)
             return
+        mode = self._switch.mode_here()
+        if mode is Mode.OFF and self._switch.autocast is not None:
+            return  # outside of autocast no list says anything
         call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
         call.listed = spelling.entry.op
-        mode = self._switch.mode_here()
         if mode is not Mode.BY_LISTS:
             call.region = "off" if mode is Mode.OFF else mode.name.lower()
             if module is not None and mode is not Mode.OFF:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
+from ..native import AS_IS, NativeSession, watch
 from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
@@ -35,6 +36,7 @@ class Recorder(Probe):
         self._last = last
         self._folding = Folding()
         self._finder: FaultFinder | None = None
+        self._session: Session | None = None
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
@@ -51,6 +53,9 @@ class Recorder(Probe):
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         self.run = describe_run(session)
+        if self._session is session:
+            return
+        self._session = session
         self.stop()
         if self._is_in_window():
             self._observe(session)
@@ -58,7 +63,8 @@ class Recorder(Probe):
     def session_closing(self, session: Session) -> None:
         """Stop: nothing of ours may be on patches that are to be taken out."""
         super().session_closing(session)
-        if self.is_in_block:
+        self._session = None
+        if self.is_in_block and not session.gives_way:
             self.leave_block()
 
     def leave_block(self) -> None:
@@ -84,9 +90,10 @@ class Recorder(Probe):
         if not self._is_counted(optimizer):
             return
         session = current.require()
+        self.run = describe_run(session)  # what autocast does is known once it is entered
         if self._is_in_window():
             is_at_hand = session.device_type == "cpu"  # else the host may have to wait
-            skipped = bool(getattr(optimizer, "step_was_skipped", False)) if is_at_hand else None
+            skipped = session.is_skipped(optimizer) if is_at_hand else None
             scales = session.stats(wait=is_at_hand).loss_scales
             self._steps.append(StepRecord(self._folding.step, skipped, scales))
             self._folding.step += 1
@@ -118,53 +125,64 @@ class Recorder(Probe):
 def describe_run(session: Session) -> RunRecord:
     """Return what there is to say of the run of a session."""
     policy, oplists = session.policy, session.oplists
+    low = session.seen_low if isinstance(session, NativeSession) else policy.low_dtype
     return RunRecord(
         torch=torch.__version__,
         device=session.device_type,
         opt_level=policy.opt_level or "",
-        low="" if policy.low_dtype is None else short(policy.low_dtype),
+        low="" if low is None else short(low),
         lists=() if oplists is None else tuple(map(str, oplists.names)),
         digest="" if oplists is None else oplists.digest,
         rank=find_rank() or 0,
+        is_native=isinstance(session, NativeSession),
     )
+
+
+def describe_none() -> RunRecord:
+    """Return what there is to say of a run of which nothing was seen."""
+    return RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Record all ops that run in the block, under the session in force.
+    """Record all ops that run in the block: under the session in force, or what a script does without any, with
+    `torch.autocast` or without it.
 
     The recording is filled in when the block ends, also by an exception. Ops of other threads are recorded where they
     are on a list. Blocks do not nest. What runs is bitwise what runs without; code of torch.compile runs as it was
     written.
 
     Raises:
-        SessionError: there is no session, or a recording is under way.
+        SessionError: a recording is under way.
     """
     recorder = Recorder()
-    found: Recording | None = None
-    try:
-        with in_block(recorder):
-            found = recorder.recording
+    found = Recording(describe_none(), [])
+    with in_block(recorder):
+        try:
             yield found
-    finally:
-        if found is not None:
-            found.records[:] = recorder.recording.records
+        finally:
+            if recorder.run is not None:
+                found.run, found.records[:] = recorder.run, recorder.recording.records
 
 
 @contextlib.contextmanager
 def in_block(recorder: Recorder) -> Iterator[None]:
-    """Have a recorder watch, for the length of the block, the session that is in force when it begins.
+    """Have a recorder watch, for the length of the block, the session that is in force when it begins, or what runs
+    without one.
 
-    Raises SessionError if there is none, or if another block is open.
+    Raises SessionError if another block is open.
     """
-    session, undo = current.require(), UndoStack()
+    undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
         raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
     recorder.is_in_block = True
     undo.callback(recorder.leave_block)
     try:
         events.watch(recorder)
-        recorder.session_opened(session)
+        if current.state.session is None or current.state.session.gives_way:
+            undo.callback(watch())
+        else:
+            recorder.session_opened(current.require())
         yield
     finally:
         try:

@@ -20,7 +20,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists."""
+    """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists;
+    `is_native`: by no `amp.initialize`, but what the script does by itself.
+    """
 
     kind: ClassVar[str] = "run"
 
@@ -32,6 +34,7 @@ class RunRecord:
     digest: str
     rank: int
     schema: int = SCHEMA
+    is_native: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class RuleFinder:
 
     def target(self, kind: str, mode: Mode) -> torch.dtype | None:
         """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
-        low = self._session.policy.low_dtype
+        low = self._session.low_here()
         if mode is Mode.OFF:
             return None
         if mode is not Mode.BY_LISTS and kind in ("whitelist", "blacklist"):

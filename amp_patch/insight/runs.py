@@ -60,7 +60,7 @@ class Probe(events.Watcher, abc.ABC):
     def recording(self) -> Recording:
         """What there is so far. Raises SessionError where there was no session."""
         if self.run is None:
-            raise SessionError("nothing was recorded: amp.initialize has not been called")
+            raise SessionError("nothing was recorded: no model was called, and amp.initialize was not either")
         return Recording(self.run, list(self._records()))
 
     @property
@@ -156,14 +156,17 @@ class FunctionRunner:
     def __call__(self, run: Run) -> Recording:
         """Run it once, up to the step with which the probe has seen enough. What it raises before leaves, too.
 
-        Raises SessionError if a session is in force, or if the function opens none.
+        Raises SessionError if a session is in force, or if the function opens none and enters no `torch.autocast`.
         """
-        from ..session import current  # imports torch
+        from .. import native  # imports torch
+        from ..session import current
 
         if current.state.session is not None:
             raise SessionError("a session is in force, and a run opens one of its own: call amp.reset() first")
         probe = make_probe(run, self._leave)
         unwatch = events.watch(probe)
+        takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)
+        leave = native.start(takeover, is_watched=True)
         before, in_force.settings = in_force.settings, run.settings
         try:
             if run.seed is not None:
@@ -174,6 +177,7 @@ class FunctionRunner:
             in_force.settings = before
             probe.stop()
             unwatch()
+            leave()
             current.reset()
         return probe.recording
 

@@ -75,7 +75,8 @@ def _is_computed_in_float32(op: OpRecord) -> bool:
 
 def _heading(recording: Recording) -> str:
     run = recording.run
-    what = f"{run.opt_level or 'session'}, {run.low or 'no casts'} on {run.device}, torch {run.torch}"
+    level = f"torch.autocast, {run.opt_level}" if run.is_native and run.low else run.opt_level or "session"
+    what = f"{level}, {run.low or 'no casts'} on {run.device}, torch {run.torch}"
     steps = count_of(len(recording.steps), "step")
     return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "") + "\n"
 

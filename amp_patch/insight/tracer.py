@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank
-from ..session import Session
 from .fault_text import find_scale, format_fault
 from .faults import FaultFinder
 from .folding import Folding
@@ -54,7 +53,6 @@ class Tracer(Recorder):
     ) -> None:
         super().__init__(first, last, on_end)
         self._folding = Folding(keeps_ops=False)  # there may be many steps
-        self._session: Session | None = None
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._find_exact, self._get_scale)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
@@ -79,11 +77,6 @@ class Tracer(Recorder):
         """Those of the steps that have ended."""
         return list(self._faults)
 
-    def session_opened(self, session: Session) -> None:
-        """Begin, or see to more models."""
-        self._session = session
-        super().session_opened(session)
-
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
@@ -105,7 +98,7 @@ class Tracer(Recorder):
         if self.is_recording:
             self._look_at_weights(optimizer)
         if self._is_counted(optimizer) and self.is_recording:
-            self._finish_faults(bool(getattr(optimizer, "step_was_skipped", False)))
+            self._finish_faults(self._session is not None and self._session.is_skipped(optimizer))
         super().step_ended(optimizer)
         self._finder.step = self._count
         if self._faults and self.is_recording:
@@ -117,7 +110,7 @@ class Tracer(Recorder):
         self._looked_for = id(optimizer)
         if not self.is_recording or self._session is None:
             return
-        self._gradients += self._session.binding_of(optimizer).find_nonfinite_gradients()
+        self._gradients += self._session.find_nonfinite_gradients(optimizer)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
@@ -322,10 +315,10 @@ def _is_aside(fault: FaultRecord) -> bool:
 
 @contextlib.contextmanager
 def tracing(*, underflow: float | None = None, ignore: Sequence[str] = ()) -> Iterator[Tracer]:
-    """Look at all ops that run in the block, under the session in force; the tracer has what was found.
+    """Look at all ops that run in the block, as `recording` records them; the tracer has what was found.
 
     The values that ops compute are read, and nothing is changed. On a GPU each op is waited for. Raises SessionError
-    where there is no session, or a recording is under way.
+    where a recording is under way.
     """
     tracer = Tracer(underflow=underflow, ignore=ignore)
     with in_block(tracer):
@@ -354,7 +347,7 @@ def trace(
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.
-        SessionError: there is no session, or a recording is under way.
+        SessionError: nothing was seen to run, or a recording is under way.
         ArgumentTypeError, ArgumentValueError: an argument is none of these.
     """
     check_function(step, "step")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..casting import Mode, Registration
+from ..casting import Registration
 from ..config import Policy
 from ..errors import ModelError, OptimizerError, SessionError
 from ..events import tell
@@ -66,7 +66,7 @@ def initialize(
             if not (added or optimizers or overflow_group is not None):
                 return session
             session.adopt(models, optimizers, overflow_group)
-            tell(session.switch.region(Mode.OFF), "session_opened", session)
+            tell(session.without_casts(), "session_opened", session)
             return session
         with (
             session.patcher.suspended() if session is not None else contextlib.nullcontext()
@@ -87,7 +87,7 @@ def _open(
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
-        tell(session.switch.region(Mode.OFF), "session_opened", session)
+        tell(session.without_casts(), "session_opened", session)
     except BaseException:
         _close()
         raise
@@ -96,7 +96,7 @@ def _open(
 def without_casts() -> contextlib.AbstractContextManager[None]:
     """Return a block in which the casts of the session in force are off in this thread."""
     session = state.session
-    return contextlib.nullcontext() if session is None else session.switch.region(Mode.OFF)
+    return contextlib.nullcontext() if session is None else session.without_casts()
 
 
 def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Module]) -> bool:
@@ -122,8 +122,13 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
     with state.lock:
         refuse_second()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
-        _open(session, [], [])
+        open_session(session)
         return session
+
+
+def open_session(session: Session) -> None:
+    """Put a session into force that belongs to no model yet. There must be none."""
+    _open(session, [], [])
 
 
 @contextlib.contextmanager
@@ -191,6 +196,9 @@ def close_if_over() -> None:
     session = state.session
     if session is None:
         return
+    if session.gives_way:
+        reset()
+        return
     if session.process_id == os.getpid() and session.is_whole:
         if session.models():
             gc.collect()  # a model in a reference cycle is only gone after this
@@ -214,7 +222,7 @@ def _close() -> None:
     if session is None:
         return
     try:
-        tell(session.switch.region(Mode.OFF), "session_closing", session)
+        tell(session.without_casts(), "session_closing", session)
         session.close()
     finally:
         if session.is_undone:

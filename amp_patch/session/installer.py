@@ -93,7 +93,8 @@ class Installer:
                 switch.turn_on()
 
     def _switches(self) -> list[Switch]:
-        return [part.switch for part in (self.casts, self.products) if part is not None]
+        parts = [part.switch for part in (self.casts, self.products) if part is not None]
+        return [switch for switch in parts if isinstance(switch, Switch)]
 
     def _plan_ops(self) -> list[Patch]:
         """Return the patches of listed ops and registrations, of other products, and of what surrounds the ops."""

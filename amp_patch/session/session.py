@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import OpCasts, Products, Registration, Switch, WeightCache
+from ..casting import Autocast, Mode, OpCasts, Products, Registration, Switch, WeightCache
 from ..config import ModuleRule, OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
@@ -71,6 +71,9 @@ class Stats:
 class Session:
     """One policy, the models and optimizers it was applied to, the scalers, and the patches."""
 
+    gives_way = False
+    """Whether it is closed for another: nobody has asked for it by `initialize` or the like."""
+
     def __init__(
         self,
         policy: Policy,
@@ -79,6 +82,7 @@ class Session:
         *,
         registered: Sequence[Registration] = (),
         has_models: bool = True,
+        autocast: Autocast | None = None,
     ) -> None:
         self.policy = policy
         self.device_type = device_type
@@ -86,19 +90,22 @@ class Session:
         self.process_id = os.getpid()
         self.scalers: list[loss_scaler.LossScaler] = []
         self.decisions = Decisions(self.scalers, device_type)
-        self.switch = Switch()
+        self.switch = Switch(autocast)
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
         products, low = None, policy.low_dtype
         in_float32 = policy.computes_in_float32(device_type)
         if policy.patch_torch_functions and low is not None:
-            self._cache = WeightCache(low, device_type, is_rounded=in_float32)
+            takes_leaves = autocast is not None
+            self._cache = WeightCache(low, device_type, is_rounded=in_float32, takes_leaves=takes_leaves)
         if in_float32 and low is not None:
             products = Products(low, device_type, self._cache)
         if policy.patch_torch_functions and low is not None:
             inside = policy.casts_inside
-            self.casts = OpCasts(self.switch, low, device_type, self._cache, products, casts_inside=inside)
+            self.casts = OpCasts(
+                self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
+            )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         local = LocalGradients()
@@ -181,6 +188,10 @@ class Session:
         if self.process_id == os.getpid() and self._bindings.ledgers.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
+    def without_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which no op of this thread is cast."""
+        return self.switch.region(Mode.OFF)
+
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
     @property
@@ -200,9 +211,32 @@ class Session:
         """Return the bindings of the optimizers that are still alive."""
         return self._bindings.optimizers()
 
+    def low_here(self) -> torch.dtype | None:
+        """Return the dtype that whitelisted ops have in this thread now."""
+        return self.policy.low_dtype
+
+    def is_skipped(self, optimizer: Optimizer) -> bool:
+        """Tell whether the last step of an optimizer was skipped. May wait for the device."""
+        return bool(getattr(optimizer, "step_was_skipped", False))
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the bound optimizers that are still alive."""
+        return [optimizer for binding in self.bindings() if (optimizer := binding.optimizer) is not None]
+
+    def trained(self) -> list[Tensor]:
+        """Return what the optimizers step on."""
+        return [parameter for binding in self.bindings() for parameter in binding.parameters()]
+
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
         return self._bindings.get_optimizer(optimizer)
+
+    def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each.
+
+        Raises OptimizerError for an optimizer that initialize has not seen.
+        """
+        return self.binding_of(optimizer).find_nonfinite_gradients()
 
     def find_master(self, parameter: Tensor) -> Tensor | None:
         """Return the float32 master of a 16-bit parameter, or None."""

@@ -91,6 +91,13 @@ TABLE = (
         with_ops=True,
     ),
     TorchPatch(
+        torch,
+        "clear_autocast_cache",  # called where a thread leaves its outermost region of autocast
+        lambda session: session.cache is not None and session.casts.autocast is not None,
+        lambda original, session: op_patches.invalidate_too(original, session.cache),
+        with_ops=True,
+    ),
+    TorchPatch(
         importlib,
         "reload",
         lambda session: session.deferred is not None,

@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from constructs import CONSTRUCTS, LOW, Run, train
 from torch import Tensor
 
 import amp_patch as amp
+from amp_patch import native
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -173,6 +175,21 @@ def test_a_construct_runs_as_under_autocast(name: str) -> None:
     cases, pattern, reason = EXCEPTIONS.get(name, ((), "", ""))
     assert differing.keys() == set(cases) & runs.keys(), f"{differing} {reason}"
     assert [part for parts in differing.values() for part in parts if not re.match(pattern, part)] == []
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_a_construct_runs_as_under_autocast_with_its_rules_laid_over_it(name: str, tmp_path: Path) -> None:
+    """Told by a list of one's own, our casts act in the regions of autocast; left to torch, they are torch's."""
+    expected = run_by_autocast(name)
+    rules = (Path(amp.__file__).parent.parent / "lists" / "autocast-cpu.yaml").read_text()
+    (tmp_path / "rules.yaml").write_text(re.sub(r"(?m)^.*torchvision.*$", "", rules))
+    runs = cases_of(name)
+    with native.install(lists=tmp_path / "rules.yaml"):
+        results = {case: outcome(run, lambda: torch.autocast("cpu", LOW), as_it_is) for case, run in runs.items()}
+    compared = runs.keys() - set(EXCEPTIONS.get(name, ((),))[0])
+    failed = {case for case in compared if isinstance(expected[case], Exception)}
+    assert all(isinstance(results[case], Exception) for case in failed)
+    assert {case: parts for case in compared - failed if (parts := differences(results[case], expected[case]))} == {}
 
 
 def test_every_exception_is_of_a_construct() -> None:

@@ -34,7 +34,8 @@ TESTED_ELSEWHERE = {"apex.md", "distributed.md", "levels.md", "nan.md", "trainer
 
 BLOCK = re.compile(r"^```(\w+)(?: [^\n]*)?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 BLOCKS = {page: BLOCK.findall(text) for page, text in PAGES.items()}
-UNTITLED = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)  # one with a title is a tutorial's file
+# one with a title is a file of a tutorial
+UNTITLED = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 PYTHON = [
     pytest.param(code, page, id=f"{page}-{index}")
     for page, text in PAGES.items()

@@ -15,6 +15,7 @@ FLOORS = (
     "casting",
     "training",
     "session",
+    "native",
     "insight",
     "functions",
     "api",

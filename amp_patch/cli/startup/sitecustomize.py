@@ -1,5 +1,6 @@
 """Imported by every Python that starts below `amp-patch run`, which puts this folder on PYTHONPATH: installs the
-stand-in for `apex`, and what records steps, then runs the `sitecustomize` that would have been imported without it.
+stand-in for `apex`, what lays lists over torch.autocast, and what records steps, then runs the `sitecustomize` that
+would have been imported without it.
 """
 
 import importlib.util
@@ -20,6 +21,10 @@ def _install() -> None:
     from amp_patch.apex import install
 
     install(**settings["options"])
+    if "native" in settings:
+        from amp_patch.cli.recording import take_over
+
+        take_over(**settings["native"])
     if "watch" in settings:
         from amp_patch.cli.recording import record
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import SessionError
-from ...script_settings import Settings
+from ...script_settings import NoRegionError, Settings
 from ..records import (
     ComparedRecord,
     ComparisonRecord,
@@ -25,46 +25,64 @@ from .comparison import Comparison
 
 CURVES = "comparing.probes:CurveProbe"
 LAYERS = "comparing.probes:LayerProbe"
+AS_IS = "as-is"
+"""The name of a run at the script's own level, or with its own autocast."""
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+NATIVE_RUNS = (AS_IS, "O0", "O1", "O4")
+"""What is compared by default: of a training that calls `initialize`, and of one by torch.autocast."""
+
 CLOSE = 0.02
 """Weights that were rounded to 16 bits are closer to the reference's than this."""
 
 
 class Plan(NamedTuple):
-    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown."""
+    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
+
+    `native_runs` take the place of the runs where the training turns out to be one by torch.autocast.
+    """
 
     runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
     command: str = ""
+    native_runs: dict[str, Settings] | None = None
 
 
 def plan_runs(
-    asked: Sequence[str | Settings], reference: str, steps: int, seeds: Sequence[int], command: str = ""
+    asked: Sequence[str | Settings] | None, reference: str, steps: int, seeds: Sequence[int], command: str = ""
 ) -> Plan:
-    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; equal ones are told apart by number.
+    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; equal ones are told apart by number. None
+    asks for those that suit the training.
 
     The reference is run first where it is not among them.
     """
-    each = [parse_run(one) if isinstance(one, str) else one for one in asked]
     first = parse_run(reference)
+    runs = _name_runs(LEVELS if asked is None else asked, first)
+    native_runs = _name_runs(NATIVE_RUNS, first) if asked is None else None
+    return Plan(runs, name_of(first), steps, tuple(seeds), command, native_runs)
+
+
+def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
+    each = [parse_run(one) if isinstance(one, str) else one for one in asked]
     runs: dict[str, Settings] = {}
     for settings in each if first in each else [first, *each]:
         name = name_of(settings)
         number = sum(known == name or known.startswith(f"{name} (") for known in runs)
         runs[f"{name} ({number + 1})" if number else name] = settings
-    return Plan(runs, name_of(first), steps, tuple(seeds), command)
+    return runs
 
 
 def parse_run(text: str) -> Settings:
-    """Read a level, and op lists that are laid over those of the training: "O4+my_lists.yaml"."""
+    """Read a level, or "as-is" for the training's own, and lists that are laid over its own: "O4+my_lists.yaml"."""
     level, *lists = text.split("+")
-    return Settings(level, tuple(lists))
+    return Settings(None if level == AS_IS else level, tuple(lists))
 
 
 def name_of(settings: Settings) -> str:
     """Return a run's name, with lists by the names of their files."""
-    return "+".join([settings.opt_level or "as written", *(Path(one).name for one in settings.lists)])
+    return "+".join([settings.opt_level or AS_IS, *(Path(one).name for one in settings.lists)])
 
 
 class Campaign:
@@ -86,13 +104,26 @@ class Campaign:
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
 
+    def _replan(self) -> None:
+        """Take the runs for torch.autocast, if the reference had it and there are some."""
+        plan = self._plan
+        if self._header is None or not self._header.is_native or plan.native_runs is None:
+            return
+        self._plan = plan._replace(runs=plan.native_runs, native_runs=None)
+        new = {name: ComparedRecord(name, failed="did not run") for name in plan.native_runs}
+        self._compared = {name: self._compared.get(name, record) for name, record in new.items()}
+        self._curves = {name: self._curves.get(name, []) for name in new}
+
     def run(self) -> None:
         """Run all. What a run raises is noted, an interrupt leaves."""
         plan = self._plan
-        order = sorted(plan.runs, key=lambda name: name != plan.reference)
+        self._train(plan.reference, plan.seeds[0])
+        self._replan()
+        order = sorted(self._plan.runs, key=lambda name: name != plan.reference)
         for seed in plan.seeds:
             for name in order:
-                if self._compared[name].failed in ("", "did not run"):
+                is_done = name == plan.reference and seed == plan.seeds[0]
+                if not is_done and self._compared[name].failed in ("", "did not run"):
                     self._train(name, seed)
                 if name == plan.reference and not self._compared[name].failed:
                     self._train(name, seed, is_noise=True)
@@ -156,6 +187,8 @@ class Campaign:
             return self._runner(Run(probe, options, self._plan.runs[name], seed)), ""
         except RunFailedError as error:
             return error.recording, str(error)
+        except NoRegionError:  # no run has anything to change
+            raise
         except Exception as error:  # of a function that trains: a run of its own has failed, the others go on
             return None, (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
 

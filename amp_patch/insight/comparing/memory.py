@@ -87,7 +87,7 @@ class _Counting(TorchDispatchMode):
 def _state_of(session: Session) -> Iterator[Tensor]:
     """Yield weights, masters and buffers, their gradients, and optimizer states."""
     models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
-    optimizers = [binding.optimizer for binding in session.bindings() if binding.optimizer is not None]
+    optimizers = session.optimizers()
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     for weight in itertools.chain(*models, *stepped):
         yield weight

@@ -55,7 +55,8 @@ class CurveProbe(Probe):
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         self.run = describe_run(session)
-        self.stop()
+        if self._nudge is not None:
+            self._nudge.close()
         if self._is_noise and self._count < self._limit:
             self._nudge = Nudge(session.models())
             self._nudge.open()
@@ -74,6 +75,7 @@ class CurveProbe(Probe):
         if self._count > self._limit:
             return
         session = current.require()
+        self.run = describe_run(session)
         if session.device_type != "cpu":
             torch.accelerator.synchronize()
         self._seconds.append(time.perf_counter() - self._started)
@@ -81,7 +83,7 @@ class CurveProbe(Probe):
         self._pending.clear()
         self._losses.append(_shorten(mean(losses)))
         self._scales.append(session.stats().loss_scales[0])
-        if getattr(optimizer, "step_was_skipped", False):
+        if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
         if self._nudge is not None and not self._nudge.has_moved:
             _move_first_weight(self._nudge, session.models())

@@ -53,11 +53,12 @@ class Check(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Set the scale, and what the run begins with."""
-        if self.run is None and self._is_off:
+        if self._is_off and session.trained():
+            self._is_off = False
             _shift(session)
         self.run = describe_run(session)
-        if self._loss_scale is not None and session.policy.is_scale_dynamic:
-            for scaler in session.scalers:
+        for scaler in session.scalers:
+            if self._loss_scale is not None and scaler.is_dynamic:
                 scaler.set_loss_scale(self._loss_scale)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -82,8 +83,8 @@ class Check(Probe):
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
         number, session = self._number(optimizer), current.require()
-        skipped = bool(getattr(optimizer, "step_was_skipped", False))
-        is_dynamic = session.policy.is_scale_dynamic
+        skipped = session.is_skipped(optimizer)
+        is_dynamic = any(scaler.is_dynamic for scaler in session.scalers)
         losses = tuple(float(loss) for loss in self._losses)
         self._found.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
@@ -92,7 +93,7 @@ class Check(Probe):
             for tensor, before in self._weights[number]:
                 tensor.copy_(before)
         session.sync()
-        if len(self._taken) >= len(session.bindings()) and min(self._taken) >= self._steps:
+        if len(self._taken) >= len(session.optimizers()) and min(self._taken) >= self._steps:
             self._on_end()
 
     def stop(self) -> None:
@@ -117,10 +118,11 @@ def _shift(session: Session) -> None:
     """Move every weight by one ulp of its dtype, up or down."""
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
-        for binding in session.bindings():
-            for tensor in binding.parameters():
-                if tensor.is_floating_point():
-                    is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
-                    infinity = torch.full_like(tensor, torch.inf)
-                    tensor.copy_(torch.nextafter(tensor, torch.where(is_up.to(tensor.device), infinity, -infinity)))
+        for tensor in session.trained():
+            if tensor.is_floating_point():
+                is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu").to(
+                    tensor.device
+                )
+                infinity = torch.full_like(tensor, torch.inf)
+                tensor.copy_(torch.nextafter(tensor, torch.where(is_up, infinity, -infinity)))
     session.refresh()

@@ -90,7 +90,7 @@ class _Shadowing:
             self._see(model, "", "")
         self._ran: set[str] = set()
         self._mode = _Mode(self)
-        self._running = _Modules(session.models(), self._mode)
+        self._running = _Modules(session.models, self._mode)
         self._covers: list[Function] = []
         self._low_storages: set[int] = set()
         self._undo = UndoStack()
@@ -187,6 +187,9 @@ class _Shadowing:
         run = "" if module is None else self._runs[id(module)]
         if self._session.casts is None:
             return module is not None and run != "float32"
+        autocast = self._session.switch.autocast
+        if autocast is not None and not autocast.is_here():
+            return False
         if kind in ("whitelist", "blacklist"):
             return run == "low" or (kind == "whitelist" and run != "float32")
         if kind in ("banned", "inplace_error"):
@@ -231,8 +234,8 @@ class _Mode(TorchFunctionMode):
 class _Modules(ModuleStack):
     """The modules that are running; while there are some in the first thread, the mode is on."""
 
-    def __init__(self, models: Sequence[nn.Module], mode: _Mode) -> None:
-        super().__init__(models)
+    def __init__(self, get_models: Callable[[], list[nn.Module]], mode: _Mode) -> None:
+        super().__init__(get_models)
         self._mode = mode
         self._thread = threading.get_ident()
 

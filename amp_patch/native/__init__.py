@@ -1,0 +1,18 @@
+"""Scripts that write `torch.autocast`, `.bfloat16()` or nothing of amp at all, as they are, under op lists.
+
+    import amp_patch.native
+
+    amp_patch.native.install(lists="my_lists.yaml")
+
+or, without a change to the script, `amp-patch run --lists my_lists.yaml train.py`.
+"""
+
+from .session import AS_IS as AS_IS
+from .session import OVERLAY as OVERLAY
+from .session import NativeSession as NativeSession
+from .takeover import Takeover as Takeover
+from .takeover import install as install
+from .takeover import start as start
+from .takeover import watch as watch
+
+__all__ = ["AS_IS", "OVERLAY", "NativeSession", "Takeover", "install", "start", "watch"]

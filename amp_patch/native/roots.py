@@ -1,0 +1,51 @@
+"""Which models a script has: modules that are called from outside of any module."""
+
+import sys
+import types
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_NOT_THE_SCRIPTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+
+_WRAPPED = ("module", "_orig_mod")
+"""Where DistributedDataParallel and DataParallel, and torch.compile, keep what they are around."""
+
+
+def find_root(module: nn.Module) -> nn.Module | None:
+    """Return the model that a module which is being called belongs to, None for one without parameters.
+
+    That is the outermost module with a method under way that holds it: trainers call `training_step` and the like.
+    """
+    root = module
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner is not root and _holds(owner, root):
+                root = owner
+        frame = frame.f_back
+    root = unwrap(root)
+    return root if next(root.parameters(), None) is not None else None
+
+
+def find_line() -> str:
+    """Return the innermost line of the script that is running, as `train.py:12`; empty without one."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return what wrappers are around, under whose names a script knows its modules."""
+    for name in _WRAPPED * 2:
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module) and len(list(module.children())) == 1:
+            module = inner
+    return module
+
+
+def _holds(owner: nn.Module, module: nn.Module) -> bool:
+    return any(one is module for one in owner.modules())

@@ -1,0 +1,440 @@
+"""`install` lays lists over the regions of `torch.autocast`; `watch` tells recordings of what runs, in them or without.
+
+Both wait for the script. A session is opened where it first enters autocast or, to be watched, calls a model. It gives
+way to one of `amp.initialize`.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import events
+from ..casting import Autocast, compiling
+from ..config import load_oplists, make_policy
+from ..dtypes import dtype_name
+from ..errors import PolicyError, SessionError
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher
+from ..reporting import say, say_once
+from ..script_settings import NoRegionError
+from ..session import current
+from ..torch_private import enable_region, get_backward_id, is_region_enabled
+from .roots import find_line, find_root
+from .session import AS_IS, NativeSession, overlay_policy, own_lists
+
+PLAIN = "O0"
+ADVICE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
+
+
+_HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (everywhere=True) out"
+
+
+class Takeover:
+    """What `install` has installed. `remove()`, or leaving it as a `with` block, undoes it; twice is harmless.
+
+    Args:
+        opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
+        lists: op lists over those, later ones winning.
+        compute: as of `amp.initialize`, for a level.
+        everywhere: from the first call of a model on, all of this thread is one region; for a script that has none.
+        needs_region: refuse to step without a region, even where that is what is asked for.
+    """
+
+    def __init__(
+        self,
+        opt_level: str | None = None,
+        lists: Sequence[str] = (),
+        compute: str | None = None,
+        *,
+        everywhere: bool = False,
+        needs_region: bool = False,
+    ) -> None:
+        self._level = opt_level
+        self._policy = None if opt_level is None else make_policy(opt_level, {})
+        self._lists = tuple(lists)
+        self._compute = compute
+        self._everywhere = everywhere
+        self._needs_region = needs_region
+        self._was_in_region = False
+        self._called_at = ""  # the line that called a model
+        self._scaler: weakref.ref[Any] | None = None
+        self._region: Any = None  # that of `everywhere`
+        self._is_watching = False
+        self._is_scaling = False  # a GradScaler is stepping
+        self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
+        self._scaled: int | None = None  # id of the loss that a GradScaler gave last
+        self._undo = UndoStack()
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is to run otherwise."""
+        return self._level is not None or bool(self._lists)
+
+    # ---- in and out --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Put everything in."""
+        self._undo.callback(self._close)
+        patcher = Patcher()
+        self._undo.callback(patcher.undo)
+        patcher.install(
+            [
+                Patch(torch.autocast, "__enter__", self._enter),
+                Patch(torch.amp.GradScaler, "__init__", self._make_scaler),
+                Patch(torch.amp.GradScaler, "scale", self._scale),
+                Patch(torch.amp.GradScaler, "step", self._step),
+            ]
+        )
+        self._add(register_optimizer_step_pre_hook(self._begin_step))
+        self._add(register_optimizer_step_post_hook(self._end_step))
+        if self.changes:
+            self._add(register_module_forward_pre_hook(self._note_module))
+
+    def watch(self) -> Callable[[], None]:
+        """Tell those who watch of losses and models too, until what is returned is called."""
+        undo, patcher = UndoStack(), Patcher()
+        undo.callback(setattr, self, "_is_watching", False)
+        self._close()  # the next session is made for being watched
+        self._is_watching = True
+        undo.callback(patcher.undo)
+        patcher.install([Patch(torch.autograd, "backward", self._backward)])
+        handle = register_module_forward_pre_hook(self._note_module)
+        undo.callback(handle.remove)
+        return undo.close
+
+    def remove(self) -> None:
+        """Undo everything."""
+        self._undo.close()
+
+    def __enter__(self) -> "Takeover":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _add(self, handle: Any) -> None:
+        self._undo.callback(handle.remove)
+
+    def _close(self) -> None:
+        if self._region is not None:
+            self._region.__exit__(None, None, None)
+            self._region = None
+        if isinstance(current.state.session, NativeSession):
+            current.reset()
+
+    def _cover_all(self, device_type: str) -> None:
+        """Enter a region and stay in it, without torch's cache of weights, which no step clears."""
+        if torch.is_autocast_enabled(device_type):
+            raise PolicyError(_HAS_REGIONS)
+        low = torch.bfloat16 if self._policy is None else self._policy.low_dtype
+        region = torch.autocast(device_type, low, cache_enabled=False)
+        region.__enter__()
+        self._region = region
+
+    # ---- the session -------------------------------------------------------------------------------------------------
+
+    def session(self) -> NativeSession | None:
+        """Return the session if it is of this kind."""
+        session = current.state.session
+        return session if isinstance(session, NativeSession) else None
+
+    def _ensure(self, device_type: str, low: torch.dtype | None) -> NativeSession | None:
+        """Return the session in force, opened if there is none; None where one of `amp.initialize` is in force, or
+        there is nothing to open one for. `low`: that of the region of autocast that this thread is in.
+        """
+        session = current.state.session
+        if session is not None or current.state.is_disabled:
+            return self.session()
+        if self._level is None and low is None and (self._lists or not self._is_watching):
+            return None
+        opened = self._make(device_type, low)
+        current.open_session(opened)
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is not None and scaler.is_enabled():
+            opened.use_scaler(scaler)
+        if self.changes:
+            say("amp_patch: on %s, %s: %d names patched", device_type, opened.policy.description, len(opened.patcher))
+        return opened
+
+    def _make(self, device_type: str, low: torch.dtype | None) -> NativeSession:
+        is_watched = bool(events.watchers)
+        if self._level == PLAIN:
+            policy = replace(make_policy(PLAIN, {}), description="torch.autocast is disabled")
+            return NativeSession(policy, device_type, None, with_all=is_watched)
+        own = own_lists(device_type)
+        if self._level is None:
+            chosen = low or torch.get_autocast_dtype(device_type)
+            level = {} if self._lists else {"level": AS_IS}
+            policy = overlay_policy(device_type, chosen, self._lists, **level)
+            autocast = Autocast(device_type, chosen if self._lists else None, own)
+            return NativeSession(policy, device_type, autocast, with_all=is_watched)
+        policy = make_policy(self._level, {"loss_scale": 1.0, "compute": self._compute})
+        if self._lists:
+            lists = (*policy.lists, *self._lists)
+            policy = make_policy(self._level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
+        policy = replace(policy, description=f"{self._level} in the regions of torch.autocast")
+        autocast = Autocast(device_type, policy.low_dtype, own)
+        return NativeSession(policy, device_type, autocast, with_all=is_watched)
+
+    # ---- regions of autocast -----------------------------------------------------------------------------------------
+
+    def _enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(region: Any) -> Any:
+            if not is_region_enabled(region) or self._is_of_amp():
+                return original(region)
+            self._check_region()
+            self._was_in_region = True
+            dtype = region.fast_dtype
+            session = self._ensure(region.device, dtype)
+            if session is None or session.device_type != region.device:
+                return original(region)
+            try:
+                if self._level == PLAIN:
+                    enable_region(region, False)
+                elif self._level is not None:
+                    region.fast_dtype = session.policy.low_dtype
+                elif self._lists and dtype is not session.policy.low_dtype:
+                    say_once(
+                        f"amp_patch: lists are in force for {dtype_name(session.policy.low_dtype)}; a region in"
+                        f" {dtype_name(dtype)} is left to torch"
+                    )
+                session.note_region(region.fast_dtype)
+                return original(region)
+            finally:
+                region.fast_dtype = dtype
+                enable_region(region, True)
+
+        return enter
+
+    def _is_of_amp(self) -> bool:
+        """Tell whether the script has an amp of its own in force, which decides."""
+        has_other = current.state.session is not None and self.session() is None
+        return has_other or current.state.is_disabled
+
+    def _check_region(self) -> None:
+        """Raise PolicyError for a region in which the level cannot be."""
+        if self._region is not None:
+            raise PolicyError(_HAS_REGIONS)
+        policy = self._policy
+        if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
+            raise PolicyError(
+                f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, in the place of"
+                f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
+                " optimizer) as scaled: scaled.backward()`; for Trainer, Lightning and Accelerate see"
+                " amp_patch.integrations"
+            )
+
+    # ---- what is told ------------------------------------------------------------------------------------------------
+
+    def _note_module(self, module: nn.Module, args: Any) -> None:
+        """A module is called: perhaps a model that nobody has seen yet."""
+        if compiling.is_dynamo_compiling() or self._is_of_amp():
+            return
+        session = self.session()
+        if session is not None and session.knows(module):
+            return
+        root = find_root(module)
+        if root is None:
+            return
+        device_type = next(root.parameters()).device.type
+        self._called_at = self._called_at or find_line()
+        if self._everywhere and self._region is None:
+            self._cover_all(device_type)
+            session = self.session()
+        if session is None and device_type != "meta":
+            is_in_region = torch.is_autocast_enabled(device_type)
+            session = self._ensure(device_type, torch.get_autocast_dtype(device_type) if is_in_region else None)
+        if session is not None:
+            session.add_root(root)
+            events.tell(session.without_casts(), "session_opened", session)
+
+    def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._scaler = weakref.ref(scaler)
+
+        return make
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            session = self.session()
+            if session is not None and scaler.is_enabled():
+                session.use_scaler(scaler)
+                if isinstance(outputs, Tensor):
+                    self._scaled = id(result)
+                    events.tell(session.without_casts(), "loss_scaled", outputs, result)
+            return result
+
+        return scale
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            session = self.session()
+            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+            if session is not None and isinstance(loss, Tensor) and get_backward_id() == -1:  # not of a checkpoint
+                if id(loss) != self._scaled:
+                    events.tell(session.without_casts(), "loss_scaled", loss, loss)
+                self._scaled = None
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before, self._is_scaling = self._is_scaling, scaler.is_enabled()
+            self._told.clear()
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._is_scaling = before
+            session = self.session()
+            if session is not None and scaler.is_enabled() and not self._told:
+                session.use_scaler(scaler)
+                self._tell_begin(session, optimizer)
+                self._tell_end(session, optimizer, is_skipped=True)
+            return result
+
+        return step
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_of_amp():
+            return
+        self._check_step()
+        session = self.session()
+        if session is not None:
+            self._told.add(id(optimizer))
+            has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+            if not has_closure:
+                self._tell_begin(session, optimizer)
+
+    def _check_step(self) -> None:
+        """Raise PolicyError before the first step of a script that would train otherwise than it was told to."""
+        is_needed = self._needs_region or (self.changes and self._level != PLAIN)
+        if is_needed and not self._was_in_region:
+            where = f"{self._called_at} calls the model and {find_line()} steps"
+            raise NoRegionError(
+                f"this script trains without torch.autocast and without amp.initialize: {where}, and nothing says where"
+                " casts may act. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the"
+                " model and the loss; or have `amp-patch run --everywhere --opt-level O4` run all of it in one region"
+            )
+        session = self.session()
+        low = None if session is None or self._level is None else session.policy.low_dtype
+        if low is torch.float16 and not self._is_scaling:
+            raise PolicyError(
+                f"{self._level} is float16, whose gradients need a loss scale, and this script steps without a"
+                " GradScaler: use O4, or scale its loss by torch.amp.GradScaler"
+            )
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        session = self.session()
+        if session is not None:
+            found_inf = getattr(optimizer, "found_inf", None)  # set for fused steps that skip on the device
+            self._tell_end(session, optimizer, is_skipped=isinstance(found_inf, Tensor) and bool(found_inf))
+
+    def _tell_begin(self, session: NativeSession, optimizer: Optimizer) -> None:
+        session.add_optimizer(optimizer)
+        events.tell(session.without_casts(), "step_begun", optimizer)
+
+    def _tell_end(self, session: NativeSession, optimizer: Optimizer, *, is_skipped: bool) -> None:
+        session.add_optimizer(optimizer)
+        session.note_step(optimizer, is_skipped=is_skipped)
+        events.tell(session.without_casts(), "step_ended", optimizer)
+
+
+_TWICE = "amp_patch.native is installed already: call remove() of what install returned first"
+
+
+class _Installed:
+    """Holds the takeover of the process."""
+
+    def __init__(self) -> None:
+        self.takeover: Takeover | None = None
+
+
+_installed = _Installed()
+
+
+def install(
+    opt_level: str | None = None,
+    *,
+    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    compute: str | None = None,
+    everywhere: bool = False,
+) -> Takeover:
+    """Lay op lists over what `torch.autocast` does, from the next region that is entered on.
+
+    Args:
+        opt_level: "O1" or "O4" has regions run by the lists and in the dtype of that level, "O0" disables them; None
+            keeps the dtype of each region, and torch's rules for what `lists` do not name.
+        lists: a shipped name, a path, or a sequence of them, of which later ones win.
+        compute: of a level: "auto", "native" or "float32".
+        everywhere: without any region in the script: run all of this thread in one, in bfloat16.
+
+    Returns a handle whose `remove()` undoes all; it works as a `with` block.
+
+    Raises:
+        PolicyError, OpListError: an argument is none of these, or float16 is asked for everywhere, where nobody would
+            scale the loss.
+        SessionError: something is installed already.
+    """
+    if _installed.takeover is not None:
+        raise SessionError(_TWICE)
+    names = [lists] if isinstance(lists, (str, os.PathLike)) else list(lists)
+    spelled = [os.fspath(one) for one in names]
+    if spelled:
+        load_oplists(["autocast-cpu", *spelled])  # raises for what cannot be read
+    if opt_level is not None and opt_level != PLAIN:
+        level = make_policy(opt_level, {"compute": compute})
+        if everywhere and level.low_dtype is torch.float16:
+            raise PolicyError(
+                f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
+                " use O4, which is bfloat16"
+            )
+    if everywhere and (opt_level == PLAIN or not (opt_level or spelled)):
+        raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)
+    _start(takeover)
+    return takeover
+
+
+def _start(takeover: Takeover) -> None:
+    takeover._undo.callback(setattr, _installed, "takeover", None)
+    _installed.takeover = takeover
+    try:
+        takeover.start()
+    except BaseException:
+        takeover.remove()
+        raise
+
+
+def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
+    """Put a takeover in, for a run that is told what to change; returns what takes it out.
+
+    Raises SessionError if there is one.
+    """
+    if _installed.takeover is not None:
+        raise SessionError(_TWICE)
+    undo = UndoStack()
+    undo.callback(takeover.remove)
+    _start(takeover)
+    if is_watched:
+        undo.callback(takeover.watch())
+    return undo.close
+
+
+def watch() -> Callable[[], None]:
+    """Have watchers told of what runs without `amp.initialize`, until what is returned is called."""
+    takeover = _installed.takeover
+    return start(Takeover(), is_watched=True) if takeover is None else takeover.watch()

@@ -1,0 +1,261 @@
+"""Op lists over the regions of torch.autocast: what changes, what does not, and that torch is found as it was."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch as amp
+from amp_patch import insight, native
+from amp_patch.errors import OpListError, PolicyError, SessionError
+from amp_patch.insight.tracer import tracing
+from amp_patch.script_settings import NoRegionError
+
+Run = tuple[list[float], list[Tensor]]
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(self.first(x), (8,))
+        x = checkpoint(lambda y: torch.softmax(self.middle(y) @ y.T, -1) @ y, x, use_reentrant=False)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() * 2
+        return self.last(x)
+
+
+def train(dtype: torch.dtype = torch.bfloat16, steps: int = 4) -> Run:
+    """A training with two optimizers, accumulation, clipping and a GradScaler."""
+    net = Net()
+    rest = [*net.middle.parameters(), *net.last.parameters()]
+    optimizers = [torch.optim.AdamW(net.first.parameters()), torch.optim.SGD(rest, 0.1)]
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, init_scale=2.0**20)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        for _ in range(2):
+            x = torch.randn(6, 8, generator=generator)
+            with torch.autocast("cpu", dtype):
+                loss = F.cross_entropy(net(x), torch.arange(6) % 4) / 2
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    return losses, [weight.detach() for weight in net.parameters()]
+
+
+def is_same(one: Run, other: Run) -> bool:
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "mine.yaml").write_text(text)
+    return tmp_path / "mine.yaml"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_the_rules_of_autocast_a_training_is_bitwise_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = train(dtype)
+    rules = (Path(amp.__file__).parent.parent / "lists" / "autocast-cpu.yaml").read_text()
+    mine = write(tmp_path, "\n".join(line for line in rules.splitlines() if "torchvision" not in line))
+    for lists in ("autocast-cpu", mine):
+        with native.install(lists=lists):
+            assert is_same(train(dtype), expected)
+    with insight.recording() as recording:
+        assert is_same(train(dtype), expected)
+    assert recording.ops
+    with tracing():
+        assert is_same(train(dtype), expected)
+
+
+def dtypes_seen(act: Callable[[], Any], names: tuple[str, ...] = ("linear", "softmax")) -> dict[str, set[str]]:
+    with insight.recording() as recording:
+        act()
+    ops = [op for op in recording.ops if op.phase in ("forward", "recompute")]
+    return {name: {dtype for op in ops if op.op.endswith(f".{name}") for dtype in op.ran} for name in names}
+
+
+def test_a_line_of_a_list_changes_one_op_and_nothing_else(tmp_path: Path) -> None:
+    assert dtypes_seen(train) == {"linear": {"bf16"}, "softmax": set()}  # softmax is on no list of a CPU's autocast
+    with native.install(lists=write(tmp_path, "blacklist: [softmax, linear]")):
+        assert dtypes_seen(train) == {"linear": {"f32"}, "softmax": {"f32"}}
+    with native.install(lists=write(tmp_path, 'modules: [{match: "middle", run: float32}]')):
+        assert dtypes_seen(train)["linear"] == {"bf16", "f32"}
+    with native.install(lists=write(tmp_path, "neutral: [linear]")):
+        assert dtypes_seen(train)["linear"] == {"f32"}
+
+
+@pytest.mark.parametrize(("level", "dtype", "expected"), [("O4", torch.float16, "bf16"), ("O1", torch.float16, "f16")])
+def test_a_level_takes_the_place_of_dtype_and_lists(level: str, dtype: torch.dtype, expected: str) -> None:
+    with native.install(level, compute="native"):
+        assert dtypes_seen(lambda: train(dtype)) == {"linear": {expected}, "softmax": {"f32"}}
+
+
+def test_level_0_is_float32() -> None:
+    net = Net()
+    with native.install("O0"), torch.autocast("cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled("cpu")
+        assert net.first(torch.ones(1, 8)).dtype is torch.float32
+    assert dtypes_seen(train)["linear"] == {"bf16"}
+
+
+def state_of_autocast() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled(),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def test_questions_are_answered_as_without(tmp_path: Path) -> None:
+    def ask() -> list[Any]:
+        answers = [state_of_autocast()]
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            answers.append(state_of_autocast())
+            thread = threading.Thread(target=lambda: answers.append(state_of_autocast()))
+            thread.start()
+            thread.join()
+            with torch.autocast("cpu", enabled=False):
+                answers.append(state_of_autocast())
+            torch.softmax(torch.ones(2), 0)
+            answers.append(state_of_autocast())
+        return [*answers, state_of_autocast()]
+
+    expected = ask()
+    with native.install(lists=write(tmp_path, "blacklist: [softmax]")):
+        assert ask() == expected
+        torch.set_autocast_enabled("cpu", True)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_what_is_wrong_is_as_wrong_as_under_autocast(tmp_path: Path) -> None:
+    def misuse() -> list[Any]:
+        found: list[Any] = []
+        region = torch.autocast("cpu", torch.bfloat16)
+        with pytest.raises(ZeroDivisionError), region:
+            raise ZeroDivisionError
+        found.append(state_of_autocast())
+        region.__enter__()
+        region.__exit__(None, None, None)
+        region.__exit__(None, None, None)
+        found.append(state_of_autocast())
+        torch.autocast_increment_nesting()
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16):
+            found += [torch.ones(2, 2) @ torch.ones(2, 2), torch.softmax(torch.ones(2).half(), 0)]
+        with pytest.raises(RuntimeError):
+            torch.autocast("no_such_device")
+        return found
+
+    expected = misuse()
+    with native.install(lists=write(tmp_path, "blacklist: [softmax]")):
+        for one, other in zip(misuse(), expected, strict=True):
+            assert one == other if isinstance(one, tuple) else (torch.equal(one, other) and one.dtype is other.dtype)
+
+
+def test_regions_that_autocast_knows_are_known_here(tmp_path: Path) -> None:
+    """Decorators, custom_fwd, and a module that enters autocast in its own forward."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.softmax(x, -1) @ x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def decorated(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.softmax(x, -1), x @ x, Own.apply(x @ x)
+
+    with native.install(lists=write(tmp_path, "blacklist: [mm, softmax, matmul]")):
+        outer = decorated(torch.ones(2, 2).bfloat16())
+        assert [one.dtype for one in outer] == [torch.float32, torch.float32, torch.float32]
+        assert torch.softmax(torch.ones(2).bfloat16(), 0).dtype is torch.bfloat16
+
+    class Entering(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.linear(x, x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Entering())
+    with native.install(lists=write(tmp_path, 'modules: [{match: "1", run: float32}]')):
+        with torch.autocast("cpu", enabled=True):
+            assert model(torch.ones(2, 2)).dtype is torch.float32
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def train_plainly() -> None:
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+
+
+def test_what_cannot_be_done_is_refused_before_a_step() -> None:
+    with (
+        native.install("O2"),
+        pytest.raises(PolicyError, match=r"amp\.initialize\(model, optimizer, opt_level=\"O2\"\)"),
+    ):
+        train()
+    with native.install("O1"), pytest.raises(PolicyError, match="GradScaler"):
+        train(torch.bfloat16)
+    with native.install("O4"), pytest.raises(NoRegionError, match=r"test_takeover\.py:\d+ calls the model"):
+        train_plainly()
+    with pytest.raises(PolicyError, match="scales no loss"):
+        native.install("O1", everywhere=True)
+    with native.install("O4", everywhere=True), pytest.raises(PolicyError, match="leave --everywhere"):
+        train()
+    with pytest.raises(OpListError):
+        native.install(lists="no_such_list")
+    with native.install("O4"), pytest.raises(SessionError, match="installed already"):
+        native.install("O1")
+
+
+def test_without_any_amp_the_whole_script_is_one_region() -> None:
+    with native.install("O4", everywhere=True):
+        net = nn.Linear(2, 2)
+        assert net(torch.ones(1, 2)).dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):  # as libraries write it
+            assert net(torch.ones(1, 2)).dtype is torch.float32
+        train_plainly()
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
+    with native.install("O4"):
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+        assert net(torch.ones(1, 2)).dtype is torch.float16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert amp.stats().opt_level == "O1"
+        with amp.scale_loss(net(torch.ones(1, 2)).float().sum() / 100, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert amp.stats().steps == 1
