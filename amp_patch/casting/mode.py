@@ -10,8 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -32,9 +31,8 @@ class Mode(Enum):
 _MODES = {mode.name: mode for mode in Mode}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Region:
-    """Where a mode holds.
+class Region(contextlib.ContextDecorator):
+    """Where a mode holds in one thread; a `with` block opens and closes it.
 
     Attributes:
         mode: how casts act in it.
@@ -43,9 +41,28 @@ class Region:
             one that lasts until it is left.
     """
 
-    mode: Mode
-    owner: object = None
-    frame: types.FrameType | None = None
+    def __init__(
+        self, switch: "Switch", mode: Mode, owner: object = None, frame: types.FrameType | None = None
+    ) -> None:
+        self.mode = mode
+        self.owner = owner
+        self.frame = frame
+        self._switch = switch
+
+    def __enter__(self) -> None:
+        if is_dynamo_compiling():
+            compiling.tell_of_break()
+        self._switch.add(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._switch.leave(self)
+
+
+class _OfThread(threading.local):
+    """What each thread has of its own: its open regions, innermost last."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
 
 
 class Switch:
@@ -59,7 +76,7 @@ class Switch:
         self.on = False
         self.regions = 0  # open regions of all threads
         self._open: list[Region] = []  # the same, in the order in which they were opened
-        self._local = threading.local()
+        self._local = _OfThread()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
         _switches.add(self)
@@ -77,7 +94,7 @@ class Switch:
     def turn_off(self) -> None:
         """Make every wrapper of this session call straight through, for good: also those that cannot be taken out."""
         self.on = False
-        for region in reversed(self._regions_here()):
+        for region in reversed(self._local.regions):
             self.leave(region)
 
     def is_on_here(self) -> bool:
@@ -95,8 +112,9 @@ class Switch:
         return self._find_mode()
 
     def _find_mode(self) -> Mode:
-        self._leave_stale()
-        regions = self._regions_here()
+        regions = self._local.regions
+        if regions and regions[-1].frame is not None:
+            self._leave_stale()
         if regions:
             return regions[-1].mode
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
@@ -107,29 +125,18 @@ class Switch:
                     return self._open[-1].mode
         return Mode.BY_LISTS
 
-    @contextlib.contextmanager
-    def region(self, mode: Mode) -> Iterator[None]:
-        """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
-        if is_dynamo_compiling():
-            compiling.tell_of_break()
-        region = Region(mode)
-        try:
-            try:
-                self._add(region)
-                yield
-            finally:
-                self.leave(region)
-        finally:  # twice: an interrupt may come before the first one has begun
-            self.leave(region)
+    def region(self, mode: Mode) -> Region:
+        """Return a block in which the casts of this thread act as `mode` says. Nests, and survives exceptions."""
+        return Region(self, mode)
 
     def enter(self, mode: Mode, owner: object = None, frame: types.FrameType | None = None) -> Region:
         """Open a region and return what `leave` needs to close it; for hooks, which are no `with` blocks.
 
         It is closed for them if the call whose frame they give ends without `leave`.
         """
-        region = Region(mode, owner, frame)
+        region = Region(self, mode, owner, frame)
         self._leave_stale()
-        self._add(region)
+        self.add(region)
         return region
 
     def enter_module(self, mode: Mode, owner: object) -> bool:
@@ -148,7 +155,7 @@ class Switch:
     def leave_module(self, owner: object) -> None:
         """Close the innermost region of an owner that is open in this thread, if there is one."""
         with self._lock:
-            for region in reversed(self._regions_here()):
+            for region in reversed(self._local.regions):
                 if region.owner is owner:
                     self.leave(region)
                     return
@@ -162,34 +169,28 @@ class Switch:
             raise
 
     def _remove(self, region: Region) -> None:
-        regions = self._regions_here()
+        regions = self._local.regions
         if region in regions:
             regions.remove(region)
         innermost = Mode.BY_LISTS
         if regions:
             innermost = regions[-1].mode
-        compiling.show_region(innermost.name)
+        compiling.show_region(innermost._name_)
         with self._lock:
             if region in self._open:
                 self._open.remove(region)
             self.regions = len(self._open)
 
-    def _regions_here(self) -> list[Region]:
-        """Return the open regions of this thread, innermost last."""
-        regions: list[Region] | None = getattr(self._local, "regions", None)
-        if regions is None:
-            regions = self._local.regions = []
-        return regions
-
     def _leave_stale(self) -> None:
         """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one."""
-        regions = self._regions_here()
+        regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
             self.leave(regions[-1])
 
-    def _add(self, region: Region) -> None:
-        self._regions_here().append(region)
-        compiling.show_region(region.mode.name)
+    def add(self, region: Region) -> None:
+        """Open a region in this thread, inside of those that are open there."""
+        self._local.regions.append(region)
+        compiling.show_region(region.mode._name_)
         with self._lock:
             self._open.append(region)
             self.regions = len(self._open)
