@@ -36,6 +36,10 @@ def group(*rows: Iterable[Tensor]) -> list[Group]:
 
 def copy_(groups: Iterable[Group]) -> None:
     """Copy the second row of each group, the sources, into the first, in one kernel for each group."""
-    with torch.inference_mode(False), torch.no_grad():
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            copy_(groups)
+        return
+    with torch.no_grad():
         for targets, sources in groups:
             foreach_copy_(targets, sources)

@@ -29,6 +29,7 @@ NOT_OF_TORCH = {
     "_getframe",
     "_initializing",
     "_make",
+    "_name_",
 }
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 

@@ -10,8 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
@@ -45,9 +44,8 @@ class Regions(Protocol):
         """Enable autocast again."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Region:
-    """Where a mode holds.
+class Region(contextlib.ContextDecorator):
+    """Where a mode holds in one thread; a `with` block opens and closes it.
 
     Attributes:
         mode: how casts act in it.
@@ -58,11 +56,37 @@ class Region:
         has_paused: autocast was in force and is disabled for its length.
     """
 
-    mode: Mode
-    owner: object = None
-    frame: types.FrameType | None = None
-    waits: bool = False
-    has_paused: bool = False
+    def __init__(
+        self,
+        switch: "Switch",
+        mode: Mode,
+        owner: object = None,
+        frame: types.FrameType | None = None,
+        *,
+        waits: bool = False,
+    ) -> None:
+        self.mode = mode
+        self.owner = owner
+        self.frame = frame
+        self.waits = waits
+        self.has_paused = False
+        self._switch = switch
+
+    def __enter__(self) -> None:
+        if is_dynamo_compiling():
+            compiling.tell_of_break()
+        self._switch.pause(self)
+        self._switch.add(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._switch.leave(self)
+
+
+class _OfThread(threading.local):
+    """What each thread has of its own: its open regions, innermost last."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
 
 
 class Switch:
@@ -80,7 +104,7 @@ class Switch:
         self.on = False
         self.regions = 0 if autocast is None else 1  # open regions of all threads, and those of autocast as one
         self._open: list[Region] = []  # the same, in the order in which they were opened
-        self._local = threading.local()
+        self._local = _OfThread()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
         _switches.add(self)
@@ -98,7 +122,7 @@ class Switch:
     def turn_off(self) -> None:
         """Make every wrapper of this session call straight through, for good: also those that cannot be taken out."""
         self.on = False
-        for region in reversed(self._regions_here()):
+        for region in reversed(self._local.regions):
             self.leave(region)
 
     def has_regions(self) -> bool:
@@ -126,8 +150,9 @@ class Switch:
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
-        self._leave_stale()
-        regions = self._regions_here()
+        regions = self._local.regions
+        if regions and regions[-1].frame is not None:
+            self._leave_stale()
         if regions:
             is_waiting = regions[-1].waits and self.autocast is not None and not self.autocast.is_here()
             return Mode.OFF if is_waiting else regions[-1].mode
@@ -139,31 +164,19 @@ class Switch:
                     return self._open[-1].mode
         return self._mode_outside()
 
-    @contextlib.contextmanager
-    def region(self, mode: Mode) -> Iterator[None]:
-        """Let the casts of this thread act as `mode` says inside the block. Nests, and survives exceptions."""
-        if is_dynamo_compiling():
-            compiling.tell_of_break()
-        region = self._make_region(mode, None, None, waits=False)
-        try:
-            try:
-                self._add(region)
-                yield
-            finally:
-                self.leave(region)
-        finally:  # twice: an interrupt may come before the first one has begun
-            self.leave(region)
+    def region(self, mode: Mode) -> Region:
+        """Return a block in which the casts of this thread act as `mode` says. Nests, and survives exceptions."""
+        return Region(self, mode)
 
-    def _make_region(self, mode: Mode, owner: object, frame: types.FrameType | None, *, waits: bool) -> Region:
-        """Make a region for `_add`. In one of float32, autocast is to cast nothing that is on no list of ours."""
-        has_paused = mode is Mode.FLOAT32 and self.autocast is not None and self.autocast.pause()
-        return Region(mode, owner, frame, waits, has_paused)
+    def pause(self, region: Region) -> None:
+        """In a region of float32, keep autocast from casting what is on no list of ours."""
+        region.has_paused = region.mode is Mode.FLOAT32 and self.autocast is not None and self.autocast.pause()
 
     def enter(self, mode: Mode, owner: object = None) -> Region:
         """Open a region and return what `leave` needs to close it; for what is no `with` block. Leaves autocast be."""
+        region = Region(self, mode, owner)
         self._leave_stale()
-        region = Region(mode, owner)
-        self._add(region)
+        self.add(region)
         return region
 
     def enter_module(self, mode: Mode, owner: object) -> bool:
@@ -179,13 +192,15 @@ class Switch:
                 waits = not is_on and self._mode_outside() is Mode.OFF  # autocast may be entered inside of the forward
                 self._leave_stale()
                 chosen = mode if is_on or waits else Mode.OFF
-                self._add(self._make_region(chosen, owner, sys._getframe(2), waits=waits))
+                region = Region(self, chosen, owner, sys._getframe(2), waits=waits)
+                self.pause(region)
+                self.add(region)
             return is_on
 
     def leave_module(self, owner: object) -> None:
         """Close the innermost region of an owner that is open in this thread, if there is one."""
         with self._lock:
-            for region in reversed(self._regions_here()):
+            for region in reversed(self._local.regions):
                 if region.owner is owner:
                     self.leave(region)
                     return
@@ -199,7 +214,7 @@ class Switch:
             raise
 
     def _remove(self, region: Region) -> None:
-        regions = self._regions_here()
+        regions = self._local.regions
         if region in regions:
             regions.remove(region)
             if region.has_paused and self.autocast is not None:
@@ -207,28 +222,22 @@ class Switch:
         innermost = Mode.BY_LISTS
         if regions:
             innermost = regions[-1].mode
-        compiling.show_region(innermost.name)
+        compiling.show_region(innermost._name_)
         with self._lock:
             if region in self._open:
                 self._open.remove(region)
             self._count()
 
-    def _regions_here(self) -> list[Region]:
-        """Return the open regions of this thread, innermost last."""
-        regions: list[Region] | None = getattr(self._local, "regions", None)
-        if regions is None:
-            regions = self._local.regions = []
-        return regions
-
     def _leave_stale(self) -> None:
         """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one."""
-        regions = self._regions_here()
+        regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
             self.leave(regions[-1])
 
-    def _add(self, region: Region) -> None:
-        self._regions_here().append(region)
-        compiling.show_region(region.mode.name)
+    def add(self, region: Region) -> None:
+        """Open a region in this thread, inside of those that are open there."""
+        self._local.regions.append(region)
+        compiling.show_region(region.mode._name_)
         with self._lock:
             self._open.append(region)
             self._count()

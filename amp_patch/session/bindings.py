@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Ledger, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -46,15 +46,7 @@ class Bindings:
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
-        self.parameters: list[Tensor] = []  # of the models
-        self.ledgers = Ledgers(
-            self._get_ledgers,
-            lambda: self.parameters,
-            bool(policy.master_weights),
-            local,
-            decisions,
-            sharded,
-        )
+        self.ledgers = Ledgers(bool(policy.master_weights), local, decisions, sharded)
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -123,6 +115,7 @@ class Bindings:
                 on_new_parameters=self._find_partners,
             )
             self._optimizers.append(stepper)
+            self._list_ledgers()
             stepper.bind(float32_data)
             self._watch(stepper, optimizer, self.forget_optimizer, weakref.ref(stepper))
         self.masters.return_gradients()
@@ -136,9 +129,6 @@ class Bindings:
         finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
-
-    def _get_ledgers(self) -> list[Ledger]:
-        return [binding.ledger for binding in self._optimizers]
 
     def _find_partners(self) -> None:
         """Have the ledgers of optimizers with a parameter in common know of each other."""
@@ -200,6 +190,7 @@ class Bindings:
                 finalizer.detach()
         self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
+        self._list_ledgers()
         self._list_parameters()
 
     def prune(self) -> None:
@@ -217,6 +208,7 @@ class Bindings:
         self._finalizers.pop(binding, None)
         if binding in self._optimizers:
             self._optimizers.remove(binding)
+            self._list_ledgers()
         if self._cache is not None:
             still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
             self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
@@ -236,12 +228,15 @@ class Bindings:
                     names[id(master)] = name
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
+    def _list_ledgers(self) -> None:
+        self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
+
     def _list_parameters(self) -> None:
         """Note the parameters of the models.
 
         They are held themselves, not weakly: torch swaps no tensors that have weak references.
         """
-        self.parameters = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
+        self.ledgers.of_models = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
 
     def resolve_steps(self, optimizer: Optimizer) -> None:
         """Tell of every step of an optimizer so far. Waits for the device."""

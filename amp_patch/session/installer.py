@@ -13,7 +13,7 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
 from ..torch_private import remove_step_hook
-from ..training import LocalGradients, StepHook, gradient_patches
+from ..training import LocalGradients, MasterHook, StepHook, gradient_patches
 from . import torch_patches
 from .bindings import Bindings
 from .checkpoints import CheckpointHelpers
@@ -33,6 +33,7 @@ class Installer:
 
     Attributes:
         casts_model: whether the parameters of models are cast.
+        has_masters: whether 16-bit parameters have masters.
         scales: whether there are masters or a loss scale.
         deferred: listed ops of packages that are not imported yet, or None.
         patcher: the patches of ops.
@@ -50,7 +51,8 @@ class Installer:
         local: LocalGradients,
     ) -> None:
         self.casts_model = policy.cast_model_type in LOW_DTYPES
-        self.scales = bool(policy.master_weights) or policy.loss_scale != 1.0
+        self.has_masters = bool(policy.master_weights)
+        self.scales = self.has_masters or policy.loss_scale != 1.0
         self.casts = casts
         self.products = products
         self.oplists = oplists
@@ -79,8 +81,8 @@ class Installer:
         if self.scales:
             gradient_patches.resolve_before_reading(self.bindings.resolve_steps, undo)
         self._module_patcher.install(list(torch_patches.plan(self, with_ops=False)))
-        if self.scales:
-            _add_step_hook(StepHook.for_masters(self.bindings.masters.mark_updated), undo)
+        if self.has_masters:
+            _add_step_hook(MasterHook(self.bindings.masters.mark_updated), undo)
         helpers = CheckpointHelpers(self.bindings, self._module_patcher, self._lock)
         undo.callback(helpers.close)
         helpers.open()

@@ -306,7 +306,9 @@ class Session:
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
                 " called: move the model to its device first, then call initialize"
             )
-        ledgers = [self._bindings.get_optimizer(optimizer).ledger for optimizer in optimizers]
+        ledgers = []
+        for optimizer in optimizers:
+            ledgers.append(self._bindings.get_optimizer(optimizer).ledger)
         scaler = self.scaler(loss_id)
         return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._end_pass)
 

@@ -21,26 +21,22 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of every optimizer, which a skipped step may run as well:
-
-    `mark_updated` is called with what it stepped on.
-    """
+    """A hook after the steps of optimizers, which a skipped step may run as well."""
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
         self._mark_updated = mark_updated
 
-    @staticmethod
-    def for_masters(mark_updated: Callable[[Iterable[Tensor]], None]) -> "StepHook":
-        """The same, but not for optimizers that push their masters by themselves, and mark them."""
-        return _MasterStepHook(mark_updated)
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Mark what the optimizer stepped on as updated."""
+        for group in optimizer.param_groups:
+            self._mark_updated(group["params"])
+
+
+class MasterHook(StepHook):
+    """The same for masters, but not for bound optimizers: they push their masters by themselves, and mark them."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._mark_updated([parameter for group in optimizer.param_groups for parameter in group["params"]])
-
-
-class _MasterStepHook(StepHook):
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(isinstance(hook, PushHook) for hook in get_step_hooks(optimizer)):
+        if "_amp_stash" not in vars(optimizer):
             super().__call__(optimizer, args, kwargs)
 
 
@@ -52,7 +48,10 @@ class PushHook(StepHook):
     """
 
     def __init__(self, push: Callable[[], None]) -> None:
-        super().__init__(lambda _: push())
+        self._push = push
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._push()
 
     def __deepcopy__(self, memo: Any) -> "PushHook":
         return PushHook(lambda: None)  # a copied optimizer is under no session
@@ -116,9 +115,7 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     )
 
 
-def skip_by(
-    flag: Tensor, optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def skip_by(flag: Tensor, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0.
 
     Gradients are unscaled: no scale is handed on.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .loss_scaler import LossScaler
 from .masters import Pair
-from .unscaling import are_surely_finite, either, is_finite, look_for_inf
+from .unscaling import are_surely_finite, either, is_finite, unscale_
 
 
 class Ledger:
@@ -19,8 +19,8 @@ class Ledger:
             master.
 
     Attributes:
-        found_inf: for each scaler of a pass since the last step or zeroing, whether one of its losses overflowed:
-            0-dim float32, 0.0 or 1.0.
+        flags: for each scaler of a pass since the last step or zeroing its found_inf: whether one of its losses
+            overflowed, 0-dim float32, 0.0 or 1.0.
         zeroed: scalers of passes since the last step whose gradients were zeroed, or were judged by nobody.
         overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
         unjudged: whether a pass that the optimizer was not passed with has left inf or NaN in gradients of its masters:
@@ -32,7 +32,7 @@ class Ledger:
 
     def __init__(self, read: Callable[[], tuple[list[Tensor], list[Pair]]]) -> None:
         self.read = read
-        self.found_inf: dict[LossScaler, Tensor] = {}
+        self.flags: dict[LossScaler, Tensor] = {}
         self.zeroed: dict[LossScaler, None] = {}
         self.overflow: Tensor | None = None
         self.unjudged: Tensor | None = None
@@ -45,18 +45,20 @@ class Ledger:
 
         In a parameter that another optimizer steps on as well, an overflow may be new to one and not to the other.
         """
-        self.found_inf[scaler] = either(self.found_inf.get(scaler), found_inf)
         for partner in self.partners:
             if partner.overflow is not None:
-                self.found_inf[scaler] = either(self.found_inf[scaler], partner.overflow)
+                found_inf = either(partner.overflow, found_inf)
+        self.flags[scaler] = either(self.flags.get(scaler), found_inf)
 
     def look_again(self, scalers: Iterable[LossScaler]) -> None:
         """Have the next step look at what is there by then, if one of these scalers may skip it."""
-        self.zeroed.update(dict.fromkeys(scaler for scaler in scalers if scaler.is_dynamic))
+        for scaler in scalers:
+            if scaler.is_dynamic:
+                self.zeroed[scaler] = None
 
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""
-        self.found_inf = {}
+        self.flags = {}
         self.zeroed = {}
         self.overflow = None
         self.unjudged = None
@@ -64,18 +66,17 @@ class Ledger:
 
     def is_overflow(self) -> bool:
         """Tell whether the next step will be skipped. Waits for the device."""
-        return any(scaler.is_dynamic and bool(found_inf) for scaler, found_inf in self.found_inf.items())
+        return any(scaler.is_dynamic and bool(found_inf) for scaler, found_inf in self.flags.items())
 
     def find_again(self) -> dict[LossScaler, Tensor]:
-        """Return `found_inf`; where gradients were zeroed since the last step, with those that are there now looked at.
+        """Return `flags`, with the gradients that are there now looked at, for the scalers of those that were zeroed.
 
         A sum that is put together of several backward passes by hand (PCGrad) may hold an overflow of any of them.
         """
-        if not self.zeroed:
-            return self.found_inf
         found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.zeroed)).scale.device)
-        look_for_inf([holder.grad for holder in self.stepped() if holder.grad is not None], found_inf)
-        flags = dict(self.found_inf)
+        no_scale = torch.ones_like(found_inf)
+        unscale_([gradient for _, gradient in self._gradients()], no_scale, found_inf)
+        flags = dict(self.flags)
         for scaler in self.zeroed:
             flags[scaler] = either(flags.get(scaler), found_inf)
         return flags
@@ -83,29 +84,40 @@ class Ledger:
     def is_empty(self) -> bool:
         """Tell whether no parameter and no master has a gradient."""
         plain, pairs = self.read()
-        if any(parameter.grad is not None for parameter in plain):
-            return False
-        return all(parameter.grad is None and master.grad is None for parameter, master in pairs)
+        holders = plain + [tensor for pair in pairs for tensor in pair]
+        return all(holder.grad is None for holder in holders)
 
     def find_nonfinite(self) -> list[Tensor]:
         """Return the parameters (or masters) whose gradients hold inf or NaN.
 
         Waits for the device once; where there may be one, once for each.
         """
-        holders = [holder for holder in self.stepped() if holder.grad is not None]
-        if are_surely_finite([holder.grad for holder in holders if holder.grad is not None]):
+        held = self._gradients()
+        if are_surely_finite([gradient for _, gradient in held]):
             return []
-        return [holder for holder in holders if holder.grad is not None and not is_finite(holder.grad)]
+        return [holder for holder, gradient in held if not is_finite(gradient)]
 
-    def stepped(self) -> list[Tensor]:
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what the optimizer steps on and has a gradient, with that."""
+        held: list[tuple[Tensor, Tensor]] = []
+        for holder in self.step_parameters():
+            if holder.grad is not None:
+                held.append((holder, holder.grad))
+        return held
+
+    def step_parameters(self) -> list[Tensor]:
         """Return what the optimizer steps on: masters where there are masters."""
-        plain, pairs = self.read()
-        return plain + [master for _, master in pairs]
+        parameters, pairs = self.read()
+        for _, master in pairs:
+            parameters.append(master)
+        return parameters
 
     def model_parameters(self) -> list[Tensor]:
         """Return the parameters of the model that the optimizer steps on, by way of masters or not."""
-        plain, pairs = self.read()
-        return plain + [parameter for parameter, _ in pairs]
+        parameters, pairs = self.read()
+        for parameter, _ in pairs:
+            parameters.append(parameter)
+        return parameters
 
 
 class Block:
@@ -116,7 +128,7 @@ class Block:
         scale: that its loss is multiplied by, 0-dim float32; None: 1.
         ledgers: of the optimizers whose steps are skipped if it overflows.
         found_inf: what was found so far, 0-dim float32; None: nothing was looked at.
-        stepped: ledgers whose optimizers have stepped before all was looked at.
+        served: ledgers whose optimizers have stepped before all was looked at.
         has_failed: it has ended with an exception: there may have been no backward pass.
         thread: that it runs in.
     """
@@ -130,6 +142,6 @@ class Block:
                 if one not in self.ledgers:
                     self.ledgers.append(one)
         self.found_inf: Tensor | None = None
-        self.stepped: list[Ledger] = []
+        self.served: list[Ledger] = []
         self.has_failed = False
         self.thread = threading.get_ident()

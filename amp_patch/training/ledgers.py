@@ -24,7 +24,7 @@ no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,29 +41,42 @@ from .reduction import LocalGradients, UnshardedSums
 from .unscaling import change_scale_, either, fold_, rescale_, unscale_
 
 
+class _Change:
+    """A block in which gradients are changed.
+
+    Attributes:
+        is_under_way: inside the block, and from then on where an interrupt or an error has cut it short.
+    """
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+
+    def __enter__(self) -> None:
+        self.is_under_way = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.is_under_way = kind is not None
+
+
 class Ledgers:
     """The gradients of a session: all carry one scale, but for those that are not reduced yet.
 
     Args:
-        get_all: the ledgers of the optimizers that are alive.
-        get_model_parameters: the parameters of the models, be they of an optimizer or not.
         has_masters: parameters may have masters.
         local: tells which gradients no pass has reduced yet.
         decisions: updates the scales.
         sharded: modules that `fully_shard` has taken.
+
+    Attributes:
+        all: the ledgers of the optimizers that are alive.
+        of_models: the parameters of the models, be they of an optimizer or not.
     """
 
     def __init__(
-        self,
-        get_all: Callable[[], Sequence[Ledger]],
-        get_model_parameters: Callable[[], Sequence[Tensor]],
-        has_masters: bool,
-        local: LocalGradients,
-        decisions: Decisions,
-        sharded: Collection[Module],
+        self, has_masters: bool, local: LocalGradients, decisions: Decisions, sharded: Collection[Module]
     ) -> None:
-        self._get_all = get_all
-        self._get_model_parameters = get_model_parameters
+        self.all: list[Ledger] = []
+        self.of_models: list[Tensor] = []
         self._has_masters = has_masters
         self._local = local
         self._decisions = decisions
@@ -72,7 +85,7 @@ class Ledgers:
         self._scaler: LossScaler | None = None  # whose scale that was last
         self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._is_changing = False  # an interrupt leaves it so
+        self._change = _Change()
         self._stepping: int | None = None  # the thread that is in a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
@@ -91,7 +104,7 @@ class Ledgers:
         for ledger in block.ledgers:
             ledger.has_begun = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
-            is_due = ledger.found_inf or ledger.unjudged is not None
+            is_due = ledger.flags or ledger.unjudged is not None
             if is_due and not self._decisions.groups and ledger.is_empty():
                 self.abandon(ledger)
             ledger.awaits_step = True
@@ -135,7 +148,7 @@ class Ledgers:
         for reference in tuple(self._open):
             if reference() is block:
                 self._open.remove(reference)
-        if self._is_changing and block.has_failed:
+        if self._change.is_under_way and block.has_failed:
             return  # what comes next says so
         self._local.end_pass(self._scale)
         is_idle = self._scale is None and not self._has_masters and not self._waiting
@@ -150,7 +163,7 @@ class Ledgers:
     def close(self) -> None:
         """Leave true sums behind, or no gradients where an interrupt left them half changed. Open blocks are over."""
         self._open.clear()
-        if self._is_changing:
+        if self._change.is_under_way:
             self._drop_all()
         else:
             self.make_true()
@@ -168,25 +181,24 @@ class Ledgers:
 
         Inside a block `resume` scales them again.
         """
-        if self._is_changing:
+        if self._change.is_under_way:
             self._refuse()
-        if self._open and not _is_engine_thread():
-            for block in self.open_blocks():
-                self._check_thread(block.thread, is_scaled=block.scale is not None)
+        open_blocks = self.open_blocks() if self._open else []
+        for block in open_blocks if not _is_engine_thread() else ():
+            self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
-        if not self._open:
-            self.settle()
+        if not open_blocks:
+            if self._scale is not None or self._waiting or self._has_masters:
+                self.settle()
             return
         if self._scale is None:
-            _, pairs = ledger.read()
-            self._fold_unjudged(ledger, pairs, None)
+            self._fold_unscaled(ledger)
             return
-        self._is_changing = True
-        found_inf = self._look(ledger, self._scale, set(self._local.ids))
-        self._is_changing = False
+        with self._change:
+            found_inf = self._look(ledger, self._scale, set(self._local.ids))
         for block in self._blocks_with(ledger):
             block.found_inf = either(block.found_inf, found_inf)
-            is_first = ledger not in block.stepped
+            is_first = ledger not in block.served
             ledger.note(block.scaler, block.found_inf if is_first else found_inf)
 
     def resume(self, ledger: Ledger) -> None:
@@ -195,17 +207,16 @@ class Ledgers:
         """
         self._stepping = None
         if self._open and self._scale is not None:
-            self._is_changing = True
             plain, _ = ledger.read()
-            rescale_(_take(plain, set(self._local.ids)), self._scale)
-            self._is_changing = False
+            with self._change:
+                rescale_(_take(plain, set(self._local.ids)), self._scale)
 
     def end_window(self, ledger: Ledger) -> None:
         """Take in that an optimizer has stepped, or skipped its step: the gradients that come are for the next one."""
         ledger.end_window()
         if self._open or self._waiting:
             for block in self._blocks_with(ledger):
-                block.stepped.append(ledger)
+                block.served.append(ledger)
 
     def abandon(self, ledger: Ledger) -> None:
         """Take in that the gradients of an optimizer are zeroed without a step.
@@ -214,7 +225,7 @@ class Ledgers:
         """
         if self._waiting:
             self._finish_waiting(ledger)
-        scalers = list(ledger.found_inf)
+        scalers = list(ledger.flags)
         zeroed = ledger.zeroed
         ledger.end_window()
         ledger.zeroed = zeroed
@@ -235,7 +246,7 @@ class Ledgers:
             self.prepare_step(ledger)
             self.resume(ledger)
             for block in self._waiting:
-                block.stepped.append(ledger)
+                block.served.append(ledger)
 
     def fold_for_clipping(self) -> None:
         """Add 16-bit gradients to those of their masters, which a backward pass outside of `scale_loss` leaves where
@@ -258,24 +269,28 @@ class Ledgers:
 
     def settle(self) -> None:
         """Make true sums of all gradients but those that are not reduced yet, and judge the blocks that wait for it."""
-        if self._is_changing:
+        if self._change.is_under_way:
             self._refuse()
-        if self._scale is None and not self._waiting and not self._has_masters:
+        if self._scale is None and not self._waiting:
+            if self._has_masters:
+                self._fold_all_unscaled()
             return
-        scale, blocks = self._scale, self._waiting
-        judged = [block for block in blocks if block.scale is not None]
+        scale = self._scale
+        judged: list[Block] = []
+        for block in self._waiting:
+            if block.scale is not None:
+                judged.append(block)
         if scale is not None and not judged and not self._open:
             judged = [self._make_up_for_lost()]
         if judged and scale is None:  # they were divided before
             scale = torch.ones_like(judged[0].scaler.scale)
         open_blocks = self.open_blocks() if self._open else []
-        self._is_changing = True
-        found = self._unscale_all(scale, [*judged, *open_blocks])
-        self._scale = None
-        self._waiting = []
-        if self._local.ids:
-            self._waiting = [block for block in judged if self._has_local(block)]
-        self._is_changing = False
+        with self._change:
+            found = self._unscale_all(scale, [*judged, *open_blocks])
+            self._scale = None
+            self._waiting = []
+            if self._local.ids:
+                self._waiting = [block for block in judged if self._has_local(block)]
         for block in open_blocks:
             for ledger in block.ledgers:
                 if ledger in found:
@@ -286,7 +301,7 @@ class Ledgers:
     def _make_up_for_lost(self) -> Block:
         """Return a block in the place of one that is gone without having ended: whoever steps is to know of inf."""
         assert self._scaler is not None
-        block = Block(self._scaler, self._get_all())
+        block = Block(self._scaler, self.all)
         block.scale = self._scale
         block.has_failed = True
         return block
@@ -299,31 +314,41 @@ class Ledgers:
             for ledger in block.ledgers:
                 if ledger not in found and scale is not None:
                     found[ledger] = self._look(ledger, scale, seen)
-        others: list[Tensor] = []
-        for ledger in self._get_all():
+        if scale is None:
+            self._fold_all_unscaled()
+            return found
+        for ledger in self.all:
             if ledger not in found:
-                plain, pairs = ledger.read()
-                others += _take(plain, seen)
-                if pairs:
-                    self._fold_unjudged(ledger, pairs, scale)
-        if scale is not None:
-            others += _take(self._get_model_parameters(), seen)
-            if others:
-                unscale_(others, scale, None)
+                self._fold_unjudged(ledger, scale)
+        others = _take(self._all_parameters(), seen)
+        if others:
+            unscale_(others, scale, None)
         return found
 
-    def _fold_unjudged(self, ledger: Ledger, pairs: list[Pair], scale: Tensor | None) -> None:
+    def _fold_unjudged(self, ledger: Ledger, scale: Tensor) -> None:
         """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters."""
-        if scale is not None:
+        _, pairs = ledger.read()
+        if pairs:
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
             fold_(self._reduced(pairs), scale, found_inf)
             ledger.unjudged = either(ledger.unjudged, found_inf)
+
+    def _fold_all_unscaled(self) -> None:
+        for ledger in self.all:
+            self._fold_unscaled(ledger)
+
+    def _fold_unscaled(self, ledger: Ledger) -> None:
+        """Add 16-bit gradients that carry no scale to those of their masters.
+
+        A backward pass outside of any block may have left them: the step looks at them.
+        """
+        _, pairs = ledger.read()
+        if not _have_gradients(pairs):
             return
-        if _have_gradients(pairs):  # a backward pass outside of any block has left them
-            for one in (ledger, *ledger.partners):
-                if one is ledger or _have_gradients(one.read()[1]):
-                    one.look_again(self._decisions.scalers)
-                    one.awaits_step = True
+        for one in (ledger, *ledger.partners):
+            if one is ledger or _have_gradients(one.read()[1]):
+                one.look_again(self._decisions.scalers)
+                one.awaits_step = True
         fold_(self._reduced(pairs), None, None)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
@@ -355,12 +380,12 @@ class Ledgers:
         if block.has_failed and not (block.scaler.is_dynamic and _is_set(block.found_inf)):
             return
         for ledger in block.ledgers:
-            if ledger not in block.stepped:
+            if ledger not in block.served:
                 ledger.note(block.scaler, block.found_inf)
             elif not ledger.is_empty():
                 ledger.note(block.scaler, found[ledger])
         block.scaler.note(block.found_inf)
-        if block.stepped and all(ledger in block.stepped for ledger in block.ledgers):
+        if block.served and all(ledger in block.served for ledger in block.ledgers):
             self._decisions.judge_outside_of_steps([block.scaler])
 
     def _carry(self, scale: Tensor | None) -> None:
@@ -372,17 +397,20 @@ class Ledgers:
         self.settle()
         if scale is None:
             return
-        self._is_changing = True
-        seen = set(self._local.ids)
-        gradients: list[Tensor] = []
-        for ledger in self._get_all():
-            plain, _ = ledger.read()
-            gradients += _take(plain, seen)
-        gradients += _take(self._get_model_parameters(), seen)
-        if gradients:
-            rescale_(gradients, scale)
-        self._scale = scale
-        self._is_changing = False
+        with self._change:
+            gradients = _take(self._all_parameters(), set(self._local.ids))
+            if gradients:
+                rescale_(gradients, scale)
+            self._scale = scale
+
+    def _all_parameters(self) -> list[Tensor]:
+        """Return the parameters of the models, and those that optimizers step on, by way of masters or not; many of
+        them twice.
+        """
+        parameters = list(self.of_models)
+        for ledger in self.all:
+            parameters += ledger.model_parameters()
+        return parameters
 
     def _has_local(self, block: Block) -> bool:
         return any(self._local.find(ledger.model_parameters) for ledger in block.ledgers)
@@ -402,6 +430,8 @@ class Ledgers:
 
         Raises OptimizerError where they are on the way to masters.
         """
+        if not self._local.ids:
+            return
         local = self._local.find(ledger.model_parameters)
         if not local:
             return
@@ -417,10 +447,7 @@ class Ledgers:
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Have gradients that are not reduced carry another scale. Nobody looks at them."""
-        parameters = list(self._get_model_parameters())
-        for ledger in self._get_all():
-            parameters += ledger.model_parameters()
-        unique = {id(parameter): parameter for parameter in parameters if id(parameter) in self._local.ids}
+        unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self._local.ids}
         change_scale_([parameter.grad for parameter in unique.values()], self._local.scale, scale)
         self._local.scale = scale
 
@@ -434,12 +461,12 @@ class Ledgers:
 
     def _drop_all(self) -> None:
         """Drop gradients that an interrupt left half changed: no step may use them."""
-        holders = list(self._get_model_parameters())
-        for ledger in self._get_all():
-            holders += [*ledger.model_parameters(), *ledger.stepped()]
+        holders = self._all_parameters()
+        for ledger in self.all:
+            holders += ledger.step_parameters()
         for holder in holders:
             holder.grad = None
-        self._scale, self._waiting, self._is_changing = None, [], False
+        self._scale, self._waiting, self._change = None, [], _Change()
         warn("an interrupt left gradients half unscaled: they are dropped, and the next step goes without them")
 
 

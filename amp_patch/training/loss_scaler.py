@@ -29,6 +29,10 @@ class LossScaler:
     above 1 they are those of `DynamicGradScaler` in Megatron-LM (megatron/core/optimizer/grad_scaler.py): each overflow
     takes one from a count, at 0 the scale backs off, also at every overflow that follows, and only when the scale
     grows the count is full again.
+
+    Attributes:
+        scale: 0-dim float32, where it was last used. It never changes in place: a later update makes a new tensor.
+        found_inf: whether passes that no update has counted overflowed; None: there are none.
     """
 
     def __init__(
@@ -48,33 +52,23 @@ class LossScaler:
         self.growth_interval = rule.growth_interval
         self.hysteresis = rule.hysteresis
         start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
-        self._scale = torch.tensor(start, dtype=torch.float32)
-        self.known_scale = self._scale.item()  # the last that the host has heard of
+        self.scale = torch.tensor(start, dtype=torch.float32)
+        self.known_scale = self.scale.item()  # the last that the host has heard of
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.is_identity = not self.is_dynamic and start == 1.0
         self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
         self.is_shared = False  # several ranks decide together, each time one of them would decide
-        self.found_inf: Tensor | None = (
-            None  # whether passes that no update has counted overflowed; None: there are none
-        )
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale as a 0-dim float32 tensor where it was last used.
-
-        It never changes in place: a later update makes a new tensor.
-        """
-        return self._scale
+        self.found_inf: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:
         """Move the scale to `device` and return it, for use."""
         self.awaits_loss = False
-        if self._scale.device != device:
-            self._scale = self._scale.to(device)
+        if self.scale.device != device:
+            self.scale = self.scale.to(device)
             self._good_steps = self._good_steps.to(device)
             self._overflows_left = self._overflows_left.to(device)
-        return self._scale
+        return self.scale
 
     def note(self, found_inf: Tensor) -> None:
         """Have the next update count a backward pass that overflowed or did not: 0-dim float32, 1.0 or 0.0."""
@@ -83,7 +77,7 @@ class LossScaler:
     def update(self) -> None:
         """Update the scale once for all passes since the last update; without any, do nothing. Waits for nothing."""
         if self.found_inf is not None:
-            self._scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
+            self.scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
             self.found_inf = None
 
     def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
@@ -92,10 +86,10 @@ class LossScaler:
 
         Waits for nothing.
         """
-        before = self._scale, self._good_steps, self._overflows_left
-        is_due = is_due.to(self._scale.device) > 0
+        before = self.scale, self._good_steps, self._overflows_left
+        is_due = is_due.to(self.scale.device) > 0
         after = self._advance(found_inf)
-        self._scale, self._good_steps, self._overflows_left = (
+        self.scale, self._good_steps, self._overflows_left = (
             torch.where(is_due, new, old) for new, old in zip(after, before, strict=True)
         )
         self.found_inf = None
@@ -103,12 +97,12 @@ class LossScaler:
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
         """The state that readers are told: that after an update, if one is due and this process decides alone."""
         if self.is_shared or self.found_inf is None:
-            return self._scale, self._good_steps, self._overflows_left
+            return self.scale, self._good_steps, self._overflows_left
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state after passes that overflowed, or did not."""
-        scale, good_steps, left = clone(self._scale), clone(self._good_steps), self._overflows_left
+        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         if not self.is_dynamic:
             return scale, good_steps + 1, left
         found_inf = found_inf.to(scale.device)
@@ -116,7 +110,7 @@ class LossScaler:
         if self.hysteresis > 1:
             is_overflow, grows = found_inf > 0, good_steps == 0
             left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
-            scale = torch.where(is_overflow & (left > 0), self._scale, scale)
+            scale = torch.where(is_overflow & (left > 0), self.scale, scale)
         # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
         # good
         lowest = self.min_loss_scale or torch.finfo(torch.float32).tiny
@@ -143,18 +137,18 @@ class LossScaler:
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
         if not self.is_shared:
             self.update()
-        self._scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self._scale.device)
+        self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)
         self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
     def send_state(self, device: torch.device) -> Tensor:
         """Return the scale, the good steps since it changed and the overflows left: shape (3,), float32."""
-        state = (self._scale, self._good_steps, self._overflows_left)
+        state = (self.scale, self._good_steps, self._overflows_left)
         return torch.stack([value.to(device, torch.float32) for value in state])
 
     def receive_state(self, state: Tensor) -> None:
         """Take over what `send_state` returned on another rank. Waits for nothing."""
-        self._scale = clone(state[0])
+        self.scale = clone(state[0])
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,10 +172,10 @@ class LossScaler:
         unskipped = _read_count("unskipped", state["unskipped"])
         left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
-        device = self._scale.device
+        device = self.scale.device
         if self.is_dynamic:
             self.known_scale = scale
-            self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
+            self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
             # at the interval or beyond it the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)
         self._good_steps = torch.tensor(unskipped, dtype=torch.int32, device=device)

@@ -248,10 +248,6 @@ class OptimizerMasters:
         """Return each 16-bit parameter with its master."""
         return self._pairs.values()
 
-    def has(self, tensor: Tensor) -> bool:
-        """Tell whether `tensor` is one of the masters."""
-        return id(tensor) in self._pairs
-
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """Return the parameter that a master stands for; any other tensor itself."""
         return self._pairs[id(tensor)][0] if id(tensor) in self._pairs else tensor
@@ -281,26 +277,36 @@ class OptimizerMasters:
                 optimizer.state[master] = optimizer.state[parameter]
                 del optimizer.state[parameter]
 
-    def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return what the optimizer steps on now: parameters without a master, and those with one.
-
-        Somebody may have put other parameters into a group: those of 16 bits get masters first.
-        """
+    def find(self) -> tuple[list[Tensor], list[Pair]]:
+        """Return what is in the groups of the optimizer now: parameters without a master, and those with one."""
         plain: list[Tensor] = []
         pairs: list[Pair] = []
         optimizer = self._get_optimizer()
-        for param_group in () if optimizer is None else optimizer.param_groups:
+        if optimizer is None:
+            return plain, pairs
+        for param_group in optimizer.param_groups:
             for parameter in param_group["params"]:
                 pair = self._pairs.get(id(parameter))
-                if pair is not None:
-                    pairs.append(pair)
-                elif self.use_masters and parameter.dtype in LOW_DTYPES and not is_opaque(parameter):
-                    assert optimizer is not None
-                    self.place(optimizer, param_group, {})
-                    return self.read()
-                else:
+                if pair is None:
                     plain.append(parameter)
+                else:
+                    pairs.append(pair)
         return plain, pairs
+
+    def read(self) -> tuple[list[Tensor], list[Pair]]:
+        """Like `find`, but 16-bit parameters that somebody has put into a group get masters first."""
+        plain, pairs = self.find()
+        for parameter in plain:
+            if parameter.dtype in LOW_DTYPES and not is_opaque(parameter):
+                self._place_in_all()
+                return self.find()
+        return plain, pairs
+
+    def _place_in_all(self) -> None:
+        optimizer = self._get_optimizer()
+        if optimizer is not None:
+            for param_group in optimizer.param_groups:
+                self.place(optimizer, param_group, {})
 
     def restore(self, optimizer: Any) -> None:
         """Put the parameters back into the groups of an optimizer (None if it is gone), and its state into the dtype
@@ -342,14 +348,8 @@ class OptimizerMasters:
                 master.grad = None
 
     def push(self) -> None:
-        """Copy these masters to their parameters."""
-        optimizer = self._get_optimizer()
-        pairs: list[Pair] = []
-        for param_group in () if optimizer is None or not self._pairs else optimizer.param_groups:
-            for parameter in param_group["params"]:
-                pair = self._pairs.get(id(parameter))
-                if pair is not None:
-                    pairs.append(pair)
+        """Copy these masters to their parameters. Places none: helpers of torch may have groups show parameters."""
+        _, pairs = self.find()
         if pairs:
             self.masters.push(pairs)
 

@@ -60,11 +60,10 @@ class OptimizerBinding:
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
         self.cached: list[Tensor] = []  # every parameter whose cached copy this optimizer keeps alive
-        self._is_bound = False
         self._undo = UndoStack()
         self._attributes = Attributes(self, self._undo)
         self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
-        self.ledger = Ledger(self._masters.read)
+        self.ledger = Ledger(self._masters.read if use_masters else self._masters.find)
         self._ledgers = ledgers
         self.stepper = Stepper(
             self.reference,
@@ -100,20 +99,20 @@ class OptimizerBinding:
         `float32_data` holds parameters' values from before they were cast, by id.
         """
         optimizer: Any = self.optimizer
-        self._is_bound = True
+        self.stepper.is_bound = True
         self._undo.callback(lambda: self._masters.restore(self.optimizer))
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
         fold_(self._masters.pairs(), None, None)
         inner_optimizers = _find_inner_optimizers(optimizer)
         self.stepper.device_skip = None if inner_optimizers else DeviceSkip(optimizer, optimizer.step)
-        replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
+        replaced = {"step": self.stepper.step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
         for name, method in replaced.items():
             self._attributes.replace(optimizer, name, method)
         for inner in inner_optimizers:
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
-            self._attributes.replace(inner, "step", self._step)
+            self._attributes.replace(inner, "step", self.stepper.step)
         if self._masters.use_masters:
             hook = PushHook(self.stepper.push)
             self._undo.callback(_remove_step_hook, self.reference, hook)
@@ -131,9 +130,9 @@ class OptimizerBinding:
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
-        if self._is_bound and self.optimizer is not None:
+        if self.stepper.is_bound and self.optimizer is not None:
             self.steps.resolve()
-        self._is_bound = False
+        self.stepper.is_bound = False
         self._undo.close()
 
     def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
@@ -150,11 +149,11 @@ class OptimizerBinding:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Have the optimizer step and zero its gradients as plain torch does, inside the block."""
-        self._is_bound = False
+        self.stepper.is_bound = False
         try:
             yield
         finally:
-            self._is_bound = True
+            self.stepper.is_bound = True
 
     def presented(self) -> contextlib.AbstractContextManager[None]:
         """Have the optimizer show the model's parameters instead of their masters inside a block."""
@@ -167,9 +166,6 @@ class OptimizerBinding:
 
     # ---- the replaced methods ----------------------------------------------------------------------------------------
 
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.stepper.step(original, *args, **kwargs) if self._is_bound else original(*args, **kwargs)
-
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
         return self._get_names(self.ledger.find_nonfinite())
@@ -180,14 +176,14 @@ class OptimizerBinding:
             vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_bound:
+        if self.stepper.is_bound:
             self._ledgers.abandon(self.ledger)
             for parameter, _ in self._masters.pairs():
                 parameter.grad = None
         return original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any]) -> Any:
-        if not self._is_bound:
+        if not self.stepper.is_bound:
             return original(group)
         if isinstance(group, dict) and self._masters.pairs():
             given = group.get("params")

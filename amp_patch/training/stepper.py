@@ -2,7 +2,7 @@
 the masters.
 """
 
-import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ from .ledger import Ledger
 from .ledgers import Ledgers
 from .loss_scaler import LossScaler
 from .masters import OptimizerMasters
-from .steps import StepResult, Steps, waits_for_each
+from .steps import Outcome, Steps, waits_for_each
 from .unscaling import either
 
 
@@ -52,6 +52,7 @@ class Stepper:
         self._steps = steps
         self._switch = switch
         self._decisions = decisions
+        self.is_bound = False  # else `step` is the optimizer's own
         self._is_stepping = False
         self._is_pushed = False  # by a hook of the step under way
         self._has_looked_for_gradients = False
@@ -59,19 +60,22 @@ class Stepper:
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_stepping:  # wrappers step optimizers they hold
+        if self._is_stepping or not self.is_bound:  # wrappers step optimizers they hold
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         if callable(closure):
-            if any(scaler.is_dynamic for scaler in self._decisions.scalers):
-                return self._step_after(closure, original, args, kwargs)
-            args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+            return self._step_with(closure, original, args, kwargs)
+        return self._step(original, args, kwargs)
+
+    def _step(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool = False
+    ) -> Any:
         self._ledgers.release_unreduced(self._ledger)
         if self._masters.use_masters:
             self._masters.masters.pull()
         self._ledgers.prepare_step(self._ledger)
         try:
-            if watchers and not callable(closure):
+            if watchers and not has_closure:
                 self._tell("step_begun")
             self._is_stepping = True
             result = self._step_or_skip(original, args, kwargs)
@@ -88,25 +92,32 @@ class Stepper:
     def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
-        found_inf = self._decisions.judge(self._ledger.find_again())
-        if not found_inf:
-            result = self._take_step(None, original, args, kwargs)
-            self._ledgers.end_window(self._ledger)
-            self._steps.add_taken()
-            self._drop_gradients()
-            return result
-        outcome = StepResult(found_inf)
-        flag = self._find_flag(found_inf, outcome)
-        result = None
-        if flag is None and outcome.is_skip():
+        found_inf = self._ledger.flags
+        if self._ledger.zeroed:
+            found_inf = self._ledger.find_again()
+        found_inf = self._decisions.judge(found_inf)
+        outcome = flag = result = None
+        is_skip = False
+        if found_inf:
+            outcome = Outcome(found_inf)
+            if outcome.may_skip:
+                flag = self._find_flag(found_inf, outcome)
+                if flag is None:
+                    outcome.read()
+                    is_skip = outcome.is_skip
+        if is_skip:
             mark_step_called(self._get_optimizer())
         else:
             result = self._take_step(flag, original, args, kwargs)
         self._ledgers.end_window(self._ledger)
         try:
-            self._steps.add(outcome)
+            if outcome is None:
+                self._steps.add_taken()
+            else:
+                self._steps.add(outcome)
         finally:
-            self._drop_gradients()
+            if self._masters.use_masters:
+                self._drop_gradients()
         return result
 
     def _drop_gradients(self) -> None:
@@ -114,10 +125,10 @@ class Stepper:
         shared: set[int] = set()
         for partner in self._ledger.partners:
             if partner.awaits_step:
-                shared.update(map(id, partner.stepped()))
+                shared.update(map(id, partner.step_parameters()))
         self._masters.drop_gradients(but=shared)
 
-    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: StepResult) -> Tensor | None:
+    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
         """Return the flag that the optimizer is to skip by on the device: 0-dim float32, 0.0 or 1.0. None where the
         host decides, which waits for it.
         """
@@ -156,13 +167,15 @@ class Stepper:
         self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._is_pushed = False
-        casts_off = self._switch.region(Mode.OFF) if self._switch.on else contextlib.nullcontext()
-        with casts_off:
-            if flag is None:
-                result = original(*args, **kwargs)
-            else:
-                result = skip_by(flag, self._get_optimizer(), original, args, kwargs)
-        if not self._is_pushed:
+        run = original
+        if flag is not None:
+            run = functools.partial(skip_by, flag, self._get_optimizer(), original)
+        if self._switch.on:
+            with self._switch.region(Mode.OFF):
+                result = run(*args, **kwargs)
+        else:
+            result = run(*args, **kwargs)
+        if self._masters.use_masters and not self._is_pushed:
             self._masters.push()
         return result
 
@@ -171,12 +184,16 @@ class Stepper:
         self._masters.push()
         self._is_pushed = True
 
+    def _step_with(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+            return self._step_after(closure, original, args, kwargs)
+        args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+        return self._step(original, args, kwargs, has_closure=True)
+
     def _step_after(
-        self,
-        closure: Callable[[], Any],
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the closure, then step or skip: which of them must be known before the optimizer's own step begins."""
         if not evaluates_closure_first(original):
@@ -189,7 +206,7 @@ class Stepper:
         with torch.enable_grad():
             loss = closure()
         args, kwargs = _replace_closure(None, args, kwargs)
-        self.step(original, *args, **kwargs)
+        self._step(original, args, kwargs)
         return loss
 
     def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -202,7 +219,7 @@ class Stepper:
             self._masters.masters.pull()
             self._ledgers.prepare_step(self._ledger)
             self._ledgers.resume(self._ledger)
-            self._decisions.judge_outside_of_steps(self._ledger.found_inf)
+            self._decisions.judge_outside_of_steps(self._ledger.flags)
             return loss
 
         return evaluate

@@ -20,63 +20,78 @@ LOOK_EVERY = 100
 
 
 class EarlyReading:
-    """A number on its way from a 0-dim tensor to the host. From an accelerator it arrives with the work queued before
-    it; on a CPU it is there.
+    """Numbers on their way from 0-dim tensors to the host. From an accelerator they arrive with the work queued before
+    them; on a CPU they are there.
     """
 
-    __slots__ = ("_event", "_tensor")
+    __slots__ = ("_event", "_tensors")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
         self._event: torch.Event | None = None
-        if tensor.device.type not in ("cpu", "mps", "meta"):
-            self._tensor = torch.empty((), dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._event = torch.Event(tensor.device)
-            self._event.record(torch.accelerator.current_stream(tensor.device))
+        if tensors and tensors[0].device.type not in ("cpu", "mps", "meta"):
+            device = tensors[0].device
+            together = torch.stack([tensor.to(device) for tensor in tensors])
+            on_host = torch.empty_like(together, device="cpu", pin_memory=True)
+            on_host.copy_(together, non_blocking=True)
+            self._tensors = [on_host]
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
 
     def is_here(self) -> bool:
-        """Tell whether reading it waits for nothing."""
+        """Tell whether reading them waits for nothing."""
         return self._event is None or bool(self._event.query())
 
-    def value(self) -> float:
-        """Return the number. Waits for it, but for no work queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._tensor.item())
+    def values(self) -> list[float]:
+        """Return the numbers. Waits for them, but for no work queued after them."""
+        if self._event is None:
+            return list(map(Tensor.item, self._tensors))
+        self._event.synchronize()
+        numbers: list[float] = self._tensors[0].tolist()
+        return numbers
 
 
-class StepResult:
+class Outcome:
     """What the backward passes before one `step` have found, on its way to the host from the moment this is made.
 
     Args:
         found_inf: for each scaler of theirs whether there was an overflow: 0-dim float32.
+
+    Attributes:
+        may_skip: one of the scalers is dynamic.
+        overflowed: the scalers whose passes overflowed, once it is read.
+        is_skip: the step is skipped, since one of these is dynamic; once it is read.
+        scales: what the scalers came to with this step, once it is read. There may have been others by then.
     """
 
     def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
-        self._flags = {scaler: EarlyReading(flag) for scaler, flag in found_inf.items()}
-        # the scales after this step's update: by the time somebody asks, there may have been others
-        self._scales = {scaler: EarlyReading(scaler.scale) for scaler in found_inf if scaler.is_dynamic}
-        self._is_skip: bool | None = None
+        self.may_skip = False
+        self.overflowed: list[LossScaler] = []
+        self.is_skip = False
+        self.scales: dict[LossScaler, float] = {}
+        self._scalers = list(found_inf)
+        numbers = list(found_inf.values())
+        for scaler in found_inf:
+            numbers.append(scaler.scale)
+            self.may_skip = self.may_skip or scaler.is_dynamic
+        self._reading: EarlyReading | None = EarlyReading(numbers)
 
     def is_known(self) -> bool:
-        """Tell whether the host has everything: nothing else here waits for the device then."""
-        return all(reading.is_here() for reading in (*self._flags.values(), *self._scales.values()))
+        """Tell whether the host has everything: reading it waits for nothing."""
+        return self._reading is None or self._reading.is_here()
 
-    def find_overflowed(self) -> list[LossScaler]:
-        """Return the scalers whose passes overflowed. Waits for the device."""
-        return [scaler for scaler, flag in self._flags.items() if flag.value()]
-
-    def is_skip(self) -> bool:
-        """Tell whether the step is skipped: after an overflow under a dynamic scale. Waits for the device, once."""
-        if self._is_skip is None:
-            self._is_skip = any(flag.value() for scaler, flag in self._flags.items() if scaler.is_dynamic)
-        return self._is_skip
-
-    def note_scales(self) -> None:
-        """Have the scalers know on the host what they came to."""
-        for scaler, reading in self._scales.items():
-            scaler.known_scale = reading.value()
+    def read(self) -> None:
+        """Take in what was found. Waits for the device, once."""
+        if self._reading is None:
+            return
+        values = self._reading.values()
+        flags, scales = values[: len(self._scalers)], values[len(self._scalers) :]
+        for scaler, flag in zip(self._scalers, flags, strict=True):
+            if flag:
+                self.overflowed.append(scaler)
+                self.is_skip = self.is_skip or scaler.is_dynamic
+        self.scales = dict(zip(self._scalers, scales, strict=True))
+        self._reading = None
 
 
 def _is_capturing() -> bool:
@@ -110,7 +125,7 @@ class Steps:
         self._scalers = scalers
         self._find_culprits = find_culprits
         self._tell_skipped = tell_skipped
-        self._pending: deque[StepResult] = deque()
+        self._pending: deque[Outcome] = deque()
         self._taken = 0
         self._skipped = 0
         self._skips_in_a_row = 0
@@ -122,12 +137,12 @@ class Steps:
             self.resolve()
         return self._taken, self._skipped
 
-    def add(self, result: StepResult) -> None:
-        """Take in the result of a step, and tell of all that is known by now.
+    def add(self, outcome: Outcome) -> None:
+        """Take in the outcome of a step, and tell of all that is known by now.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
-        self._pending.append(result)
+        self._pending.append(outcome)
         while self._pending and (self._pending[0].is_known() or waits_for_each()):
             self._resolve_first(is_latest=len(self._pending) == 1)
         if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
@@ -140,7 +155,7 @@ class Steps:
     def add_taken(self) -> None:
         """Take in a step that no pass could skip. Waits for the device, once in a hundred steps."""
         if self._pending:
-            self.add(StepResult({}))
+            self.add(Outcome({}))
             return
         self._count(is_skip=False)
         if self._taken % LOOK_EVERY == 0 and not self._has_warned and not _is_capturing():
@@ -161,14 +176,15 @@ class Steps:
             self._resolve_first()
 
     def _resolve_first(self, *, is_latest: bool = False) -> None:
-        result = self._pending.popleft()
-        is_skip = result.is_skip()
-        self._count(is_skip=is_skip)
-        result.note_scales()
-        for scaler in result.find_overflowed():
+        outcome = self._pending.popleft()
+        outcome.read()
+        self._count(is_skip=outcome.is_skip)
+        for scaler, scale in outcome.scales.items():
+            scaler.known_scale = scale
+        for scaler in outcome.overflowed:
             if scaler.is_dynamic:
                 self._tell_of_overflow(scaler, is_latest=is_latest)
-            elif not is_skip and not self._has_warned:
+            elif not outcome.is_skip and not self._has_warned:
                 self._warn_of_static()
 
     def _warn_of_static(self) -> None:

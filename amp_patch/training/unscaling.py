@@ -62,11 +62,6 @@ def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, aft
     rescale_(there, new / old)
 
 
-def look_for_inf(gradients: Sequence[Tensor], found_inf: Tensor) -> None:
-    """Set `found_inf` (0-dim float32) to 1.0 if an element of `gradients` is inf or NaN. Waits for nothing."""
-    unscale_(gradients, torch.ones_like(found_inf), found_inf)
-
-
 def either(left: Tensor | None, right: Tensor) -> Tensor:
     """Return the larger of two flags, on the device of the first; the second where there is no first."""
     return right if left is None else torch.maximum(left, right.to(left.device))
@@ -128,11 +123,14 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
 
     Waits for nothing.
     """
+    held = [pair for pair in pairs if pair[0].grad is not None]
+    sizes = [master.numel() for _, master in held]
+    largest_first = sorted(range(len(held)), key=sizes.__getitem__, reverse=True)  # least memory while both are there
     masters: list[Tensor] = []
     gradients: list[Tensor] = []
-    for parameter, master in pairs:
-        if parameter.grad is None:
-            continue
+    for index in largest_first:
+        parameter, master = held[index]
+        assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
         if scale is None and master.grad is None and gradient.is_cpu:

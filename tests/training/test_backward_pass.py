@@ -240,7 +240,7 @@ class Run:
         for parameter, master in zip(self.model.parameters(), masters, strict=True):
             assert torch.equal(parameter.detach(), master.detach().to(parameter.dtype))
         session = sys.modules["amp_patch.session.current"].state.session
-        assert session.switch.regions == 0 and session.switch._regions_here() == []
+        assert session.switch.regions == 0 and session.switch._local.regions == []
 
 
 SWEEP = [("O1", "dynamic"), ("O2", "dynamic"), ("O4", 1.0), ("O5", 1.0), ("O5", 256.0)]

@@ -46,14 +46,14 @@ class Device:
 
 @pytest.fixture
 def late(monkeypatch):
-    device, value = Device(), EarlyReading.value
+    device, values = Device(), EarlyReading.values
 
-    def value_waiting(self):
+    def values_waiting(self):
         device.waits += not device.is_done
-        return value(self)
+        return values(self)
 
     monkeypatch.setattr(EarlyReading, "is_here", lambda self: device.is_done)
-    monkeypatch.setattr(EarlyReading, "value", value_waiting)
+    monkeypatch.setattr(EarlyReading, "values", values_waiting)
     return device
 
 
