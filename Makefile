@@ -5,7 +5,9 @@
 # make sim    the tests of devices on a simulated one, which g++ builds at first; skipped, with the reason, without g++
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
 # make fuzz   training scripts drawn at random, against the same by hand: make fuzz COUNT=2000 FIRST=0; SEED=17 prints one
-# make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
+# make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing, and
+#             PYTHON=python3.12 another Python, for which other packages are not pinned
+# make soak   thousands of steps, sessions and interrupts in one process: nothing may have grown
 # make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
 # make test-clients-quick  those with packages that are installed in a minute, less the slow ones; CI runs this too
 # make docs   the pages of docs/ as a site, in site/; a warning is an error. In .venv-docs, without torch
@@ -16,7 +18,8 @@
 PYTHON ?= python3
 # another torch than the pinned one, and the environment for it
 TORCH ?=
-VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+OTHER_PYTHON := $(and $(TORCH),$(filter-out python3,$(notdir $(PYTHON))))
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))$(OTHER_PYTHON:%=-%)
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 EXAMPLE ?= digits
@@ -24,9 +27,9 @@ ARGS ?=
 # tests that share what is slow to start go to one process
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
-CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
+CHECK_PYTHON := $(if $(OTHER_PYTHON),: )$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
 
-.PHONY: demo docs fuzz lint sim test unit test-torch test-clients test-clients-quick bench install
+.PHONY: demo docs fuzz lint sim soak test unit test-torch test-clients test-clients-quick bench install
 
 demo: .venv-demo/.installed $(if $(filter qlora,$(EXAMPLE)),.venv-demo/.installed-qlora)
 	.venv-demo/bin/python examples/$(EXAMPLE).py --plot demo.png $(ARGS)
@@ -64,6 +67,9 @@ test-torch: $(STAMP)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/$(T)
 
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py $(ARGS)
+
 # no two versions of a package go into one environment; what tests/clients does not find installed, it skips
 CLIENTS := 4 5
 
@@ -97,7 +103,7 @@ bench: $(STAMP)
 install: $(STAMP)
 
 $(STAMP): requirements-dev.txt setup.py pyproject.toml | $(PY)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements-dev.txt > $(VENV)/requirements.txt
+	sed -E '$(if $(OTHER_PYTHON),/^torch==/!s/==.*//;)$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements-dev.txt > $(VENV)/requirements.txt
 	$(PY) -m pip install --quiet --requirement $(VENV)/requirements.txt
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
