@@ -83,7 +83,7 @@ def test_runs_that_fail_have_a_row_and_a_reason(call, tmp_path):
 
 def test_a_script_without_steps_is_nothing_to_compare(call):
     for source, reason in [
-        ("print(1)\n", "the script never called amp.initialize\n  1)"),
+        ("print(1)\n", "the script took no step\n  1)"),
         ("1 / 0\n", "the script ended with exit code 1\n"),
     ]:
         code, _, err = call(source, "--runs", "O0")

@@ -94,7 +94,7 @@ def test_steps_and_sums_and_files(call, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("source", "code", "told"),
     [
-        ("print('nothing')\n", 1, "nothing to explain: it never called amp.initialize"),
+        ("print('nothing')\n", 1, "nothing to explain: it called no model and no amp.initialize"),
         (APEX + "1 / 0\n", 1, "nothing to explain: it ended with exit code 1"),
         (APEX + "sys.exit(3)\n", 1, "nothing to explain: it ended with exit code 3"),
         (APEX + INITIALIZE, 1, "nothing to explain: the script took 0 optimizer steps, and steps 1:2"),

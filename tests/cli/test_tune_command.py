@@ -79,7 +79,7 @@ def test_what_cannot_be_reached_says_so(call, tmp_path):
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("print('nothing')\n", "the script never called amp.initialize\n  nothing"),
+        ("print('nothing')\n", "the script took no step\n  nothing"),
         ("import torch\nprint('so far')\n1 / 0\n", "ZeroDivisionError: division by zero"),
         (SCRIPT.replace("O1", "O0"), "O0 runs everything in float32"),
     ],

@@ -14,6 +14,8 @@ import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.insight.records import FaultRecord, RunRecord
 
+RUN = RunRecord(torch.__version__, "cpu", "O1", "f16", (), "", 0)
+
 
 class Sandwich(nn.Module):
     """Two linear layers with something in between."""
@@ -337,7 +339,7 @@ def test_a_static_scale_that_is_too_large_is_told_with_the_one_that_fits():
     assert (fault.given, fault.out, fault.loss_scale) == (("f32",), "f16", 2.0**24)
     for _ in range(3):  # each is the scale under which the op fits that overflowed first
         amp.reset()
-        told = insight.format_fault(fault, None).partition("a smaller loss scale, 2**")[2].partition(" ")[0]
+        told = insight.format_fault(fault, RUN).partition("a smaller loss scale, 2**")[2].partition(" ")[0]
         (fault, *_) = find(make_gpt_step(make_gpt(), loss_scale=2.0 ** int(told))) or [None]
         if fault is None:
             break
@@ -408,7 +410,7 @@ def test_a_gradient_that_nothing_seen_made_is_told_all_the_same():
     model.first.weight.register_post_accumulate_grad_hook(spoil)
     (fault,) = find(step)
     assert (fault.cause, fault.parameter, fault.aten, fault.reach) == ("came in", "first.weight", "", "gradients")
-    assert "compiled code, or another rank" in insight.format_fault(fault, None)
+    assert "compiled code, or another rank" in insight.format_fault(fault, RUN)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
