@@ -22,9 +22,7 @@ from .scripts import ScriptRunner, Watched, add_script, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, Recording
-    from ..insight.records import RunRecord
-    from ..insight.remedies import Remedy
+    from ..insight import FaultRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
 FURTHER = 10
@@ -69,19 +67,20 @@ def run(arguments: argparse.Namespace) -> int:
     found = _watch(arguments, first, last)
     if arguments.json is not None and found.recordings:
         write_all(found.recordings, arguments.json)
-    faults = [(fault, one.run) for one in found.recordings for fault in one.of(FaultRecord)]
+    faults = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord)]
     searched = [fault for fault, _ in faults if fault.is_search]
     if searched:
         times, scale = count_of(len(searched), "step"), math.log2(searched[0].loss_scale)
         print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
     faults = _sort(faults)
     if faults:
-        print(format_fault(*faults[0]))
+        fault, recording = faults[0]
+        print(format_fault(fault, recording.run))
         if len(faults) > 1:
             print(f"\n{len(faults) - 1} more of its kind: --json has them")
         if found.is_interrupted:
             raise KeyboardInterrupt
-        return FAULT if arguments.fix is None else _fix(arguments, *faults[0])
+        return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
     return _tell_of_none(found, first, arguments.parser.prog)
 
 
@@ -93,13 +92,12 @@ def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: t
     return ScriptRunner(arguments).watch(run, until=_has_fault)
 
 
-def _fix(arguments: argparse.Namespace, fault: "FaultRecord", run: "RunRecord") -> int:
+def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
     """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
-    from ..insight import FaultRecord, format_fault
-    from ..insight.remedies import add, find_remedy
+    from ..insight import FaultRecord, format_fault, remedies
 
     path: Path = arguments.fix
-    remedy = find_remedy(fault, run)
+    remedy = remedies.find_remedy(fault, recording.run)
     if not remedy.has_list:
         print("\nno list was written: none helps against this", flush=True)
         return FAULT
@@ -109,15 +107,15 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", run: "RunRecord") 
         write_file(path, _format_list(remedy))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
         found = _watch(arguments, first, last, (str(path),))
-        faults = _sort([(fault, one.run) for one in found.recordings for fault in one.of(FaultRecord)])
+        faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
         if not faults:
             return _tell_of_fixed(found, first, path, arguments.parser.prog)
-        fault, run = faults[0]
-        more = add(remedy, find_remedy(fault, run))
+        fault, recording = faults[0]
+        more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
         if more == remedy or found.is_interrupted:
             break
         remedy = more
-    print(f"{path.name} is not enough: what is left is\n{format_fault(fault, run)}", flush=True)
+    print(f"{path.name} is not enough: what is left is\n{format_fault(fault, recording.run)}", flush=True)
     if found.is_interrupted:
         raise KeyboardInterrupt
     return FAULT
@@ -133,11 +131,11 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
     return next((os.path.relpath(file, folder) for file in files if file.is_file()), "")
 
 
-def _format_list(remedy: "Remedy") -> str:
-    from ..insight.remedies import format_entries
+def _format_list(remedy: "remedies.Remedy") -> str:
+    from ..insight import remedies
 
     extends = [f"extends: {remedy.extends}"] if remedy.extends else []
-    return "\n".join(["# " + shlex.join(["amp-patch", *sys.argv[1:]]), *extends, *format_entries(remedy), ""])
+    return "\n".join(["# " + shlex.join(["amp-patch", *sys.argv[1:]]), *extends, *remedies.format_entries(remedy), ""])
 
 
 def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
@@ -148,7 +146,7 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     return code
 
 
-def _sort(faults: "list[tuple[FaultRecord, RunRecord]]") -> "list[tuple[FaultRecord, RunRecord]]":
+def _sort(faults: "list[tuple[FaultRecord, Recording]]") -> "list[tuple[FaultRecord, Recording]]":
     """Return the faults that are to be told, in their order."""
     return sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: _order(pair[0]))
 
