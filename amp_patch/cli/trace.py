@@ -1,21 +1,34 @@
 """`amp-patch trace`: the first value of a script that does not fit, the op that made it, why, and what to try.
 
-The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault.
+The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault. With `--fix` it then
+runs again, with a list of what is advised, to say whether that is enough.
 """
 
 import argparse
 import math
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import config
+from ..files import write_file
+from ..script_settings import Settings
 from ..tables import count_of
 from ..terminal import print_error
 from .scripts import ScriptRunner, Watched, add_script, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, Recording
+    from ..insight import FaultRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
+FURTHER = 10
+"""So many steps beyond the one that had the fault are looked at with a list, unless --steps says which."""
+
+_ROUNDS = 4  # lists that are tried, each with more than the one before
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,33 +50,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], metavar="OP", help="an op whose values may be what they are"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write what was found too, a line of JSON each")
-    add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE]")
+    parser.add_argument(
+        "--fix",
+        type=new_file,
+        metavar="FILE",
+        help="write a list of what is to run in float32, and run the script with it again, to say whether it is enough",
+    )
+    add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at."""
     from ..insight import FaultRecord, format_fault
-    from ..insight.runs import Run
 
     first, last = arguments.steps or (0, None)
-    options = {"first": first, "last": last, "underflow": arguments.underflow, "ignore": arguments.ignore}
-    found = ScriptRunner(arguments).watch(Run("tracer:Tracer", options), until=_has_fault)
+    found = _watch(arguments, first, last)
     if arguments.json is not None and found.recordings:
         write_all(found.recordings, arguments.json)
-    faults = [(fault, one.run) for one in found.recordings for fault in one.of(FaultRecord)]
+    faults = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord)]
     searched = [fault for fault, _ in faults if fault.is_search]
     if searched:
         times, scale = count_of(len(searched), "step"), math.log2(searched[0].loss_scale)
         print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
-    faults = sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: _order(pair[0]))
+    faults = _sort(faults)
     if faults:
-        print(format_fault(*faults[0]))
+        fault, recording = faults[0]
+        print(format_fault(fault, recording.run))
         if len(faults) > 1:
             print(f"\n{len(faults) - 1} more of its kind: --json has them")
         if found.is_interrupted:
             raise KeyboardInterrupt
-        return FAULT
+        return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
     return _tell_of_none(found, first, arguments.parser.prog)
+
+
+def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()) -> Watched:
+    from ..insight.runs import Run
+
+    options = {"first": first, "last": last, "underflow": arguments.underflow, "ignore": arguments.ignore}
+    run = Run("tracer:Tracer", options, Settings(None, lists))
+    return ScriptRunner(arguments).watch(run, until=_has_fault)
+
+
+def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
+    """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
+    from ..insight import FaultRecord, format_fault, remedies
+
+    path: Path = arguments.fix
+    remedy = remedies.find_remedy(fault, recording.run)
+    if not remedy.has_list:
+        print("\nno list was written: none helps against this", flush=True)
+        return FAULT
+    remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
+    first, last = arguments.steps or (0, fault.step + 1 + FURTHER)
+    for _ in range(_ROUNDS):
+        write_file(path, _format_list(remedy))
+        print(f"\nwritten: {path}; the script runs again with it", flush=True)
+        found = _watch(arguments, first, last, (str(path),))
+        faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
+        if not faults:
+            return _tell_of_fixed(found, first, path, arguments.parser.prog)
+        fault, recording = faults[0]
+        more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
+        if more == remedy or found.is_interrupted:
+            break
+        remedy = more
+    print(f"{path.name} is not enough: what is left is\n{format_fault(fault, recording.run)}", flush=True)
+    if found.is_interrupted:
+        raise KeyboardInterrupt
+    return FAULT
+
+
+def _locate(name: str, lists: list[str], folder: Path) -> str:
+    """Return by what a list in a folder extends another: a shipped one by name, a file by its path; "" if the script
+    alone knows where that is, over whose own lists this one is laid.
+    """
+    if name in config.shipped.shipped_names():
+        return name
+    files = [Path(one) for one in (*lists, os.path.abspath(name)) if Path(one).name == Path(name).name]
+    return next((os.path.relpath(file, folder) for file in files if file.is_file()), "")
+
+
+def _format_list(remedy: "remedies.Remedy") -> str:
+    from ..insight import remedies
+
+    extends = [f"extends: {remedy.extends}"] if remedy.extends else []
+    return "\n".join(["# " + shlex.join(["amp-patch", *sys.argv[1:]]), *extends, *remedies.format_entries(remedy), ""])
+
+
+def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
+    """Say that a list is enough, if there was anything to look at with it."""
+    code = _tell_of_none(found, first, prog)
+    if code == 0:
+        print(f"{path.name} is enough for these: give it as lists=... to amp.initialize, or as --lists", flush=True)
+    return code
+
+
+def _sort(faults: "list[tuple[FaultRecord, Recording]]") -> "list[tuple[FaultRecord, Recording]]":
+    """Return the faults that are to be told, in their order."""
+    return sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: _order(pair[0]))
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:

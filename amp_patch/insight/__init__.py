@@ -7,6 +7,7 @@ from . import runs as runs
 
 if TYPE_CHECKING:
     from . import comparing as comparing
+    from . import remedies as remedies
     from . import report as report
     from .comparing import compare as compare
     from .fault_text import format_fault as format_fault
@@ -30,11 +31,11 @@ _HOMES = {
     "TuneResult": "tuning.result",
     **dict.fromkeys(("Tuner", "tune"), "tuning.tuner"),
 }
-_MODULES = ("comparing", "report")
+_MODULES = ("comparing", "remedies", "report")
 
 __all__ = [
     *("FaultRecord", "Recording", "TuneResult", "Tuner", "compare", "comparing", "explain", "format_fault"),
-    *("format_recording", "recording", "report", "runs", "trace", "tune"),
+    *("format_recording", "recording", "remedies", "report", "runs", "trace", "tune"),
 ]
 
 

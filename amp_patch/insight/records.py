@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, get_args
 
 from ..errors import RecordError
 from ..files import write_file
+from .json_values import check, freeze, plain
 
 SCHEMA = 1
 """The version of the schema, which goes up with every change that an older reader would misread."""
@@ -456,7 +457,7 @@ class Recording:
 
 def _format(record: Record, **more: int) -> str:
     """Return a record as a line of JSON."""
-    return json.dumps(_plain({"kind": record.kind, **asdict(record), **more}), allow_nan=False)
+    return json.dumps(plain({"kind": record.kind, **asdict(record), **more}), allow_nan=False)
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
@@ -472,40 +473,8 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
             record = None
             if kind is not None:
                 types = {field.name: field.type for field in fields(kind)}
-                record = kind(**{name: _frozen(data[name], types[name]) for name in data if name in types})
-                _check(record)
+                record = kind(**{name: freeze(data[name], types[name]) for name in data if name in types})
+                check(record)
             yield data, record
         except (ValueError, AttributeError, TypeError) as error:
             raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
-
-
-def _check(record: Record) -> None:
-    """Raise TypeError for a value that is not of the type that its field has."""
-    for field in fields(record):
-        value, kind = getattr(record, field.name), field.type
-        kinds: Any = tuple if get_origin(kind) is tuple else kind
-        if not isinstance(value, kinds):
-            raise TypeError(f"{field.name} is {value!r}")
-
-
-def _frozen(value: Any, kind: Any) -> Any:
-    """A value of JSON as one of a field's type."""
-    if isinstance(value, list):
-        elements = get_args(kind) if get_origin(kind) is tuple else ()
-        if elements[1:] in ((), (...,)):  # tuple[X, ...]
-            elements = (elements[0] if elements else None,) * len(value)
-        return tuple(_frozen(one, element) for one, element in zip(value, elements, strict=True))
-    is_float = kind is float or float in get_args(kind)
-    return float(value) if is_float and value in _NONFINITE else value
-
-
-_NONFINITE = ("inf", "-inf", "nan")
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .records import FaultRecord, RunRecord
@@ -87,6 +87,16 @@ def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord) -> Remedy:
     extends = run.lists[-1] if run.lists else _NAMES.get(run.low, "float16")
     scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
     return Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
+
+
+def add(remedy: Remedy, other: Remedy) -> Remedy:
+    """Return a remedy with what another adds to its list; it is laid over what the first is."""
+    return replace(
+        remedy,
+        regions=tuple(dict.fromkeys([*remedy.regions, *other.regions])),
+        ops=tuple(dict.fromkeys([*remedy.ops, *other.ops])),
+        sites=tuple(dict.fromkeys([*remedy.sites, *other.sites])),
+    )
 
 
 def format_entries(remedy: Remedy) -> list[str]:

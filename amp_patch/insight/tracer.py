@@ -164,7 +164,7 @@ class Tracer(Recorder):
             parameter=name,
             share=float((~bad.detach().isfinite()).double().mean()),
             in_float32=math.inf if master is None else _find_largest([master]),
-            eps=group.get("eps"),
+            eps=None if group.get("eps") is None else float(group["eps"]),
             lr=None if group.get("lr") is None else float(group["lr"]),
         )
         self._finder.faults.append(fault)

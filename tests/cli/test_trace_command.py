@@ -93,6 +93,28 @@ def test_a_script_that_fails_over_the_fault_is_told_of_it(call):
     assert code == 1 and "step 2, forward" in out and "not known: the step did not end" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "base", "steps"),
+    [((), "apex", "11 steps"), (("--lists", "own.yaml", "--steps", "0:2"), "own.yaml", "2 steps")],
+)
+def test_fix_writes_a_list_and_says_whether_it_is_enough(options, base, steps, call, tmp_path):
+    (tmp_path / "own.yaml").write_text("extends: apex\n")
+    (tmp_path / "lists").mkdir()
+    source = script(bad=None).replace("range(4)", "range(12)").replace("lr=1e-3", "lr=0.0")
+    overflowing = source.replace("optimizer =", "model[0].weight.data.mul_(1e6)\noptimizer =", 1)
+    code, out, _ = call(overflowing, "--fix", "lists/fix.yaml", *options)
+    assert "first value that does not fit" in out and f"every value fits, in {steps}\nfix.yaml is enough" in out
+    written = (tmp_path / "lists" / "fix.yaml").read_text()
+    assert code == 0 and (f"extends: {base}\n" in written or f"extends: ../{base}\n" in written)
+    code, out, _ = call(overflowing, "--lists", "lists/fix.yaml")
+    assert code == 0
+
+
+def test_fix_writes_nothing_where_no_list_helps(call, tmp_path):
+    code, out, _ = call(script(bad=2).replace("1e5", "float('nan')"), "--fix", "fix.yaml")
+    assert code == 1 and "no list was written" in out and not (tmp_path / "fix.yaml").exists()
+
+
 RANKS = """
 import os, signal, sys, tempfile
 import torch, amp_patch.insight.tracer, amp_patch.api
