@@ -153,10 +153,8 @@ class WeightCache:
                 return plain_cast(tensor)
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)
-            # no call for each part of it: this runs for every weight in every step
-            signature = (tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.stride())
             entry = valid.get(key)
-            if entry is not None and entry[1] == signature:
+            if entry is not None and entry[1] == _signature(tensor):
                 return entry[0]
             # without gradients nothing would invalidate an entry before weights that were swapped in are swapped out
             if self._is_bypassed or not is_grad_enabled() or is_inference_mode_enabled() or not _is_cacheable(tensor):
@@ -165,7 +163,7 @@ class WeightCache:
                 return self._refresh_or_enter(tensor, plain_cast)
             copy = plain_cast(tensor)
             if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
-                valid[key] = (copy, signature, tensor.untyped_storage())
+                valid[key] = (copy, _signature(tensor), tensor.untyped_storage())
             return copy
 
         return to_low

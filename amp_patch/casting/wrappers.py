@@ -4,6 +4,8 @@ A rule looks at the arguments of a call and says what to call with which. As in 
 `out=` (and, for float32 ops, a dtype) runs as it was written.
 """
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ _WEIGHTED = frozenset(
 
 _NOTHING: Mapping[int, Any] = {}
 _MISSING: Any = object()
+_is_given = functools.partial(operator.is_not, _MISSING)  # enters no frame
 
 
 _LAYER_NORM, _LAYER_NORM_KERNEL = torch.nn.functional.layer_norm, torch.layer_norm
@@ -245,37 +248,38 @@ class OpCasts:
         ) -> Any:
             if (
                 named
-                or bias is _MISSING
+                or weight is _MISSING
                 or has_torch_function_variadic(value, weight, bias)
                 or is_dynamo_compiling()
                 or count_dispatch_modes()  # a mode that only watches sees the same from there
                 or not switch.on
                 or (switch.regions and switch.mode_here() is not by_lists)
             ):
-                given = [one for one in (value, weight, bias) if one is not _MISSING]
-                return walk(*given, *rest, **named)
-            x, w, b = value, weight, bias
+                return walk(*filter(_is_given, (value, weight, bias)), *rest, **named)
+            x, w, b = value, weight, None if bias is _MISSING else bias
             try:
                 if x.dtype is not low and (x := plain_cast(x)) is value and is_uncastable(x):
-                    return walk(value, weight, bias, *rest)
+                    return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if (dtype := w.dtype) is not low:
                     if w.numel() < smallest:
                         w = plain_cast(w)
                     else:
                         entry = get_entry(id(w)) if dtype is float32 else None
-                        now = (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
-                        w = entry[0] if entry is not None and entry[1] == now else to_low(w)
+                        valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
+                        w = entry[0] if valid else to_low(w)  # type: ignore[index]
                     if w is weight and is_uncastable(w):
-                        return walk(value, weight, bias, *rest)
+                        return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if b is not None and (dtype := b.dtype) is not low:
                     if b.numel() < smallest:
                         b = plain_cast(b)
                     else:
                         entry = get_entry(id(b)) if dtype is float32 else None
-                        now = (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
-                        b = entry[0] if entry is not None and entry[1] == now else to_low(b)
+                        valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
+                        b = entry[0] if valid else to_low(b)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
-                return original(value, weight, bias, *rest)
+                return original(*filter(_is_given, (value, weight, bias)), *rest)
+            if bias is _MISSING:
+                return original(x, w)
             return original(x, w, b, *rest)
 
         return wrapper
