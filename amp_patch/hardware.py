@@ -32,6 +32,22 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
+def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
+    """Return up to how many queries times keys attention is faster in float32 than in the kernels of a 16-bit dtype,
+    with its backward pass and the casts; 0: at no length, or nobody has measured it on such hardware.
+
+    torch's bfloat16 attention for CPUs takes up to six times as long in backward as its float32 one: it calls oneDNN
+    for each of many small products. Measured with AVX512_BF16 (torch 2.13.0, heads of 64): 0.45 of the time at 64x64,
+    0.55 at 128x128, 0.8 at 196x196, 0.9 at 256x256, even at 384x384. AMX multiplies faster and pays the same for each
+    call, which is most of it at 64x64.
+    """
+    if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):
+        return 0
+    if has_cpu_flag("amx_tile"):
+        return 64 * 64
+    return 200 * 200 if has_cpu_flag("avx512_bf16") else 0
+
+
 def as_device_type(device: torch.device | str | None) -> str:
     """Return the type of a device, such as "cuda"; for None, of the accelerator if there is one, else "cpu".
 

@@ -1,5 +1,6 @@
-"""Products of 16-bit values where the hardware has no instructions for them: operands rounded to 16 bits, the product
-computed in float32, its result rounded, as matrix units do.
+"""Products of 16-bit values that are computed in float32: operands rounded to 16 bits, the product computed in float32,
+its result rounded, as matrix units do. That is every product where the hardware has no instructions for them, and on a
+CPU that has them short attention, whose 16-bit kernels take several times as long there (`SHORT_ATTENTION`).
 
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
@@ -10,7 +11,8 @@ again for backward.
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_i
 from .weight_cache import WeightCache
 
 _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
+_ATTENTION = "scaled_dot_product_attention"
 
 
 class Products:
@@ -45,16 +48,21 @@ class Products:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed so.
         cache: of rounded weights, or None.
+        longest_attention: compute nothing but attention in float32, and that only up to so many queries times keys;
+            None: compute every product so.
 
     Attributes:
         switch: on while the session is in force. Not that of the casts: whether something is cast does not say how
             products of what is 16 bits already are computed.
     """
 
-    def __init__(self, low: torch.dtype, device_type: str, cache: WeightCache | None) -> None:
+    def __init__(
+        self, low: torch.dtype, device_type: str, cache: WeightCache | None, longest_attention: int | None = None
+    ) -> None:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
+        self.longest_attention = longest_attention
         self._replacements = Replacements()
         self._inside = threading.local()  # frame: of the product being computed in this thread
         self._cast = make_plain_cast(low, device_type)
@@ -62,6 +70,17 @@ class Products:
         self._round_weight: TensorCast = self._round
         if cache is not None:
             self._round_weight = cache.make_cast(self._round)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every product is computed in float32."""
+        return self.longest_attention is None
+
+    def covers(self, name: str) -> bool:
+        """Tell whether torch's function of that name may be computed in float32."""
+        if not self.takes_all:
+            return name == _ATTENTION
+        return op_lists.is_product(name) or op_lists.is_without_kernel(name)
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Return the value in the low dtype, as float32; what is not to be cast as it is."""
@@ -83,7 +102,7 @@ class Products:
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
         """Yield a patch for each product, and op without a kernel, but those in `taken`: ids of owners, and names."""
         for owner, name in op_lists.find_products(self.device_type):
-            if (id(owner), name) not in taken:
+            if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
 
     def _run_unlisted(self, original: Op) -> Op:
@@ -99,6 +118,8 @@ class Products:
         einsum of one operand is no product, and may be a view), or names where or in which dtype the result is to be,
         runs as it was written.
         """
+        if self.longest_attention is not None:
+            return self._run_short(original, self.longest_attention, public)
         name = getattr(original, "__name__", "")
         low, device_type, count = self.low, self.device_type, 2
         if op_lists.is_without_kernel(name):
@@ -124,6 +145,60 @@ class Products:
             return compute, args, kwargs
 
         return replace(original, rule, self.switch, public, torch.float32)
+
+    def _run_short(self, original: Op, longest: int, public: PublicOp) -> Op:
+        """Compute attention in float32 if all its operands are low, it is short, and it has neither a dropout nor a
+        mask that is added. What it saves for backward is 16 bits, as of the 16-bit kernel: also its result.
+        """
+        low, widen = self.low, self._widen
+
+        def is_short(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> bool:
+            if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.dtype is not torch.bool):
+                return False
+            for operand in (query, key, value):
+                if operand.dtype is not low or operand.dim() != 4 or not self._is_plain(operand):
+                    return False
+            shape, other = query.shape, key.shape
+            # else torch itself takes another kernel
+            is_even = shape[1] == other[1] and shape[3] == other[3] == value.shape[3]
+            return is_even and shape[2] * other[2] <= longest
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            wide = widen(query), widen(key), widen(value)
+            if not _may_save_low():
+                return original(*wide, *args, **kwargs).to(low)  # type: ignore[no-any-return]
+            with SavedOperands() as saved:
+                for one, given in zip(wide, (query, key, value), strict=True):
+                    saved.add(one, given)
+                result = original(*wide, *args, **kwargs)
+                rounded: Tensor = result.to(low)
+                saved.replace_result(result, rounded)
+            return rounded
+
+        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+            try:
+                is_due = is_short(*args, **kwargs)
+            except (TypeError, AttributeError):  # wrong arguments: the error is torch's to raise
+                is_due = False
+            return (compute if is_due else original), args, kwargs
+
+        return replace(original, rule, self.switch, public, torch.float32)
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is on the session's device, dense, and keeps its values as it shows them."""
+        if tensor.device.type != self.device_type or tensor.is_nested:
+            return False
+        return tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor)
 
     def _compute(self, original: Op, cast: TensorCast | None) -> Op:
         """Return `original` with every tensor as `cast` returns it, in float32 if that is low, and the result rounded.
@@ -222,13 +297,13 @@ class Products:
 # ---- what is saved for backward --------------------------------------------------------------------------------------
 
 
-class _Packed(NamedTuple):
-    """Stands for a tensor that autograd saves: the tensor itself, or a float32 copy of `saved` laid out as given."""
+@dataclass(slots=True)
+class _Packed:
+    """Stands for a tensor that autograd saves: `saved`, or what `widen` makes of it."""
 
     saved: Tensor  # without a graph: that of a result would lead back here
     version: int
-    size: torch.Size | None = None
-    stride: tuple[int, ...] = ()
+    widen: Callable[[Tensor], Tensor] | None = None
 
 
 class SavedOperands:
@@ -240,18 +315,22 @@ class SavedOperands:
         lows: 16-bit and float32 operands, by the address of the latter.
     """
 
-    __slots__ = ("lows",)
+    __slots__ = ("_as_they_are", "lows")
 
     def __init__(self) -> None:
         self.lows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._as_they_are: list[_Packed] = []
 
     def add(self, wide: Tensor, low: Tensor) -> None:
-        """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor of the same layout."""
-        if wide.__class__ is not Tensor or wide.layout is not torch.strided or wide.is_nested:
-            return
-        # with the same strides any view of the copy is the same view of the tensor
-        if low.is_contiguous() or low.stride() == torch.empty_like(low, device="meta").stride():
+        """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor."""
+        if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested:
             self.lows[wide.data_ptr()] = low, wide
+
+    def replace_result(self, result: Tensor, rounded: Tensor) -> None:
+        """Have `rounded` saved in place of `result`, which the product has given in float32."""
+        for packed in self._as_they_are:
+            if packed.saved.data_ptr() == result.data_ptr() and packed.saved.shape == result.shape:
+                packed.saved, packed.version, packed.widen = rounded.detach(), get_version(rounded), Tensor.float
 
     def __enter__(self) -> "SavedOperands":
         push_saved_tensors_hooks(self._pack, _unpack)
@@ -260,28 +339,36 @@ class SavedOperands:
     def __exit__(self, *_: object) -> None:
         pop_saved_tensors_hooks()
         self.lows.clear()  # autograd holds this object
+        self._as_they_are.clear()
 
     def _pack(self, tensor: Tensor) -> _Packed:
+        operand = None
         if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
-            low, _ = self.lows.get(tensor.data_ptr(), (None, None))
-            if low is not None and tensor.numel() == low.numel():
-                return _Packed(low.detach(), get_version(low), tensor.size(), tensor.stride())
-        return _Packed(tensor.detach(), get_version(tensor))
+            operand = self.lows.get(tensor.data_ptr())
+        if operand is not None:
+            low, wide = operand
+            size, stride = tensor.size(), tensor.stride()
+            if size == wide.size() and stride == wide.stride():
+                return _Packed(low.detach(), get_version(low), Tensor.float)
+            # with the same strides any view of the copy is the same view of the original
+            if tensor.numel() == low.numel() and (low.is_contiguous() or low.stride() == wide.stride()):
+                return _Packed(low.detach(), get_version(low), lambda saved: saved.as_strided(size, stride).float())
+        packed = _Packed(tensor.detach(), get_version(tensor))
+        self._as_they_are.append(packed)
+        return packed
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    saved, version, size, stride = packed
-    if get_version(saved) != version:
+    saved = packed.saved
+    if get_version(saved) != packed.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
             f" [{saved.dtype} {list(saved.shape)}], an operand or result of a product, is at version"
-            f" {get_version(saved)}; expected version {version} instead"
+            f" {get_version(saved)}; expected version {packed.version} instead"
         )
-    if size is None:
+    if packed.widen is None:
         return saved
-    if saved.size() != size or saved.stride() != stride:
-        saved = saved.as_strided(size, stride)
-    return saved.to(torch.float32)
+    return packed.widen(saved)
 
 
 def _may_save_low() -> bool:

@@ -14,6 +14,9 @@ from ..dtypes import CASTABLE, PLAIN_CLASSES, TensorCast, is_opaque
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
+CONVERSIONS = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
+"""What casts to a dtype, in less time than `Tensor.to`."""
+
 
 def is_uncastable(tensor: Tensor) -> bool:
     """Tell whether `tensor` is never cast to a low dtype although its dtype is castable: an op on it runs in the dtype
@@ -30,6 +33,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
     # `device.type` makes a string, at a tenth of what a cast costs
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     asks_layout, strided = is_for_kernels and on_cpu, torch.strided
+    convert = CONVERSIONS[dtype]
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE:
@@ -40,7 +44,7 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
             return tensor
         if tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor):
             return tensor
-        return tensor.to(dtype)
+        return convert(tensor)
 
     return cast
 

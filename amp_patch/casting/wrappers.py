@@ -4,12 +4,14 @@ A rule looks at the arguments of a call and says what to call with which. As in 
 `out=` (and, for float32 ops, a dtype) runs as it was written.
 """
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
+from torch.overrides import has_torch_function_variadic
 
 from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, TensorCast
@@ -20,7 +22,7 @@ from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .products import Products
 from .replacement import ALWAYS, Call, Op, PublicOp, Replacements, Rule, replace, run_in_region
-from .tensor_cast import cast_arguments, cast_nested, is_uncastable, make_plain_cast
+from .tensor_cast import CONVERSIONS, cast_arguments, cast_nested, is_uncastable, make_plain_cast
 from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -32,6 +34,22 @@ _WEIGHTED = frozenset(
 )
 
 _NOTHING: Mapping[int, Any] = {}
+_MISSING: Any = object()
+_is_given = functools.partial(operator.is_not, _MISSING)  # enters no frame
+
+
+_LAYER_NORM, _LAYER_NORM_KERNEL = torch.nn.functional.layer_norm, torch.layer_norm
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor:
+    """Do as F.layer_norm, which calls torch.layer_norm by its name: that is listed, too."""
+    return _LAYER_NORM_KERNEL(input, normalized_shape, weight, bias, eps)
 
 
 class OpCasts:
@@ -42,7 +60,7 @@ class OpCasts:
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
-        in_float32: computes products in float32, or None to leave them to the kernels of the low dtype.
+        in_float32: computes products in float32, or some of them; None leaves all to the kernels of the low dtype.
         casts_inside: run the bodies of listed functions that are not of torch by their rule, too.
         autocast: the regions in which all this acts, or None for everywhere.
     """
@@ -66,14 +84,16 @@ class OpCasts:
         self.autocast = autocast
         self.by_torch: OpCasts | None = None
         """Replaces ops that torch.autocast is to cast; None leaves them alone. See `choose`."""
-        self.to_low = make_plain_cast(low, device_type, is_for_kernels=in_float32 is None)
+        self._rounds = in_float32 is not None and in_float32.takes_all
+        self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain = self.to_low
         self._valid: Mapping[int, ValidEntry] = _NOTHING
         self._owned: Mapping[int, Tensor] = _NOTHING
-        if cache is not None and in_float32 is None:  # else its copies are for products
+        self._smallest = 0
+        if cache is not None and not self._rounds:  # else its copies are for products
             self.to_low = cache.make_cast(self._plain)
-            self._valid, self._owned = cache.valid, cache.owned
+            self._valid, self._owned, self._smallest = cache.valid, cache.owned, cache.smallest
         self._replacements = Replacements()
 
     def choose(self, entry: op_lists.OpEntry) -> "OpCasts | None":
@@ -95,14 +115,15 @@ class OpCasts:
         return function
 
     def _replace(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
-        is_product = op_lists.is_product(name)
         if self.autocast is not None:
             original = self.autocast.run_without(original, self.switch)
-        if self.in_float32 is not None and (is_product or op_lists.is_without_kernel(name)):
+        if self.in_float32 is not None and self.in_float32.covers(name):
             computed, original = original, self.in_float32.run_low(original)
-            if kind == "whitelist" and is_product:
+            if kind == "whitelist" and self._rounds and op_lists.is_product(name):
                 rule = self.in_float32.round_operands(computed, original, self._in_region, self._beside)
                 return replace(original, rule, self.switch, public, ALWAYS)
+        if kind == "blacklist" and original is _LAYER_NORM:
+            original = layer_norm
         if kind == "blacklist" and name in _COMPOSED:
             original = run_in_region(original, Mode.OFF, self.switch)
         make_rule, passing = {
@@ -135,7 +156,7 @@ class OpCasts:
         written; so does one with `inplace=True`, since a cast copy is not what it is to change.
         """
         position, by_lists = _position_of_inplace(original), Mode.BY_LISTS
-        float32, strided = torch.float32, torch.strided
+        float32, strided, convert = torch.float32, torch.strided, CONVERSIONS[dtype]
         on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
         get_entry, owned, caches_leaves = self._valid.get, self._owned, self.autocast is not None
         if dtype is float32:
@@ -170,7 +191,7 @@ class OpCasts:
                             and id(value) not in owned
                             and not (caches_leaves and value.requires_grad and value.is_leaf)
                         ):
-                            values[index] = value.to(dtype)
+                            values[index] = convert(value)
                             continue
                     values[index] = cast(value)
                     if values[index] is value and is_uncastable(value):
@@ -193,7 +214,7 @@ class OpCasts:
             return original, args, kwargs
         if mode is Mode.FLOAT32:
             return (original, *cast_arguments(args, kwargs, self.to_float))
-        if self.in_float32 is None:
+        if not self._rounds:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and is_uncastable(value):
                     return self._beside(value, original, args, kwargs)
@@ -234,33 +255,46 @@ class OpCasts:
         the cache in place, the input is not. Leave all others to `walk`, which does what this does.
         """
         switch, low, float32, by_lists = self.switch, self.low, torch.float32, Mode.BY_LISTS
-        plain_cast, to_low, get_entry = self._plain, self.to_low, self._valid.get
+        plain_cast, to_low, get_entry, smallest = self._plain, self.to_low, self._valid.get, self._smallest
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) < 2 or has_torch_function(args) or is_dynamo_compiling() or count_dispatch_modes():
-                return walk(*args, **kwargs)  # a mode that only watches sees the same from there
-            if not switch.on or (switch.regions and switch.mode_here() is not by_lists):
-                return walk(*args)
-            count = len(args)
-            value, w, b = args if count == 3 else (*args, None)[:3]
+        def wrapper(
+            value: Any = _MISSING, weight: Any = _MISSING, bias: Any = _MISSING, /, *rest: Any, **named: Any
+        ) -> Any:
+            if (
+                named
+                or weight is _MISSING
+                or has_torch_function_variadic(value, weight, bias)
+                or is_dynamo_compiling()
+                or count_dispatch_modes()  # a mode that only watches sees the same from there
+                or not switch.on
+                or (switch.regions and switch.mode_here() is not by_lists)
+            ):
+                return walk(*filter(_is_given, (value, weight, bias)), *rest, **named)
+            x, w, b = value, weight, None if bias is _MISSING else bias
             try:
-                if value.dtype is not low and (value := plain_cast(value)) is args[0] and is_uncastable(value):
-                    return walk(*args)
+                if x.dtype is not low and (x := plain_cast(x)) is value and is_uncastable(x):
+                    return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if (dtype := w.dtype) is not low:
-                    entry = get_entry(id(w)) if dtype is float32 else None
-                    is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
-                    w = entry[0] if is_valid else to_low(w)  # type: ignore[index]
-                    if w is args[1] and is_uncastable(w):
-                        return walk(*args)
+                    if w.numel() < smallest:
+                        w = plain_cast(w)
+                    else:
+                        entry = get_entry(id(w)) if dtype is float32 else None
+                        valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
+                        w = entry[0] if valid else to_low(w)  # type: ignore[index]
+                    if w is weight and is_uncastable(w):
+                        return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if b is not None and (dtype := b.dtype) is not low:
-                    entry = get_entry(id(b)) if dtype is float32 else None
-                    is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
-                    b = entry[0] if is_valid else to_low(b)  # type: ignore[index]
+                    if b.numel() < smallest:
+                        b = plain_cast(b)
+                    else:
+                        entry = get_entry(id(b)) if dtype is float32 else None
+                        valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
+                        b = entry[0] if valid else to_low(b)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
-                return original(*args)
-            if count == 3:
-                return original(value, w, b)
-            return original(value, w) if count == 2 else original(value, w, b, *args[3:])
+                return original(*filter(_is_given, (value, weight, bias)), *rest)
+            if bias is _MISSING:
+                return original(x, w)
+            return original(x, w, b, *rest)
 
         return wrapper
 

@@ -11,7 +11,7 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
 from ..errors import PolicyError, did_you_mean
-from ..hardware import explain_imitation, explain_products, has_low_products
+from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
 
 Parser = Callable[[Any], Any]
 
@@ -217,6 +217,15 @@ class Policy:
         if self.compute == "auto":
             return not has_low_products(device_type, low)
         return self.compute == "float32"
+
+    def get_longest_attention(self, device_type: str) -> int:
+        """Return up to how many queries times keys attention is computed in float32 on such devices, as all products
+        are where `computes_in_float32`; 0 for none.
+        """
+        low = self.low_dtype
+        if low is None or self.compute != "auto":
+            return 0
+        return get_longest_attention(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
         """Return a sentence if products are not computed by instructions made for them on such devices."""

@@ -140,7 +140,7 @@ class Installer:
         if self.casts is not None and self.oplists is not None:
             parts += [self.oplists.digest, str(self.casts.low)]
         if self.products is not None:
-            parts += ["products", str(self.products.low)]
+            parts += ["products", str(self.products.low), str(self.products.longest_attention)]
         return ":".join(parts)
 
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:

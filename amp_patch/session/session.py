@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import Autocast, Mode, OpCasts, Products, Registration, Switch, WeightCache
+from ..casting import SMALL_ON_CPU, Autocast, Mode, OpCasts, Products, Registration, Switch, WeightCache
 from ..config import ModuleRule, OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
@@ -96,11 +96,16 @@ class Session:
         self._cache: WeightCache | None = None
         products, low = None, policy.low_dtype
         in_float32 = policy.computes_in_float32(device_type)
+        longest_attention = policy.get_longest_attention(device_type)
         if policy.patch_torch_functions and low is not None:
-            takes_leaves = autocast is not None
-            self._cache = WeightCache(low, device_type, is_rounded=in_float32, takes_leaves=takes_leaves)
+            smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
+            self._cache = WeightCache(
+                low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
+            )
         if in_float32 and low is not None:
             products = Products(low, device_type, self._cache)
+        elif longest_attention and low is not None:
+            products = Products(low, device_type, None, longest_attention)
         if policy.patch_torch_functions and low is not None:
             inside = policy.casts_inside
             self.casts = OpCasts(
@@ -310,7 +315,13 @@ class Session:
         for optimizer in optimizers:
             ledgers.append(self._bindings.get_optimizer(optimizer).ledger)
         scaler = self.scaler(loss_id)
-        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._end_pass)
+        return LossBlock(
+            loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._begin_pass, self._end_pass
+        )
+
+    def _begin_pass(self) -> None:
+        if self._cache is not None:
+            self._cache.leave_to_graphs()
 
     def _end_pass(self) -> None:
         if self._cache is not None:
