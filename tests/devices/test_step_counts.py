@@ -1,0 +1,96 @@
+"""What one step costs: launches and waits, counted. They fall, or somebody says why they rise.
+
+The table of docs/launches.md is what `benchmarks/launches.py` counts; what is promised of it stands here.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from devices import IS_SIM, requires_sim
+from torch import nn
+
+import amp_patch as amp
+
+if IS_SIM:
+    import simdev
+
+    from benchmarks import launches
+
+pytestmark = requires_sim
+
+PINNED = "2.13"
+FOREACH, FUSED = "foreach", "fused"
+MOST = {  # launches of a step as a part of those of autocast with GradScaler, in the same dtype
+    "gpt-64": {"O1": 0.88, "O2": 0.65, "O4": 0.87, "O5": 0.63},
+    "resnet": {"O1": 0.92, "O2": 0.85, "O4": 0.91, "O5": 0.81},
+    "mlp": {"O1": 0.90, "O2": 0.78, "O4": 0.87, "O5": 0.72},
+}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(PINNED), reason=f"the page is of torch {PINNED}")
+def test_the_page_is_what_is_counted():
+    """If a change was meant to change them: `python benchmarks/launches.py --write`."""
+    assert launches.PAGE.read_text() == launches.make_page()
+
+
+@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("kind", [FOREACH, FUSED])
+def test_a_step_has_fewer_launches_than_autocast(name, kind):
+    found = {level: launches.ratio(name, level, kind) for level in MOST[name]}
+    assert all(found[level] <= most for level, most in MOST[name].items()), found
+
+
+@pytest.mark.parametrize("way", ["one loss", "four micro-batches", "two losses", "clipping"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_nothing_waits_for_a_device_that_is_behind(level, way):
+    assert launches.count("gpt-64", level, FUSED, way).waits == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", FOREACH])
+def test_the_host_waits_once_to_know_whether_to_step(kind):
+    for level, most in (("O1", 1), ("O2", 1), ("O4", 0), ("O5", 0)):
+        assert launches.count("gpt-64", level, kind).waits <= (0, 0, most), level
+
+
+def count_block(layers, level, is_second):
+    """Launches of a `scale_loss` block, the backward pass in it aside."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0)
+    found = 0
+    with simdev.lag(10**6):
+        for loss_id in range(1 + is_second):
+            loss = model(torch.ones(2, 4, device="sim")).float().sum()
+            with contextlib.ExitStack() as stack:
+                with simdev.count() as entered:
+                    scaled_loss = stack.enter_context(amp.scale_loss(loss, optimizer, loss_id=loss_id))
+                scaled_loss.backward()
+                with simdev.count() as left:
+                    stack.close()
+            found = entered.launches + left.launches
+    amp.reset()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_second_loss_costs_the_same_for_any_number_of_parameters(level):
+    few, many = count_block(1, level, is_second=True), count_block(20, level, is_second=True)
+    assert few == many <= count_block(20, level, is_second=False) + 12
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_static_scale_waits_for_nothing_whatever_the_optimizer(level):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with simdev.lag(10**6):
+        for number in range(3):
+            loss = model(torch.ones(2, 4, device="sim")).float().sum()
+            with simdev.no_sync() if number else contextlib.nullcontext():
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
