@@ -133,8 +133,9 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        if scale is None and master.grad is None and gradient.is_cpu:
-            _add(master, gradient)  # freed before the next is looked at
+        is_alike = gradient.layout is torch.strided and gradient.stride() == master.stride()
+        if scale is None and is_alike and gradient.is_cpu and master.grad is None:
+            master.grad = gradient.float()  # freed before the next is looked at
         else:
             masters.append(master)
             gradients.append(gradient)

@@ -216,7 +216,7 @@ def test_an_interrupt_in_a_forward_with_rules(level, rules):
         found = script.model(script.inputs), product, softmax
         assert [one.dtype for one in found] == [one.dtype for one in expected], position
         assert same(expected, found), position
-        assert session.switch.regions == 0 and session.switch._regions_here() == []
+        assert session.switch.regions == 0 and session.switch._local.regions == []
         assert torch_private.get_saved_tensors_hooks(True) == hooks, position
         assert script.look()["autocast"] == script.found["autocast"]
 
