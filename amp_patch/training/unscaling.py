@@ -153,11 +153,16 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):
-        if master.grad is None or master.grad.is_sparse or gradient.is_sparse:
+        total = master.grad
+        if gradient.is_sparse or (total is not None and total.is_sparse):
             _add(master, gradient)
-        else:
-            sums.append(master.grad)
+        elif total is not None:
+            sums.append(total)
             addends.append(gradient)
+        elif gradient.dtype is torch.float32 and gradient.stride() == master.stride():
+            master.grad = gradient
+        else:
+            _add(master, gradient)
     if sums:
         foreach_add_(sums, addends)
 
@@ -166,8 +171,7 @@ def _add(master: Tensor, gradient: Tensor) -> None:
     """Add a gradient of any dtype to that of a master, in float32, where there is none yet or one of them is sparse."""
     total = master.grad
     if total is None:
-        is_alike = gradient.is_sparse or gradient.stride() == master.stride()
-        master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
+        master.grad = _to_float32([gradient], [master])[0]
     elif total.is_sparse:
         master.grad = gradient.to(total.dtype) + total  # the dense one must come first
     else:
