@@ -42,7 +42,16 @@ from .list_file import Finding as Finding
 from .list_file import OpEntry as OpEntry
 from .list_file import Rule as Rule
 from .module_rules import ModuleRule, read_module_rule
-from .op_names import Key, find_deferred, find_doubt, inplace_twin, is_augmented, is_inplace
+from .op_names import (
+    Key,
+    find_deferred,
+    find_doubt,
+    get_names_of_torch,
+    inplace_twin,
+    is_augmented,
+    is_elsewhere,
+    is_inplace,
+)
 from .op_names import find_spellings as find_spellings
 from .products import find_products as find_products
 from .products import is_product as is_product
@@ -148,6 +157,7 @@ class _Loaded:
         for path in paths:
             self._overlay.add(path)
         self.lists = self._overlay.resolve(names)
+        self._names_of_torch = get_names_of_torch()
         self.has_warned = diagnostics.has_warned
 
     def is_current(self) -> bool:
@@ -155,13 +165,20 @@ class _Loaded:
         was, and nowhere else.
         """
         made_of = self._overlay
+        is_torch_as_it_was = self._names_of_torch == get_names_of_torch()
         try:
-            return (
-                all(read_bytes(path, OpListError) == content for path, content in made_of.files.items())
-                and all(find_spellings(op, may_be_missing=True) == found for op, found in made_of.found.items())
-                and all(inplace_twin(key) == twin for key, twin in made_of.twins.items())
-                and all(rule.find_problem() is None for rule in self.lists.modules)
-            )
+            for path, content in made_of.files.items():
+                if read_bytes(path, OpListError) != content:
+                    return False
+            for op, found in made_of.found.items():
+                if is_torch_as_it_was and not is_elsewhere(op):
+                    continue
+                if find_spellings(op, may_be_missing=True) != found:
+                    return False
+            for key, twin in made_of.twins.items():
+                if not is_torch_as_it_was and inplace_twin(key) != twin:
+                    return False
+            return all(rule.find_problem() is None for rule in self.lists.modules)
         except OpListError:
             return False
 

@@ -32,6 +32,17 @@ _PACKAGES = (
 )
 
 
+def get_names_of_torch() -> list[list[str]]:
+    """Return what each namespace of ops has: while it is the same, names on a list mean the same ops of torch."""
+    return [list(vars(owner)) for owner in OWNERS.values()]
+
+
+def is_elsewhere(op: str) -> bool:
+    """Tell whether a name on a list means something outside of torch's namespaces of ops."""
+    first, dot, _ = op.partition(".")
+    return bool(dot) and first not in SHORT and op.rpartition(".")[0] not in OWNERS
+
+
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     """Return the spellings of a name with their owners.
 

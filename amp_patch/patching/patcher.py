@@ -217,7 +217,7 @@ class Exchange:
 
 
 def _plan(patch: Patch) -> Exchange:
-    original = wrapt.resolve_path(patch.owner, patch.name)[2]
+    original = _find_original(patch.owner, patch.name)
     if isinstance(original, (staticmethod, classmethod)):
         replacement: Any = type(original)(_make(patch, original.__func__))
     else:
@@ -225,6 +225,15 @@ def _plan(patch: Patch) -> Exchange:
     slot = Attribute(patch.owner, patch.name)
     before = original if patch.name in vars(patch.owner) else ABSENT
     return Exchange(slot, before, replacement, original, is_patch=True)
+
+
+def _find_original(owner: Any, name: str) -> Any:
+    """Return what an attribute is, of a class without what its type makes of it: a static method is one."""
+    if isinstance(owner, type):
+        for base in owner.__mro__:
+            if name in vars(base):
+                return vars(base)[name]
+    return getattr(owner, name)
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:

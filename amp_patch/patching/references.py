@@ -52,6 +52,7 @@ _BELOW_TORCH = {
     *("wrapt", "yaml"),
 }
 _PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
+_SYSCONFIG = "_sysconfigdata_"  # what the name of the standard library's table of a thousand strings begins with
 _PLAIN = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type(Ellipsis)),
@@ -181,7 +182,7 @@ class Search:
                 continue
             if is_home:
                 evidence.add(id(module))
-            if not is_passed_over:
+            if not is_passed_over and not top.startswith(_SYSCONFIG):
                 packages.setdefault(top, []).append((name, module))
         self._search_tables_of_torch()
         for package, modules in packages.items():

@@ -103,15 +103,14 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
             " made from"
         ]
     problems.extend(find_sharding_problems(model, policy))
-    lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
+    parameters = list(model.named_parameters())
+    lazy = [key for key, value in parameters if nn.parameter.is_lazy(value)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
     if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
-        left_alone = ids_beside_opaque(model)
-        if policy.cast_model_type is None:  # weights stay as they are, so only those that are trained need be float32
-            left_alone |= _ids_of_frozen(model)
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        low = [key for key, value in tensors if value.dtype in LOW_DTYPES and id(value) not in left_alone]
+        tensors = (*parameters, *model.named_buffers())
+        in_16_bits = {key: value for key, value in tensors if value.dtype in LOW_DTYPES}
+        low = _without_left_alone(in_16_bits, model, policy) if in_16_bits else []
         if low:
             fix = (
                 "initialize casts the model"
@@ -124,6 +123,14 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
                 " initialize or after amp.reset(), when its weights are float32"
             )
     return problems
+
+
+def _without_left_alone(tensors: Mapping[str, Tensor], model: nn.Module, policy: Policy) -> list[str]:
+    """Return the names of those 16-bit tensors of a model that ought to be float32."""
+    left_alone = ids_beside_opaque(model)
+    if policy.cast_model_type is None:  # weights stay as they are, so only those that are trained need be float32
+        left_alone |= _ids_of_frozen(model)
+    return [key for key, tensor in tensors.items() if id(tensor) not in left_alone]
 
 
 def _ids_of_frozen(model: nn.Module) -> set[int]:

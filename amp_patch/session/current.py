@@ -60,7 +60,8 @@ def initialize(
         if session is not None and fits and not replace:
             optimizers = [one for one in optimizers if not _is_bound_for(session, one, models)]
             added = [model for model in models if model not in session.models()]
-            _check(policy, added, optimizers, accept_low)
+            _check_models(policy, added, accept_low)
+            _check_optimizers(policy, added, optimizers)
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
             if not (added or optimizers or overflow_group is not None):
@@ -74,9 +75,11 @@ def initialize(
             session = Session(
                 policy, device_type, num_losses, registered=state.registered
             )  # raises before anything is closed
-        _check_models(policy, _find_strangers(models), accept_low)
+        strangers = _find_strangers(models)
+        _check_models(policy, strangers, accept_low)
         reset()
-        _check(policy, models, optimizers, accept_low)
+        _check_models(policy, [model for model in models if model not in strangers], accept_low)
+        _check_optimizers(policy, models, optimizers)
         _open(session, models, optimizers, overflow_group)
         return session
 
@@ -171,8 +174,7 @@ def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool)
         raise ModelError("; ".join(problems))
 
 
-def _check(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], accept_low: bool) -> None:
-    _check_models(policy, models, accept_low)
+def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     problems = find_optimizer_problems(
         optimizers, is_dynamic=policy.is_scale_dynamic, use_masters=bool(policy.master_weights)
     )

@@ -349,7 +349,8 @@ class Ledgers:
             if one is ledger or _have_gradients(one.read()[1]):
                 one.look_again(self._decisions.scalers)
                 one.awaits_step = True
-        fold_(self._reduced(pairs), None, None)
+        with self._change:
+            fold_(self._reduced(pairs), None, None)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, but for those of parameters that were seen, by id. Return

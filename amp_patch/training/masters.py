@@ -314,21 +314,25 @@ class OptimizerMasters:
 
         Interrupted, it is to be called again.
         """
-        for param_group in () if optimizer is None else optimizer.param_groups:
-            for index, master in enumerate(param_group["params"]):
-                if id(master) in self._pairs:
-                    parameter, _ = self._pairs[id(master)]
-                    if master in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state[master]
-                    param_group["params"][index] = parameter
-        for _, master in () if optimizer is None else self._pairs.values():
-            optimizer.state.pop(master, None)
+        if optimizer is not None:
+            self._put_parameters_back(optimizer)
         self._pairs.clear()
         self.masters = Masters()  # whoever wraps `step` for good (an LR scheduler) may keep this object
         for reference, parameter, dtype in self._cast:
             if (owner := reference()) is not None:
                 _cast_state(owner, parameter, dtype)
         self._cast.clear()
+
+    def _put_parameters_back(self, optimizer: Any) -> None:
+        for param_group in optimizer.param_groups:
+            for index, master in enumerate(param_group["params"]):
+                if id(master) in self._pairs:
+                    parameter, _ = self._pairs[id(master)]
+                    if master in optimizer.state:
+                        optimizer.state[parameter] = optimizer.state[master]
+                    param_group["params"][index] = parameter
+        for _, master in self._pairs.values():
+            optimizer.state.pop(master, None)
 
     @contextlib.contextmanager
     def presented(self, optimizer: Optimizer) -> Iterator[None]:

@@ -63,7 +63,9 @@ class ModelBinding:
     def parameters(self) -> Iterator[Tensor]:
         """Yield the model's parameters, but for what FSDP shows in the place of a shard while it is gathered."""
         model = self.model
-        for name, parameter in () if model is None else model.named_parameters():
+        if model is None:
+            return
+        for name, parameter in model.named_parameters():
             if name not in self._sharded or get_local_tensor(parameter) is not None:
                 yield parameter
 
@@ -119,9 +121,11 @@ class ModelBinding:
 
     def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
         """Where functions are patched: a region around each module that runs otherwise than what holds it."""
-        borders = find_borders(model, self._runs)
-        for module, run in borders.items():
-            hooks = RegionHooks(self._switch, *((Mode.LOW, low) if run == "low" else (Mode.FLOAT32, torch.float32)))
+        for module, run in find_borders(model, self._runs).items():
+            mode, dtype = Mode.FLOAT32, torch.float32
+            if run == "low":
+                mode, dtype = Mode.LOW, low
+            hooks = RegionHooks(self._switch, mode, dtype)
             self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)
             self._add(module.register_forward_hook, hooks.leave, always_call=True)
 
@@ -129,16 +133,17 @@ class ModelBinding:
         """Where the model is cast: any module with weights of its own takes what the module before it gives, be that
         the other dtype.
         """
+        if not self._runs:
+            return
         borders = find_borders(model, self._runs)
-        for module in model.modules() if self._runs else ():
+        for module in model.modules():
             run = self._runs.get(module)
-            owns = any(
-                tensor.dtype == (torch.float32 if run == "float32" else low)
-                for tensor in module.parameters(recurse=False)
-            )
+            dtype = low
+            if run == "float32":
+                dtype = torch.float32
+            owns = any(tensor.dtype == dtype for tensor in module.parameters(recurse=False))
             if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
-                cast = CastInputs(torch.float32 if run == "float32" else low)
-                self._add(module.register_forward_pre_hook, cast, with_kwargs=True)
+                self._add(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
         """Have layers take float32 inputs: submodules are called from outside. With module rules they do already."""

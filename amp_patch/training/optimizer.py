@@ -203,17 +203,18 @@ def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that this one steps in its stead, as SAM and Lookahead do: those it holds that share a
     parameter with it.
     """
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [
-        inner
-        for inner in vars(optimizer).values()
-        if isinstance(inner, Optimizer)
-        and not hasattr(inner, "_amp_stash")
-        and (
-            inner.param_groups is optimizer.param_groups
-            or any(id(p) in own for group in inner.param_groups for p in group["params"])
-        )
-    ]
+    own = _ids_of(optimizer)
+    found: list[Optimizer] = []
+    for inner in vars(optimizer).values():
+        if not isinstance(inner, Optimizer) or hasattr(inner, "_amp_stash"):
+            continue
+        if inner.param_groups is optimizer.param_groups or not own.isdisjoint(_ids_of(inner)):
+            found.append(inner)
+    return found
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:

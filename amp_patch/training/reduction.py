@@ -64,8 +64,11 @@ class LocalGradients:
             return
         self._prepared.clear()
         for module, is_reducing in self._reduces.items():
-            answer = getattr(module, "leaves_gradients_local", lambda: None)()
-            if not is_reducing if answer is None else answer:
+            is_local = not is_reducing
+            own_rule = getattr(module, "leaves_gradients_local", None)
+            if own_rule is not None and (answer := own_rule()) is not None:
+                is_local = answer
+            if is_local:
                 self.ids.update(map(id, module.parameters()))
 
     def find(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:

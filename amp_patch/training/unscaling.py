@@ -133,8 +133,9 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        if scale is None and master.grad is None and gradient.is_cpu:
-            _add(master, gradient)  # freed before the next is looked at
+        is_alike = gradient.layout is torch.strided and gradient.stride() == master.stride()
+        if scale is None and is_alike and gradient.is_cpu and master.grad is None:
+            master.grad = gradient.float()  # freed before the next is looked at
         else:
             masters.append(master)
             gradients.append(gradient)
@@ -152,11 +153,16 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):
-        if master.grad is None or master.grad.is_sparse or gradient.is_sparse:
+        total = master.grad
+        if gradient.is_sparse or (total is not None and total.is_sparse):
             _add(master, gradient)
-        else:
-            sums.append(master.grad)
+        elif total is not None:
+            sums.append(total)
             addends.append(gradient)
+        elif gradient.dtype is torch.float32 and gradient.stride() == master.stride():
+            master.grad = gradient
+        else:
+            _add(master, gradient)
     if sums:
         foreach_add_(sums, addends)
 
@@ -165,8 +171,7 @@ def _add(master: Tensor, gradient: Tensor) -> None:
     """Add a gradient of any dtype to that of a master, in float32, where there is none yet or one of them is sparse."""
     total = master.grad
     if total is None:
-        is_alike = gradient.is_sparse or gradient.stride() == master.stride()
-        master.grad = gradient.float() if is_alike else _to_float32([gradient], [master])[0]
+        master.grad = _to_float32([gradient], [master])[0]
     elif total.is_sparse:
         master.grad = gradient.to(total.dtype) + total  # the dense one must come first
     else:

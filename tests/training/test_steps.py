@@ -5,9 +5,11 @@ On a CPU every flag is there at once. `late` makes the host see flags late, as w
 for one.
 """
 
+import contextlib
 import copy
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ import amp_patch as amp
 from amp_patch.apex.contrib import optimizers as contrib
 from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from amp_patch.training.steps import EarlyReading
+
+PACKAGE = str(Path(amp.__file__).parent)
 
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
@@ -335,3 +339,51 @@ def test_the_name_that_is_asked_is_no_longer_torchs_after_a_reset():
         del other.step_was_skipped
     amp.reset()
     assert not hasattr(torch.optim.Optimizer, "step_was_skipped") and not hasattr(optimizer, "step_was_skipped")
+
+
+# ---- what a step costs -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_calls(counts, part):
+    """Count the functions of the package that are entered in the block."""
+    counts[part] = 0
+
+    def see(frame, event, _):
+        counts[part] += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def count_calls(level, layers):
+    """Of a step in the middle of a training, with an optimizer that calls no patched op."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    counts = {}
+    for _ in range(5):
+        loss = model(torch.ones(2, 4)).float().sum()
+        block = amp.scale_loss(loss, optimizer)
+        with counted_calls(counts, "enter"):
+            scaled_loss = block.__enter__()
+        scaled_loss.backward()
+        with counted_calls(counts, "leave"):
+            block.__exit__(None, None, None)
+        with counted_calls(counts, "step"):
+            optimizer.step()
+        optimizer.zero_grad()
+    amp.reset()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("level", "most"), [("O1", (15, 25, 40)), ("O2", (20, 45, 55)), ("O4", (8, 8, 30)), ("O5", (15, 25, 40))]
+)
+def test_a_block_and_a_step_enter_few_functions_however_many_parameters_there_are(level, most):
+    counts = count_calls(level, 2)
+    assert counts == count_calls(level, 20)
+    assert all(count <= limit for count, limit in zip(counts.values(), most, strict=True)), counts
