@@ -1,7 +1,8 @@
 # make demo   train at every level, print a table and draw demo.png; make demo EXAMPLE=paper runs another of examples/,
 #             ARGS goes to it. In .venv-demo, which holds what the examples need and nothing else
 # make lint   ruff check, ruff format --check, mypy --strict
-# make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each)
+# make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each), make sim
+# make sim    the tests of devices on a simulated one, which g++ builds at first; skipped, with the reason, without g++
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
 # make fuzz   training scripts drawn at random, against the same by hand: make fuzz COUNT=2000 FIRST=0; SEED=17 prints one
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing
@@ -25,7 +26,7 @@ PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
 
-.PHONY: demo docs fuzz lint test unit test-torch test-clients test-clients-quick bench install
+.PHONY: demo docs fuzz lint sim test unit test-torch test-clients test-clients-quick bench install
 
 demo: .venv-demo/.installed $(if $(filter qlora,$(EXAMPLE)),.venv-demo/.installed-qlora)
 	.venv-demo/bin/python examples/$(EXAMPLE).py --plot demo.png $(ARGS)
@@ -46,8 +47,12 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict amp_patch
 
-test: lint
+test: lint sim
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+# a process of its own: the device cannot be unregistered
+sim: $(STAMP)
+	AMP_PATCH_DEVICE=sim OMP_NUM_THREADS=1 $(PY) -m pytest tests/devices
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)

@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one go: the tests marked `cuda`, then the time and memory benchmarks at the sizes of GPUs.
+"""All that needs a GPU, in one go: the tests of devices, then the time and memory benchmarks at the sizes of GPUs.
 
     python benchmarks/gpu.py --out results            # about 20 minutes on an H200
     python benchmarks/gpu.py --out results --only tests,host-bound,memory
@@ -40,7 +40,7 @@ def _benchmark(name: str, seconds: int, command: str) -> Stage:
 
 
 STAGES = (
-    Stage("tests", ("-m", "pytest", "-m", "cuda", "tests/system/test_cuda.py", "-p", "no:cacheprovider", "-rf"), 420),
+    Stage("tests", ("-m", "pytest", "tests/devices", "-p", "no:cacheprovider", "-rf"), 420),
     _benchmark("compute-bound", 240, f"step --fused --workload gpt2 --micro-batches 1 {FLOAT16} --steps 8"),
     _benchmark("host-bound", 240, f"step --fused {SMALL} --micro-batches 1 {FLOAT16} --rounds 7"),
     _benchmark(

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the faults; return 1 if there are any, and 2 if a list is not there or cannot be read."""
-    reports, errors, is_all_read = [], [], True
+    reports, errors, clean, is_all_read = [], [], [], True
     for name in arguments.lists:
         try:
             path = config.op_lists.locate(name, Path())
@@ -30,8 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
             errors.append(config.op_lists.Finding(error.message, None, None, None))
             continue
         is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
-        reports.append(config.op_lists.check_oplists(path))
-        errors += reports[-1].errors
+        report = config.op_lists.check_oplists(path)
+        reports.append(report)
+        errors += report.errors
+        if not report.errors:
+            clean.append(_describe(name, report))
     errors = list(dict.fromkeys(errors))  # of a file that two extend, once
     # a fault may leave entries without effect that would have one, so only a file without faults is warned of
     warnings = list(dict.fromkeys(one for report in reports if not report.errors for one in report.warnings))
@@ -39,8 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
         told = {kind: [_as_data(one) for one in found] for kind, found in (("faults", errors), ("warnings", warnings))}
         print_lines(as_json({"lists": arguments.lists, **told}))
     else:
-        print_lines(map(str, [*errors, *warnings]))
+        print_lines(map(str, [*errors, *warnings] if errors else [*warnings, *clean]))
     return 2 if not is_all_read else 1 if errors else 0
+
+
+def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:
+    """Return a line on a list without faults."""
+    bases = [path.name for path in report.files[1:]]
+    if bases:
+        return f"{name}: no faults; it extends {', '.join(bases)}"
+    return f"{name}: no faults; it extends nothing, so it stands alone, or is laid over the lists passed before it"
 
 
 def _as_data(finding: "config.op_lists.Finding") -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import config
 from ..errors import OpListError
+from ..files import write_file
 from .lists_printing import LIST, print_lines
 
 SUMMARY = "write a list file to begin with, which extends another and explains itself, and the schema for an editor"
@@ -53,11 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check(path, base)
     beside = path.parent / SCHEMA
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(_render(path.name, base))
+        if path.exists():
+            raise FileExistsError
+        write_file(path, _render(path.name, base))
         print_lines([f"{path}: a list that extends {base}"])
         if not beside.exists():
-            beside.write_bytes((config.shipped.lists_dir() / "schema.json").read_bytes())
+            write_file(beside, (config.shipped.lists_dir() / "schema.json").read_bytes())
             print_lines([f"{beside}: what editors complete and check it by"])
     except FileExistsError:
         raise OpListError(f"{path} is there already; give another name, or remove it first") from None

@@ -111,8 +111,9 @@ def prepare(arguments: argparse.Namespace, **more: object) -> tuple[list[str], d
 
 def make_environment(options: dict[str, object], **more: object) -> dict[str, str]:
     """Return the environment of this process, in which Python installs the stand-in with these options of `install`."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [entry for entry in inherited if entry and os.path.abspath(entry) != str(STARTUP)]
+    inherited = os.environ.get("PYTHONPATH")
+    entries = inherited.split(os.pathsep) if inherited else []  # an empty one among others is the working directory
+    others = [entry for entry in entries if not entry or os.path.abspath(entry) != str(STARTUP)]
     settings = {"root": str(STARTUP.parent.parent.parent), "options": options, **more}
     return {
         **os.environ,

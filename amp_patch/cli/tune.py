@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     _print(f"\n{result.message}; {result.runs} runs")
     if result.text and arguments.out is None:
         _print(f"\n{result.text.rstrip()}")
-    elif result.text:
+    elif not result.text:
+        _print(f"nothing is written to {arguments.out}: there is no list to write")
+    else:
         result.to_yaml(arguments.out)
         _print(f"written to {arguments.out}: give it to initialize as lists, or to amp-patch run by --lists")
     return 130 if result.is_interrupted else 0 if result.is_reached else 1

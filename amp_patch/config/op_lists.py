@@ -169,15 +169,28 @@ class _Loaded:
 _loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last
 
 
-def check_oplists(path: Path) -> Diagnostics:
-    """Return all faults of a list file and of those it extends, and what is no fault but has no effect.
+@dataclass(frozen=True, slots=True)
+class CheckedLists:
+    """What was found in a list file and in those it extends.
 
-    Raises nothing.
+    Attributes:
+        errors: faults.
+        warnings: what is no fault but has no effect.
+        files: all that were read, the list's own first.
     """
+
+    errors: list[Finding]
+    warnings: list[Finding]
+    files: tuple[Path, ...]
+
+
+def check_oplists(path: Path) -> CheckedLists:
+    """Look for all faults of a list file and of those it extends. Raises nothing."""
     diagnostics = Diagnostics(is_collecting=True)
+    overlay = Overlay(diagnostics)
     with diagnostics:
-        Overlay(diagnostics).add(path)
-    return diagnostics
+        overlay.add(path)
+    return CheckedLists(diagnostics.errors, diagnostics.warnings, tuple(overlay.files))
 
 
 def find_owner(spelling: Spelling, complete: str) -> object | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from ..errors import RecordError
+from ..files import write_file
 
 SCHEMA = 1
 """The version of the schema, which goes up with every change that an older reader would misread."""
@@ -398,12 +399,12 @@ class Recording:
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, a line of JSON each."""
-        Path(path).write_text(self.format(), encoding="utf-8")
+        write_file(path, self.format())
 
     def format(self) -> str:
         """Return all records, a line of JSON each; inf and NaN are strings there, since JSON has no such numbers."""
-        records = (self.run, *self.records)
-        lines = [json.dumps(_plain({"kind": record.kind, **asdict(record)}), allow_nan=False) for record in records]
+        lines = [_format(self.run, records=len(self.records))]
+        lines += [_format(record) for record in self.records]
         return "\n".join([*lines, ""])
 
     @classmethod
@@ -411,21 +412,33 @@ class Recording:
         """Read what `to_jsonl` wrote. Raises RecordError, with the line, for anything else."""
         run: RunRecord | None = None
         records: list[Record] = []
-        for record in _read(Path(path)):
+        number, lines = None, 0
+        for data, record in _read(Path(path)):
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
                     raise RecordError(
                         f"{path}: schema {record.schema} is of a later version, which reads {SCHEMA} at most"
                     )
                 run = record
+                number = data.get("records")
             else:
-                records.append(record)
+                lines += 1
+                if record is not None:
+                    records.append(record)
         if run is None:
             raise RecordError(f"{path}: no record of kind 'run': this is no recording, or only a part of one")
+        if number not in (None, lines):  # None: an earlier version wrote it
+            raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
         return cls(run, records)
 
 
-def _read(path: Path) -> Iterator[Record]:
+def _format(record: Record, **more: int) -> str:
+    """Return a record as a line of JSON."""
+    return json.dumps(_plain({"kind": record.kind, **asdict(record), **more}), allow_nan=False)
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
+    """Yield the data of each line and its record; None for a kind that only a later version knows."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -434,11 +447,12 @@ def _read(path: Path) -> Iterator[Record]:
         try:
             data = json.loads(line)
             kind = _KINDS.get(data.pop("kind", None))
-            if kind is not None:  # a later version may have others
+            record = None
+            if kind is not None:
                 types = {field.name: field.type for field in fields(kind)}
                 record = kind(**{name: _frozen(data[name], types[name]) for name in data if name in types})
                 _check(record)
-                yield record
+            yield data, record
         except (ValueError, AttributeError, TypeError) as error:
             raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
 

@@ -317,10 +317,11 @@ class Ledgers:
             fold_(self._reduced(pairs), scale, found_inf)
             ledger.unjudged = either(ledger.unjudged, found_inf)
             return
-        if any(parameter.grad is not None for parameter, _ in pairs):
-            for one in (ledger, *ledger.partners):  # a backward pass outside of any block has left them
-                one.look_again(self._decisions.scalers)
-                one.awaits_step = True
+        if _have_gradients(pairs):  # a backward pass outside of any block has left them
+            for one in (ledger, *ledger.partners):
+                if one is ledger or _have_gradients(one.read()[1]):
+                    one.look_again(self._decisions.scalers)
+                    one.awaits_step = True
         fold_(self._reduced(pairs), None, None)
 
     def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
@@ -456,3 +457,8 @@ def _is_set(found_inf: Tensor) -> bool:
     with contextlib.suppress(RuntimeError):
         return bool(found_inf)
     return False
+
+
+def _have_gradients(pairs: Iterable[Pair]) -> bool:
+    """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
+    return any(parameter.grad is not None for parameter, _ in pairs)

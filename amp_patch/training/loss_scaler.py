@@ -174,14 +174,9 @@ class LossScaler:
 
         A static scale stays what it was set to: what another run had found by then is no reason to change it.
         """
-        scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-        left = int(state.get("hysteresis_tracker", self.hysteresis))
-        if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
-            raise ValueError(
-                f"loss_scale must be finite and positive and unskipped not negative, not {scale} and {unskipped}"
-            )
-        if left < 0:
-            raise ValueError(f"hysteresis_tracker must not be negative, as {left} is")
+        scale = _read_scale(state["loss_scale"])
+        unskipped = _read_count("unskipped", state["unskipped"])
+        left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
         device = self._scale.device
         if self.is_dynamic:
@@ -191,3 +186,25 @@ class LossScaler:
             unskipped = min(unskipped, self.growth_interval - 1)
         self._good_steps = torch.tensor(unskipped, dtype=torch.int32, device=device)
         self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32, device=device)
+
+
+def _read_scale(value: Any) -> float:
+    """Return a saved loss scale. Raises TypeError, or ValueError where float32 has it not as a positive number."""
+    try:
+        scale = torch.tensor(float(value), dtype=torch.float32, device="cpu").item()
+    except (OverflowError, RuntimeError) as error:
+        raise ValueError(f"loss_scale cannot be read: {error}") from None
+    if not 0 < scale < math.inf:
+        raise ValueError(f"loss_scale must be a positive number that float32 can hold, not {value!r}")
+    return scale
+
+
+def _read_count(name: str, value: Any) -> int:
+    """Return a saved count. Raises TypeError, or ValueError where int32 has it not as 0 or above."""
+    try:
+        count = int(value)
+    except (OverflowError, RuntimeError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
+    if not 0 <= count < 2**31:
+        raise ValueError(f"{name} must be 0 or above, and fit into 32 bits")
+    return count

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pydoc
+import re
 import sys
 import threading
 
@@ -513,8 +514,25 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "rec.jsonl"
     found.to_jsonl(path)
     assert insight.Recording.read(path) == found
-    path.write_text(path.read_text() + '{"kind": "of a later version", "x": 1}\n')
+    text, number = path.read_text(), len(found.records)
+    path.write_text(
+        text.replace(f'"records": {number}', f'"records": {number + 1}') + '{"kind": "of a later version", "x": 1}\n'
+    )
     assert insight.Recording.read(path) == found
+    path.write_text(re.sub(f', "records": {number}', "", text))  # as earlier versions wrote it
+    assert insight.Recording.read(path) == found
+
+
+def test_a_part_of_a_recording_is_not_read_as_the_whole(tmp_path):
+    model, optimizer = initialize(make_gpt(layers=1), "O1")
+    with insight.recording() as found:
+        train(model, optimizer, 1)
+    path = tmp_path / "rec.jsonl"
+    lines = found.format().splitlines(keepends=True)
+    for end in (1, len(lines) // 2, len(lines) - 1):
+        path.write_text("".join(lines[:end]))
+        with pytest.raises(amp.RecordError, match=f"{end - 1} of {len(lines) - 1} records"):
+            insight.Recording.read(path)
 
 
 @pytest.mark.parametrize(

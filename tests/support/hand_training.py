@@ -558,8 +558,10 @@ class ByHand:
                 if optimizer not in found:
                     found[optimizer] = self.look(optimizer, seen)
         for optimizer in self.optimizers:
-            if self.window is None and any(parameter.grad is not None for parameter, _ in self.pairs_of(optimizer)):
+            if self.window is None and self.has_unfolded(optimizer):
                 for one in (optimizer, *self.partners_of(optimizer)):  # nobody has judged them
+                    if one is not optimizer and not self.has_unfolded(one):
+                        continue
                     one.zeroed |= {scaler for scaler in self.scalers if scaler.is_dynamic}
                     one.awaits_step = True
             if not self.fold(optimizer) and self.window is not None:
@@ -584,6 +586,9 @@ class ByHand:
         optimizer.is_unjudged_overflow = False
         optimizer.has_overflowed = optimizer.has_overflowed or is_overflow
         return is_overflow
+
+    def has_unfolded(self, optimizer: Any) -> bool:
+        return any(parameter.grad is not None for parameter, _ in self.pairs_of(optimizer))
 
     @torch.no_grad()
     def fold(self, optimizer: Any) -> bool:

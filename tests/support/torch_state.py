@@ -4,7 +4,6 @@ import importlib
 import operator
 import types
 
-import pytest
 import torch
 import torch._dynamo  # replaces torch.manual_seed when it is first imported, which is not ours to undo
 import torch.utils.checkpoint
@@ -79,6 +78,3 @@ def _find_changes() -> list[str]:
 
 def is_ours(value: object) -> bool:
     return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(amp_patch.__path__[0])
-
-
-requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,6 +1,7 @@
 """`scale_loss`, skips, accumulation and the scalers' state, against float32 or hand-written references."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -421,6 +422,13 @@ def test_a_state_that_does_not_fit_loads_nothing():
         {"loss_scaler0": good, "loss_scaler1": {**good, "loss_scale": float("nan")}},
         {"loss_scaler0": good, "loss_scaler1": {"unskipped": 0}},
         {"loss_scaler0": good, "loss_scaler1": None},
+        *(
+            {"loss_scaler0": good, "loss_scaler1": {**good, key: value}}
+            for key in ("loss_scale", "unskipped", "hysteresis_tracker")
+            for value in (1e300, 1e39, -1, math.inf, 10**400, torch.empty((), device="meta"))
+        ),
+        {"loss_scaler0": good, "loss_scaler1": {**good, "loss_scale": 1e-60}},
+        {"loss_scaler0": good, "loss_scaler1": {**good, "unskipped": 2**31}},
     ):
         with pytest.raises(amp.CheckpointError):
             amp.load_state_dict(bad)

@@ -1,11 +1,14 @@
 """A comparison as a picture. matplotlib draws it, without pyplot, which would keep every figure."""
 
 import importlib.util
+import io
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import MissingExtraError
+from ...files import write_file
 from ..colours import pick_colours
 from .summary import Summary, find_spread, sizes, smoothed_steps
 
@@ -39,7 +42,9 @@ def draw_comparison(summary: Summary, path: str | os.PathLike[str]) -> None:
     times.set_title("Time of a step, median (ms)", loc="left")
     _draw_bars(memory, {row.name: row.run.peak and row.run.peak / 1e6 for row in rows}, colours)
     memory.set_title("Memory at the peak of a step (MB)", loc="left")
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=Path(path).suffix[1:] or None)
+    write_file(path, drawn.getvalue())
 
 
 def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...files import write_file
 from ..colours import pick_colours
 from ..comparing.summary import Summary
 from ..records import (
@@ -29,7 +30,7 @@ _SMALL = (StepRecord, UndoneCastRecord)
 
 def write_report(recording: Recording, path: str | os.PathLike[str], *, command: str = "") -> None:
     """Write `make_report`'s page to a file."""
-    Path(path).write_text(make_report(recording, command=command), encoding="utf-8")
+    write_file(path, make_report(recording, command=command))
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:

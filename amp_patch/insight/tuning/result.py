@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ...files import write_file
 from ...tables import format_table
 from ..records import RunRecord
 from .entries import Entry
@@ -66,7 +66,7 @@ class TuneResult:
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
         """Write the list."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        write_file(path, self.text)
 
 
 def choose_best(trials: Sequence[Trial]) -> Trial | None:

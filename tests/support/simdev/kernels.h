@@ -1,0 +1,286 @@
+// Every op with a CPU kernel, by that kernel on the same memory: one launch each.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "device.h"
+
+namespace sim {
+using c10::IValue;
+
+// Ops that take tensors of the CPU beside those of the device, as on CUDA.
+const std::unordered_set<std::string> takes_cpu_tensors = {
+    "aten::index.Tensor",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+};
+
+// Ops after which the host waits to know how large the result is.
+const std::unordered_set<std::string> finds_its_shape = {
+    "aten::nonzero",
+    "aten::nonzero.out",
+    "aten::masked_select",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::repeat_interleave.Tensor",
+};
+
+// One call of a CPU kernel: its arguments as tensors of the CPU, and what it gives as tensors of the device.
+struct Call {
+    struct Both {
+        Tensor of_device, alias;
+    };
+    std::unordered_map<at::TensorImpl*, Both> by_alias;
+    std::unordered_map<c10::StorageImpl*, c10::Storage> alias_of;   // by storage of the device
+    std::unordered_map<c10::StorageImpl*, c10::Storage> device_of;  // by storage of the host
+    int device = -1;
+    Tensor first_input, last_output, cpu_tensor;
+
+    Tensor alias(const Tensor& tensor) {
+        if (!tensor.defined())
+            return tensor;
+        if (!tensor.device().is_privateuseone()) {
+            if (tensor.is_cpu() && tensor.dim() > 0)
+                cpu_tensor = tensor;
+            return tensor;
+        }
+        const int index = tensor.device().index();
+        TORCH_CHECK(device < 0 || device == index || tensor.dim() == 0,
+                    "Expected all tensors to be on the same device, but found at least two devices, sim:", device,
+                    " and ", tensor.device(), "!");
+        if (device < 0 || tensor.dim() > 0)
+            device = index;
+        if (!first_input.defined())
+            first_input = tensor;
+        auto alias = at::detail::make_tensor<at::TensorImpl>(
+            alias_storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+        auto* impl = alias.unsafeGetTensorImpl();
+        impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+            impl->set_wrapped_number(true);
+        if (tensor.is_conj())
+            alias._set_conj(true);
+        if (tensor.is_neg())
+            alias._set_neg(true);
+        by_alias[impl] = {tensor, alias};
+        return alias;
+    }
+
+    IValue alias_value(const IValue& value) {
+        if (value.isTensor())
+            return alias(value.toTensor());
+        if (value.isTensorList()) {
+            c10::List<Tensor> aliases;
+            for (const Tensor& tensor : value.toTensorVector())
+                aliases.push_back(alias(tensor));
+            return aliases;
+        }
+        if (value.isOptionalTensorList()) {
+            c10::List<std::optional<Tensor>> aliases;
+            for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+                aliases.push_back(tensor ? std::optional<Tensor>(alias(*tensor)) : tensor);
+            return aliases;
+        }
+        if (value.isDevice() && value.toDevice().is_privateuseone()) {
+            if (device < 0)
+                device = index_or_current(value.toDevice().index());
+            return c10::Device(c10::kCPU);
+        }
+        if (is_device_generator(value))
+            return static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
+        return value;
+    }
+
+    Tensor from_host(const Tensor& result) {
+        if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided)
+            return result;
+        auto argument = by_alias.find(result.unsafeGetTensorImpl());
+        if (argument != by_alias.end())
+            return last_output = argument->second.of_device;
+        auto tensor = at::detail::make_tensor<at::TensorImpl>(
+            device_storage(result.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), result.dtype());
+        auto* impl = tensor.unsafeGetTensorImpl();
+        impl->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
+        if (result.unsafeGetTensorImpl()->is_wrapped_number())
+            impl->set_wrapped_number(true);
+        return last_output = tensor;
+    }
+
+    IValue value_from_host(const IValue& value) {
+        if (value.isTensor())
+            return from_host(value.toTensor());
+        if (!value.isTensorList())
+            return value;
+        c10::List<Tensor> tensors;
+        for (const Tensor& tensor : value.toTensorVector())
+            tensors.push_back(from_host(tensor));
+        return tensors;
+    }
+
+    // What the kernel has resized is resized on the device.
+    void write_back() {
+        for (auto& [impl, both] : by_alias) {
+            auto& [tensor, alias] = both;
+            auto* storage = alias.storage().unsafeGetStorageImpl();
+            if (to_device(storage->mutable_data()) != tensor.storage().data()) {
+                grow(tensor.storage(), storage->nbytes());
+                memcpy(to_host(tensor.storage().data()), storage->data(), storage->nbytes());
+            }
+            const bool is_same = alias.sizes() == tensor.sizes() && alias.strides() == tensor.strides() &&
+                                 alias.storage_offset() == tensor.storage_offset();
+            if (!is_same)
+                tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
+                                                                    alias.storage_offset());
+        }
+    }
+
+    static bool is_device_generator(const IValue& value) {
+        return value.isGenerator() && value.toGenerator().defined() && value.toGenerator().device().is_privateuseone();
+    }
+
+ private:
+    c10::Storage alias_storage(const c10::Storage& storage) {
+        auto* key = storage.unsafeGetStorageImpl();
+        auto found = alias_of.find(key);
+        if (found != alias_of.end())
+            return found->second;
+        at::DataPtr data(to_host(key->data()), c10::Device(c10::kCPU));
+        c10::Storage alias(c10::Storage::use_byte_size_t(), key->nbytes(), std::move(data), c10::GetCPUAllocator(),
+                           /*resizable=*/true);
+        device_of[alias.unsafeGetStorageImpl()] = storage;
+        alias_of[key] = alias;
+        return alias;
+    }
+
+    c10::Storage device_storage(const c10::Storage& storage) {
+        auto* key = storage.unsafeGetStorageImpl();
+        auto found = device_of.find(key);
+        if (found != device_of.end())
+            return found->second;
+        auto owner = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(key);
+        auto made = make_storage(key->nbytes(), take_over(key->mutable_data(), key->nbytes(), device, owner));
+        device_of[key] = made;
+        return made;
+    }
+};
+
+// Torch's kernels below are no concern of autograd, autocast or Python.
+struct Below {
+    c10::impl::ExcludeDispatchKeyGuard guard{
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+        c10::DispatchKeySet(
+            {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PreDispatch})};
+};
+
+// While it lives, the CPU draws the random numbers of a device.
+struct RandomNumbers {
+    std::lock_guard<std::recursive_mutex> guard{mutex};
+    at::Generator cpu = at::detail::getDefaultCPUGenerator();
+    at::Generator& own;
+    Tensor before = cpu.get_state();
+    explicit RandomNumbers(int device) : own(default_generator(device)) { cpu.set_state(own.get_state()); }
+    ~RandomNumbers() {
+        own.set_state(cpu.get_state());
+        cpu.set_state(before);
+    }
+};
+
+bool has_boolean_index(const std::vector<IValue>& args) {
+    for (const auto& value : args) {
+        if (!value.isOptionalTensorList())
+            continue;
+        for (std::optional<Tensor> index : value.toOptionalTensorList())
+            if (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
+                return true;
+    }
+    return false;
+}
+
+void check_arguments(const Call& call, const std::vector<IValue>& args, const std::string& name) {
+    const bool is_on_device = call.first_input.defined() || call.device >= 0;
+    for (const auto& value : args) {
+        const bool is_wrong =
+            is_on_device && value.isGenerator() && value.toGenerator().defined() && !Call::is_device_generator(value);
+        TORCH_CHECK(!is_wrong, "Expected a 'sim' device type for generator but found 'cpu'");
+    }
+    TORCH_CHECK(!is_on_device || !call.cpu_tensor.defined() || takes_cpu_tensors.count(name),
+                "Expected all tensors to be on the same device, but found at least two devices, sim:", call.device,
+                " and cpu! (when calling ", name, ")");
+}
+
+bool is_view(const c10::FunctionSchema& schema) {
+    if (schema.returns().empty())
+        return false;
+    for (const auto& result : schema.returns())
+        if (!result.alias_info() || result.alias_info()->isWrite())
+            return false;
+    return true;
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const auto& schema = op.schema();
+    const auto overload = schema.overload_name();
+    const auto name = overload.empty() ? schema.name() : schema.name() + "." + overload;
+    const size_t begin = stack->size() - schema.arguments().size();
+    const std::vector<IValue> args(stack->begin() + begin, stack->end());
+    Call call;
+    for (size_t place = 0; place < args.size(); ++place)
+        (*stack)[begin + place] = call.alias_value(args[place]);
+    check_arguments(call, args, name);
+    if (call.device < 0)
+        call.device = current_device;
+    {
+        std::optional<RandomNumbers> random;
+        if (op.hasTag(at::Tag::nondeterministic_seeded))
+            random.emplace(call.device);
+        Below below;
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
+    call.write_back();
+    bool gives_number = false;
+    for (size_t place = stack->size() - schema.returns().size(); place < stack->size(); ++place) {
+        auto& value = (*stack)[place];
+        gives_number = gives_number || (!value.isTensor() && !value.isTensorList());
+        value = call.value_from_host(value);
+    }
+    if (!is_view(schema))
+        note("launch", name, call.first_input, call.last_output);
+    if (gives_number || finds_its_shape.count(name) || has_boolean_index(args))
+        wait(name, call.first_input);
+}
+
+bool begins_with(const std::string& name, const char* start) {
+    return name.rfind(start, 0) == 0;
+}
+
+// Ops on many tensors and convolutions are composed on a CPU; on a device they are one launch.
+bool is_one_launch(const c10::OperatorName& name) {
+    for (const char* start :
+         {"aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_"})
+        if (begins_with(name.name, start))
+            return true;
+    return name.overload_name.empty() &&
+           (name.name == "aten::convolution" || name.name == "aten::convolution_backward");
+}
+
+void register_kernels() {
+    static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const auto& name : dispatcher.getAllOpNames()) {
+        if (!begins_with(name.name, "aten::"))
+            continue;
+        auto op = dispatcher.findOp(name);
+        if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
+            continue;
+        if (!is_one_launch(name) && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+            continue;
+        auto overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+        auto full = name.name.substr(6) + overload;
+        library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
+    }
+}
+}  // namespace sim
