@@ -6,8 +6,9 @@ torch is imported late: scripts are read without it.
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,15 @@ class Machine:
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
     apex: ApexInstall
+    malloc: str = ""
 
 
 def get_machine() -> Machine:
     """Look the machine over; imports torch."""
     versions = {name: _version(name) for name in ("torch", "wrapt", "PyYAML")}
-    return Machine(platform.python_version(), amp_patch.__version__, versions, tuple(get_devices()), find_apex())
+    devices = tuple(get_devices())
+    malloc = describe_malloc(devices[0], platform.libc_ver()[0], os.environ)
+    return Machine(platform.python_version(), amp_patch.__version__, versions, devices, find_apex(), malloc)
 
 
 def _version(distribution: str) -> str | None:
@@ -132,6 +136,19 @@ def recommend(device: Device) -> str:
     if verdicts["float16"] == "unknown":
         return f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest: nothing is known of it here"
     return f"keep O0 here: 16 bits save memory on {device.name}, and no time"
+
+
+def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
+    """Return what the C library does with freed memory, where tensors are on a CPU and something can be done about it.
+
+    Measured (torch 2.13.0, AVX512_BF16): a step of a small network takes 0.7 to 0.95 of the time, with amp and without.
+    """
+    if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
+        return ""
+    return (
+        "glibc gives freed memory back to the system and asks for it again: `amp-patch run --malloc keep` spares that,"
+        " a tenth to a third of a small step, with amp and without"
+    )
 
 
 # ---- apex ------------------------------------------------------------------------------------------------------------

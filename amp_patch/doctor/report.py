@@ -60,6 +60,8 @@ def _machine_lines(machine: Machine) -> list[str]:
     for device in machine.devices:
         rows.append(("device", device.name))
         rows += [("", f"{dtype.name} {dtype.verdict}: {dtype.evidence}") for dtype in device.low_dtypes]
+    if machine.malloc:
+        rows.append(("malloc", machine.malloc))
     where = f", {machine.apex.location}" if machine.apex.location else ""
     rows.append(("apex", f"{_APEX[machine.apex.kind]}{where}"))
     rows.append(("advice", recommend(machine.devices[0])))

@@ -173,3 +173,12 @@ def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert torch.__version__.partition("+")[0] in said and "float16" in said and "bfloat16" in said
     assert "files" not in said
+
+
+def test_malloc_is_told_of_where_tensors_are_in_its_memory() -> None:
+    told = machine.describe_malloc(CPU, "glibc", {})
+    assert "amp-patch run --malloc keep" in told
+    assert told in " ".join(Report([], 0, replace(SOUND, malloc=told)).as_text().split())
+    assert machine.describe_malloc(GPU, "glibc", {}) == machine.describe_malloc(CPU, "musl", {}) == ""
+    assert machine.describe_malloc(CPU, "glibc", {"MALLOC_TRIM_THRESHOLD_": "1073741824"}) == ""
+    assert "malloc" not in Report([], 0, SOUND).as_text()
