@@ -2,13 +2,16 @@
 
     python benchmarks/gpu.py --out results            # about 20 minutes on an H200
     python benchmarks/gpu.py --out results --only tests,host-bound,memory
+    python benchmarks/gpu.py --out results --rehearse            # on the simulated device of the tests, without a GPU
 
 Every stage is a process of its own, with a time limit; what it prints goes into the folder, and a stage that fails
 stops no other.
 """
 
 import argparse
+import contextlib
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -83,24 +86,68 @@ def run(stage: Stage, folder: Path) -> str:
     return "done" if done.returncode == 0 else f"failed with {done.returncode}"
 
 
+SMALLEST = {
+    "step": "--sequence 8 --rounds 1 --steps 1 --warmup 1",
+    "memory": "--sequence 8 --modes float32,autocast-bfloat16,O2,O4",
+    "list_errors": "--sizes 16 --dtypes bfloat16",
+}
+SMALLER = {"gpt2": "gpt-64", "resnet50": "resnet"}
+UNREHEARSED = ("tests", "compiled")  # `make sim` runs the tests, and nothing compiles for the simulated device
+
+
+def shrink(stage: Stage) -> Stage:
+    """Return a stage as it is rehearsed: on the simulated device, on a small model, for one step."""
+    words = [word for argument in stage.arguments for word in argument.split(" ")]
+    words = [",".join(SMALLER.get(part, part) for part in word.split(",")) for word in words]
+    words = ["sim" if word == "cuda" else word for word in words]
+    kind = Path(words[0]).stem
+    words += SMALLEST[kind].split()
+    if kind != "list_errors":
+        micro_batches = words[words.index("--micro-batches") + 1] if "--micro-batches" in words else "1"
+        words += ["--batch", micro_batches]
+    return Stage(stage.name, tuple(words), stage.seconds)
+
+
+def rehearse(stage: Stage, folder: Path) -> str:
+    """Run one stage in this process and return how it ended. Raises what it raises."""
+    script, *options = shrink(stage).arguments
+    before = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script, *options], str((ROOT / script).parent)
+    try:
+        with (folder / f"{stage.name}.txt").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[0] = before
+    return "done"
+
+
 def main() -> None:
     names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(description="Run everything that needs a GPU and keep the results.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; made if need be")
     parser.add_argument("--only", default=",".join(names), help=f"stages, with a comma between, of {', '.join(names)}")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="see that all of it runs: on a simulated device, as small as can be"
+    )
     arguments = parser.parse_args()
     chosen = arguments.only.split(",")
     unknown = sorted(set(chosen) - set(names))
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not one of {', '.join(names)}")
-    if not torch.cuda.is_available():
+    if arguments.rehearse:
+        sys.path.append(str(ROOT / "tests" / "support"))
+        import simdev  # noqa: F401  (registers the device)
+
+        chosen = [name for name in chosen if name not in UNREHEARSED]
+    elif not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    name = "simulated device" if arguments.rehearse else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}")
     for stage in STAGES:
         if stage.name in chosen:
             started = time.perf_counter()
-            end = run(stage, arguments.out)
+            end = rehearse(stage, arguments.out) if arguments.rehearse else run(stage, arguments.out)
             print(f"\n==== {stage.name}: {end}, {time.perf_counter() - started:.0f} s", flush=True)
             print(
                 (arguments.out / f"{stage.name}.txt").read_text(encoding="utf-8", errors="replace")[-3000:], flush=True

@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py --workload gpt-256,resnet
 
-What is counted is what tensors asked of torch's allocator: on CUDA by `torch.cuda.max_memory_allocated`, on the CPU by
+What is counted is what tensors asked of torch's allocator: on an accelerator by its
+allocator, such as `torch.cuda.max_memory_allocated`, on the CPU by
 adding up the allocations and releases that torch's profiler records, in order. Both are exact and repeat from run to
 run, which the resident size of a process does not: that one holds the libraries, what the C library keeps for reuse,
 and the moment before a model was cast. The batch is not counted.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from timing import environment, format_table
+from timing import environment, format_table, get_allocator
 from torch import Tensor
 from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
 
@@ -63,20 +64,22 @@ class Footprint:
     low: torch.dtype | None
 
 
-class CudaMeter:
-    """Asks the allocator."""
+class AllocatorMeter:
+    """Asks the allocator of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = torch.cuda.memory_allocated(device)
+        self._allocator = get_allocator(device)
+        self._start = self._allocator.memory_allocated(device)
         self._phases: list[Phase] = []
 
     def mark(self, name: str) -> None:
         """End a phase, and begin the next."""
-        torch.cuda.synchronize(self._device)
-        live, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        torch.accelerator.synchronize(self._device)
+        live = self._allocator.memory_allocated(self._device)
+        peak = self._allocator.max_memory_allocated(self._device)
         self._phases.append(Phase(name, live - self._start, peak - self._start))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._allocator.reset_peak_memory_stats(self._device)
 
     def phases(self) -> list[Phase]:
         return self._phases
@@ -108,11 +111,11 @@ class CpuMeter:
 
 
 @contextlib.contextmanager
-def metered(device: torch.device) -> Iterator[CudaMeter | CpuMeter]:
+def metered(device: torch.device) -> Iterator[AllocatorMeter | CpuMeter]:
     """A meter for the device. What an earlier mode has left in cycles is freed before, not in the middle."""
     gc.collect()
-    if device.type == "cuda":
-        yield CudaMeter(device)
+    if get_allocator(device) is not None:
+        yield AllocatorMeter(device)
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield CpuMeter(profile)

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from timing import Samples, environment, format_table, interleave, synchronize
+from timing import Samples, environment, format_table, get_allocator, interleave, synchronize
 from torch import nn
 from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
 
@@ -65,17 +65,18 @@ def time_round(mode: str, plan: Plan) -> Round:
     torch.manual_seed(0)
     losses = plan.workload.micro_batches(plan.micro_batches)
     milliseconds = []
+    allocator = get_allocator(plan.device)
     with prepared(mode, plan.workload.build, make_optimizer, plan.device, plan.compile_mode) as trainer:
         for number in range(plan.warmup + plan.steps):
-            if number == plan.warmup and plan.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(plan.device)
+            if number == plan.warmup and allocator is not None:
+                allocator.reset_peak_memory_stats(plan.device)
             synchronize(plan.device)
             started = time.perf_counter()
             loss = trainer.step(losses)
             synchronize(plan.device)
             if number >= plan.warmup:
                 milliseconds.append(1e3 * (time.perf_counter() - started))
-        peak = torch.cuda.max_memory_allocated(plan.device) if plan.device.type == "cuda" else None
+        peak = None if allocator is None else allocator.max_memory_allocated(plan.device)
         return Round(statistics.median(milliseconds), float(loss.detach()), trainer.low, peak)
 
 
@@ -159,7 +160,7 @@ def main() -> None:
         "compile": arguments.compile or "no",
         "channels_last": arguments.channels_last,
     }
-    columns = len(COLUMNS) if device.type == "cuda" else len(COLUMNS) - 1
+    columns = len(COLUMNS) if get_allocator(device) is not None else len(COLUMNS) - 1
     print(environment(device, **about), end="\n\n")
     print(format_table(COLUMNS[:columns], [row[:columns] for row in rows], left=2))
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,12 @@ def synchronize(device: torch.device) -> None:
     """Wait for the work of an accelerator; the CPU has none waiting."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def get_allocator(device: torch.device) -> Any:
+    """Return the module of a device whose allocator knows its peak, such as torch.cuda; None on the CPU and MPS."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

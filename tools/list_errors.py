@@ -143,13 +143,18 @@ def _plain(value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else None if math.isnan(value) else "inf"
 
 
+def _name_device(device: torch.device) -> str:
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if get_name is None else get_name(device)
+
+
 def _describe_machine(device: torch.device) -> dict[str, object]:
     """What a reader needs to place the figures."""
     is_cpu = device.type == "cpu"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device),
+        "device": torch.backends.cpu.get_cpu_capability() if is_cpu else _name_device(device),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -1,0 +1,21 @@
+"""`benchmarks/gpu.py`: the day a GPU comes, it runs at the first try."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from devices import requires_sim
+
+pytestmark = requires_sim
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_all_stages_run(tmp_path):
+    command = [sys.executable, "-W", "ignore", "benchmarks/gpu.py", "--out", str(tmp_path), "--rehearse"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": done") == 8
+    assert all(len(path.read_text().splitlines()) > 4 for path in tmp_path.iterdir())
