@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...session import Session, current
+from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import CheckedStepRecord, Record, SketchRecord
 from ..runs import Probe
@@ -54,7 +55,7 @@ class Check(Probe):
     def session_opened(self, session: Session) -> None:
         """Set the scale, and what the run begins with."""
         if self.run is None and self._is_off:
-            _shift(session)
+            nudge(session)
         self.run = describe_run(session)
         if self._loss_scale is not None and session.policy.is_scale_dynamic:
             for scaler in session.scalers:
@@ -111,16 +112,3 @@ class Check(Probe):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
-def _shift(session: Session) -> None:
-    """Move every weight by one ulp of its dtype, up or down."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for binding in session.bindings():
-            for tensor in binding.parameters():
-                if tensor.is_floating_point():
-                    is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool).to(tensor.device)
-                    infinity = torch.full_like(tensor, torch.inf)
-                    tensor.copy_(torch.nextafter(tensor, torch.where(is_up, infinity, -infinity)))
-    session.refresh()
