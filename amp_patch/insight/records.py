@@ -223,7 +223,7 @@ class CurveRecord:
     """A run from one seed, a value for each step: the loss, and the first loss scale when the step had ended.
 
     `ms` is the median time of a step, `skipped` the numbers of the steps that were skipped. `is_noise` is said of the
-    run of the reference whose inputs are off by one unit in the last place.
+    run of the reference whose weights are off by one unit in the last place.
     """
 
     kind: ClassVar[str] = "curve"

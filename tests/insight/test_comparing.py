@@ -3,10 +3,12 @@
 import copy
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compared import make_comparison
 from gpt import make_gpt
 from torch import nn
 from torch_state import find_changes
@@ -18,9 +20,16 @@ from amp_patch.events import count_watching_modes
 from amp_patch.insight.comparing import Comparison, exponents, parse_run, plan_runs
 from amp_patch.insight.comparing.campaign import find_error
 from amp_patch.insight.comparing.memory import PeakMeter
-from amp_patch.insight.comparing.nudging import Nudge
 from amp_patch.insight.comparing.probes import CurveProbe, LayerProbe
-from amp_patch.insight.records import CurveRecord, GradientRecord, LayerRecord, Recording, RunRecord
+from amp_patch.insight.records import (
+    ComparedRecord,
+    ComparisonRecord,
+    CurveRecord,
+    GradientRecord,
+    LayerRecord,
+    Recording,
+    RunRecord,
+)
 from amp_patch.script_settings import Settings
 from amp_patch.session import current
 from amp_patch.torch_private import count_dispatch_modes
@@ -79,7 +88,7 @@ def test_probes_keep_no_tensor_and_no_hook(is_noise):
         gc.collect()
         return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
-    probe, layers = CurveProbe(3, nudge=is_noise), LayerProbe()
+    probe, layers = CurveProbe(3, is_noise=is_noise), LayerProbe()
     ends = [events.watch(one) for one in (probe, layers)]
     model, optimizer = start("O4")
     take_steps(model, optimizer, 2)
@@ -378,49 +387,62 @@ def test_other_weights_than_the_references_are_told_of():
     assert "O4: began with other weights" in found.table()
 
 
-class OfKeywords(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+def make_normed():
+    """A model whose first layer evens out what its input is off by."""
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
 
-    def forward(self, *, x):
-        return (self.weight * x).sum()
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_noise_reaches_what_is_drawn_normalised_or_loaded(is_loaded):
+    def train():
+        torch.manual_seed(0)
+        model, other = make_normed(), make_normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        if is_loaded:
+            model.load_state_dict(other.state_dict())
+        for _ in range(8):
+            optimizer.zero_grad()
+            backward(model(torch.randn(64, 4)).square().mean(), optimizer)
+            optimizer.step()
+
+    found = insight.compare(train, ("O0",), steps=8)
+    assert 0 < found.noise < 1e-5
+
+
+def test_a_noise_of_nothing_is_not_known():
+    found = make_comparison()
+    same = [
+        replace(one, losses=found.curves("O0")[one.seed].losses) for one in found.curves("O0", is_noise=True).values()
+    ]
+    others = [one for one in found.records if not getattr(one, "is_noise", False)]
+    silent = Comparison(Recording(found.recording.run, [*others, *same]))
+    assert found.noise == pytest.approx(1e-6) and silent.noise is None
+    assert "noise: not known" in silent.table() and "times the noise" not in silent.table()
 
 
 @pytest.mark.parametrize(
-    ("model", "args", "moved"),
+    ("off", "factor", "steps", "told"),
     [
-        (nn.Linear(2, 64), (torch.ones(1, 2),), True),  # of two outputs, all may round to what they were
-        (make_gpt(layers=1), (torch.zeros(1, 4, dtype=torch.long),), True),
-        (nn.Embedding(3, 4), (torch.zeros(1, dtype=torch.long),), False),
+        (1e-6, 1.0, 30, "O1: as good as O0 within noise; no difference in time"),
+        (3e-6, 0.5, 30, "O1: as good as O0 but for 3e-05 of the loss, 3 times the noise; faster by a factor of 2.00"),
+        (-0.1, 1.08, 30, "O1: better than O0 by 100.0% of the loss, 1e+05 times the noise; no difference in time"),
+        (0.1, 3.0, 30, "O1: worse than O0 by 100.0% of the loss, 1e+05 times the noise; slower by a factor of 3.00"),
+        (math.nan, 1.0, 30, "O1: worse than O0: the loss is not finite"),
+        (0.0, 0.35, 8, "O1: the losses of O0; no time: 8 steps tell nothing"),
     ],
-    ids=["floats", "tokens", "no module has floats"],
 )
-def test_the_first_floating_input_is_moved_by_one_unit(model, args, moved):
-    plain = model(*args)
-    nudge = Nudge([model])
-    nudge.open()
-    try:
-        other, again = model(*args), model(*args)
-    finally:
-        nudge.close()
-    assert nudge.has_moved is moved is not torch.equal(other, plain)
-    assert torch.equal(other, again) and torch.allclose(other, plain, atol=1e-5)
-    assert torch.equal(model(*args), plain)
-
-
-def test_a_weight_is_moved_where_no_input_is():
-    def train():
-        model = OfKeywords()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
-        for _ in range(3):
-            backward(model(x=torch.ones(3)).square(), optimizer)
-            optimizer.step()
-
-    found = insight.compare(train, ("O0",), steps=3)
-    (noise,) = found.differences("O0", is_noise=True)
-    assert noise[0] == 0 and noise[1] != 0
+def test_a_run_has_a_verdict(off, factor, steps, told):
+    scales = (1.0,) * steps
+    curves = [
+        CurveRecord("O0", 0, (0.1,) * steps, scales, (), 10.0),
+        CurveRecord("O0", 0, (0.1 + 1e-6,) * steps, scales, (), 9.0, is_noise=True),
+        CurveRecord("O1", 0, (0.1 + off,) * steps, scales, (), 10.0 * factor),
+    ]
+    about = ComparisonRecord("O0", steps, (0,), "a CPU", "")
+    runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert told in Comparison(recording).table()
 
 
 def test_runs_are_named_by_level_and_lists():

@@ -90,7 +90,7 @@ class Campaign:
 
     Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
     two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
-    on inputs that are off by one unit in the last place: what differs then is noise.
+    with weights that are moved by one unit in the last place before each step: what differs then is noise.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -146,8 +146,8 @@ class Campaign:
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
-        self._say(f"{name}{', inputs off by one unit' if is_noise else ''}, seed {seed}")
-        recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "nudge": is_noise}, seed)
+        self._say(f"{name}{', weights off by one unit' if is_noise else ''}, seed {seed}")
+        recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "is_noise": is_noise}, seed)
         if not is_noise:
             self._describe(name, recording, failed)
         for curve in () if recording is None or (failed and is_noise) else recording.of(CurveRecord):

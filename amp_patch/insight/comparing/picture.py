@@ -71,7 +71,7 @@ def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -
             color="#000000",
             alpha=0.13,
             linewidth=0,
-            label="noise: inputs off by one unit",
+            label="noise: weights off by one unit",
         )
     over = f", median and range of {seeds} seeds" if seeds > 1 else ""
     axes.set_title(f"Size of the loss's difference from {reference}{over}", loc="left")

@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from ...casting import cast_tree
 from ...session import Session, current
 from ..naming import name_modules
+from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
 from . import exponents
 from .memory import PeakMeter
-from .nudging import Nudge, move_up
 from .summary import mean
 
 SAMPLES = 512
@@ -36,15 +36,14 @@ class CurveProbe(Probe):
 
     Args:
         steps: how many to watch.
-        nudge: move what models are given by one unit in the last place.
+        is_noise: move the weights by one unit in the last place before each step.
         on_end: called when they have ended.
     """
 
-    def __init__(self, steps: int, nudge: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, steps: int, is_noise: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(on_end)
         self._limit = steps
-        self._is_noise = nudge
-        self._nudge: Nudge | None = None
+        self._is_noise = is_noise
         self._pending: list[Tensor] = []
         self._losses: list[float] = []
         self._scales: list[float] = []
@@ -54,12 +53,10 @@ class CurveProbe(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
+        if self._is_noise and self.run is None:
+            nudge(session)
         self.run = describe_run(session)
-        if self._nudge is not None:
-            self._nudge.close()
-        if self._is_noise and self._count < self._limit:
-            self._nudge = Nudge(session.models())
-            self._nudge.open()
+        self.stop()
         self._started = time.perf_counter()
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -85,8 +82,8 @@ class CurveProbe(Probe):
         self._scales.append(session.stats().loss_scales[0])
         if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
-        if self._nudge is not None and not self._nudge.has_moved:
-            _move_first_weight(self._nudge, session.models())
+        if self._is_noise:
+            nudge(session, self._count)
         if self._count == self._limit:
             self.stop()
             self._on_end()
@@ -95,8 +92,6 @@ class CurveProbe(Probe):
     def stop(self) -> None:
         """Watch no more. Harmless twice."""
         self._pending.clear()
-        if self._nudge is not None:
-            self._nudge.close()
 
     def _records(self) -> Iterable[CurveRecord]:
         warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
@@ -109,14 +104,6 @@ class CurveProbe(Probe):
 def _shorten(value: float) -> float:
     """A float32 has nine digits that matter."""
     return float(f"{value:.9g}")
-
-
-def _move_first_weight(nudge: Nudge, models: list[nn.Module]) -> None:
-    """Move a weight once in the place of inputs, of which there were none to move."""
-    weight = next((weight for model in models for weight in model.parameters() if weight.is_floating_point()), None)
-    if weight is not None:
-        weight.data.copy_(move_up(weight.data))
-        nudge.has_moved = True
 
 
 class LayerProbe(Probe):

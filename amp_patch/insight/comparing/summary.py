@@ -77,11 +77,23 @@ class Summary:
 
     @property
     def noise(self) -> float | None:
-        """The mean size of the differences of losses over the last steps if inputs are off by one unit in the last
-        place; None if that was not measured.
+        """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
+        or over the last where it is larger there; None if that was not measured, or made no difference.
         """
-        found = [mean(map(abs, last(each))) for each in self.differences(self.about.reference, is_noise=True)]
-        return mean(found) if found else None
+        found = []
+        for each in self.differences(self.about.reference, is_noise=True):
+            sizes_of_all = [abs(value) for value in each]
+            found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
+        return mean(found) or None if found else None
+
+    @property
+    def time_noise(self) -> float:
+        """The larger over the smaller time of a step of two runs of the reference; 1 where there is but one."""
+        noise = self.curves(self.about.reference, is_noise=True)
+        pairs = [
+            (curve.ms, noise[seed].ms) for seed, curve in self.curves(self.about.reference).items() if seed in noise
+        ]
+        return max((max(pair) / min(pair) for pair in pairs if min(pair) > 0), default=1.0)
 
     @property
     def gradients(self) -> GradientRecord | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ...tables import format_table
 from .summary import Row, Summary, last
+from .verdicts import judge
 
 COLUMNS = (
     *("run", "low", "final loss", "difference", "ms/step", "factor", "peak MB", "skipped", "scale"),
@@ -50,13 +51,16 @@ def show(value: float | None, form: str) -> str:
 def footnotes(comparison: Summary) -> Iterator[str]:
     """Yield a line for each thing to know."""
     about, rows = comparison.about, comparison.rows()
+    yield from (f"{row.name}: {verdict}" for row in rows if (verdict := judge(comparison, row)))
     tail = len(last(range(max((row.steps for row in rows), default=0))))
     steps = f"means of the last {tail} steps" if tail > 1 else "of the last step"
     yield f"final loss and difference from {about.reference}: {steps}" + (
         f", ± standard deviation over {len(about.seeds)} seeds" if len(about.seeds) > 1 else ""
     )
     if comparison.noise is not None:
-        yield f"noise: {comparison.noise:.1e}, the difference that inputs off by one unit in the last place make"
+        yield f"noise: {comparison.noise:.1e}, the difference that weights off by one unit in the last place make"
+    else:
+        yield "noise: not known, weights off by one unit in the last place made no difference"
     if comparison.are_seeds_equal:
         yield "all seeds gave the same losses: the training sets a seed of its own"
     yield (

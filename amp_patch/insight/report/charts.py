@@ -32,7 +32,7 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     axes = _Axes(steps, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
-        parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: inputs off by one unit in the last place"))
+        parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
     # later lines are thinner, so that one which runs on another still shows on both sides of it
     parts += [axes.draw(one, 1.4 + 0.6 * (len(series) - 1 - order)) for order, one in enumerate(series)]
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...session import Session, current
+from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import CheckedStepRecord, Record, SketchRecord
 from ..runs import Probe
@@ -55,7 +56,7 @@ class Check(Probe):
         """Set the scale, and what the run begins with."""
         if self._is_off and session.trained():
             self._is_off = False
-            _shift(session)
+            nudge(session)
         self.run = describe_run(session)
         for scaler in session.scalers:
             if self._loss_scale is not None and scaler.is_dynamic:
@@ -112,17 +113,3 @@ class Check(Probe):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
-def _shift(session: Session) -> None:
-    """Move every weight by one ulp of its dtype, up or down."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    with torch.no_grad():
-        for tensor in session.trained():
-            if tensor.is_floating_point():
-                is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu").to(
-                    tensor.device
-                )
-                infinity = torch.full_like(tensor, torch.inf)
-                tensor.copy_(torch.nextafter(tensor, torch.where(is_up, infinity, -infinity)))
-    session.refresh()
