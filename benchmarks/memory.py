@@ -121,20 +121,22 @@ def metered(device: torch.device) -> Iterator[AllocatorMeter | CpuMeter]:
         yield CpuMeter(profile)
 
 
-def measure(mode: str, workload: Workload, device: torch.device, fused: bool) -> Footprint:
-    """Warm up, and measure the phases of one step."""
+def measure(mode: str, workload: Workload, device: torch.device, fused: bool, micro_batches: int = 1) -> Footprint:
+    """Warm up, and measure the phases of one step: those of its last micro-batch, where it has several."""
 
     def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), fused=fused)
 
     torch.manual_seed(0)
-    losses = workload.micro_batches(1)
+    losses = workload.micro_batches(micro_batches)
     with metered(device) as meter, prepared(mode, workload.build, make_optimizer, device) as trainer:
         for _ in range(WARMUP):
             trainer.step(losses)
         trainer.optimizer.zero_grad()
+        for compute in losses[:-1]:
+            trainer.backward(trainer.forward(compute), is_last=False)
         meter.mark("before")
-        loss = trainer.forward(losses[0])
+        loss = trainer.forward(losses[-1])
         meter.mark("forward")
         trainer.backward(loss, is_last=True)
         del loss

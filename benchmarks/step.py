@@ -1,115 +1,158 @@
-"""Milliseconds of one training step: plain float32, torch.autocast, a 16-bit model, and every opt_level, with the same
-optimizer and batch.
+"""The time and the peak memory of a training step in every mode, as ratios to torch.autocast in the same low dtype,
+with the same optimizer and batch.
 
     python benchmarks/step.py --workload gpt-256,mlp --micro-batches 1,4 --fused
 
-In each round every mode builds the model anew, warms up, and times its steps one by one; the round's value is their
-median. Ratios are to the autocast of the mode's own low dtype.
+Every mode is trained by a process of its own. The processes take turns, each round in another order, so that a slow
+minute of the machine falls on all of them; a round's value is the median of a few steps. On a CPU the time is the CPU
+time of the process, to which others that run on the machine add little; on an accelerator it is that of a clock.
 """
 
 import argparse
-import functools
 import math
+import multiprocessing
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
-from timing import Samples, environment, format_table, get_allocator, interleave, synchronize
+from memory import measure
+from timing import Samples, environment, format_table, interleave, synchronize
 from torch import nn
 from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
 
 EPS = 1e-4  # AdamW's 1e-8 is 0 in float16, in which O3 keeps the optimizer's states: its steps would divide by 0
-COLUMNS = ("workload", "mode", "ms/step", "spread", "ratio", "to", "loss", "peak MB")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One measurement: what to train, how to split the batch, and how often."""
 
-    workload: Workload
+    workload: str
+    size: Size
     micro_batches: int
     fused: bool
     steps: int
     warmup: int
+    threads: int | None
     device: torch.device
+    clock: str
     compile_mode: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One mode in one round: the median milliseconds of a step, the last loss, the low dtype, and the most memory a
-    timed step took.
-    """
+class Turn:
+    """One round of one mode: the median milliseconds of a step, and the last loss."""
 
     milliseconds: float
     loss: float
-    low: torch.dtype | None
-    peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A mode's milliseconds per step for each round, and its last round."""
+    """A mode's milliseconds per step for each round, its last loss, its low dtype, and a step's bytes at the peak."""
 
     samples: Samples
-    last: Round
+    loss: float
+    low: torch.dtype | None
+    peak: int
 
 
-def time_round(mode: str, plan: Plan) -> Round:
-    """Build, warm up and time one mode; leaves no session open."""
+def make_workload(plan: Plan) -> Workload:
+    torch.manual_seed(0)
+    return WORKLOADS[plan.workload](plan.size, plan.device)
+
+
+def train(mode: str, plan: Plan, pipe: Connection) -> None:
+    """Warm up a mode, time a few steps whenever the pipe asks for them, and measure its memory at the end."""
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    read_clock = time.process_time if plan.clock == "cpu" else time.perf_counter
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=3e-4, eps=EPS, fused=plan.fused)
 
-    torch.manual_seed(0)
-    losses = plan.workload.micro_batches(plan.micro_batches)
-    milliseconds = []
-    allocator = get_allocator(plan.device)
-    with prepared(mode, plan.workload.build, make_optimizer, plan.device, plan.compile_mode) as trainer:
-        for number in range(plan.warmup + plan.steps):
-            if number == plan.warmup and allocator is not None:
-                allocator.reset_peak_memory_stats(plan.device)
-            synchronize(plan.device)
-            started = time.perf_counter()
-            loss = trainer.step(losses)
-            synchronize(plan.device)
-            if number >= plan.warmup:
-                milliseconds.append(1e3 * (time.perf_counter() - started))
-        peak = None if allocator is None else allocator.max_memory_allocated(plan.device)
-        return Round(statistics.median(milliseconds), float(loss.detach()), trainer.low, peak)
+    workload = make_workload(plan)
+    losses = workload.micro_batches(plan.micro_batches)
+    with prepared(mode, workload.build, make_optimizer, plan.device, plan.compile_mode) as trainer:
+        for _ in range(plan.warmup):
+            trainer.step(losses)
+        pipe.send(trainer.low)
+        while pipe.recv():
+            milliseconds = []
+            for _ in range(plan.steps):
+                synchronize(plan.device)
+                started = read_clock()
+                loss = trainer.step(losses)
+                synchronize(plan.device)
+                milliseconds.append(1e3 * (read_clock() - started))
+            pipe.send(Turn(statistics.median(milliseconds), float(loss.detach())))
+    # not before: what malloc has kept from it would change the times
+    pipe.send(measure(mode, workload, plan.device, plan.fused, plan.micro_batches).peak)
+
+
+class Worker:
+    """The process of one mode."""
+
+    def __init__(self, mode: str, plan: Plan) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=train, args=(mode, plan, other), daemon=True)
+        self._process.start()
+        other.close()
+        self.low = self._pipe.recv()
+        self.loss = math.nan
+
+    def take_turn(self) -> float:
+        """Return the milliseconds of a step."""
+        self._pipe.send(True)
+        turn: Turn = self._pipe.recv()
+        self.loss = turn.loss
+        return turn.milliseconds
+
+    def close(self) -> int:
+        """End the process, and return the bytes of a step at its peak."""
+        self._pipe.send(False)
+        peak: int = self._pipe.recv()
+        self._process.join()
+        return peak
 
 
 def compare(plan: Plan, modes: list[str], rounds: int) -> dict[str, Outcome]:
     """Return every mode's outcome; the modes take turns."""
-    last: dict[str, Round] = {}
-
-    def measure(mode: str) -> float:
-        last[mode] = time_round(mode, plan)
-        return last[mode].milliseconds
-
-    samples = interleave({mode: functools.partial(measure, mode) for mode in modes}, rounds)
-    return {mode: Outcome(samples[mode], last[mode]) for mode in modes}
+    workers = {mode: Worker(mode, plan) for mode in modes}
+    samples = interleave({mode: worker.take_turn for mode, worker in workers.items()}, rounds)
+    outcomes = {}
+    for mode, worker in workers.items():
+        outcomes[mode] = Outcome(samples[mode], worker.loss, worker.low, worker.close())
+    return outcomes
 
 
-def table_rows(title: str, outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Return one row for each mode, in the order given."""
-    by_dtype = {dtype: name for name, dtype in AUTOCAST.items() if name in outcomes}
-    first = next(iter(by_dtype.values()), None)
-    rows = []
+def make_row(title: str, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Return the cells of one workload by column: the milliseconds of autocast, ratios of time, ratios of memory."""
+    autocast = {dtype: mode for mode, dtype in AUTOCAST.items() if mode in outcomes}
+    first = next(iter(autocast.values()), next(iter(outcomes)))
+    samples = outcomes[first].samples
+    row = {"workload": title, f"{first}, ms": f"{samples.median:.2f} ± {samples.spread:.1%}"}
     for mode, outcome in outcomes.items():
-        reference = by_dtype.get(outcome.last.low, first)
-        ratio = "-" if reference is None else f"{outcome.samples.ratio(outcomes[reference].samples):.3f}"
-        times = [f"{outcome.samples.median:.2f}", f"+-{outcome.samples.spread:.1%}", ratio, reference or "-"]
-        peak = "-" if outcome.last.peak_bytes is None else f"{outcome.last.peak_bytes / 1e6:.0f}"
-        loss = f"{outcome.last.loss:.4f}" if math.isfinite(outcome.last.loss) else "diverged"
-        rows.append([title, mode, *times, loss, peak])
-    return rows
+        reference = outcomes[autocast.get(outcome.low, first)] if outcome.low else outcomes[first]
+        if outcome is reference:
+            continue
+        pairs = zip(outcome.samples.values, reference.samples.values, strict=True)
+        ratios = Samples(tuple(mine / theirs for mine, theirs in pairs))
+        row[mode] = f"{ratios.median:.3f} ± {ratios.spread * ratios.median:.2f}"
+        row[f"peak {mode}"] = f"{outcome.peak / reference.peak:.3f}"
+        if not math.isfinite(outcome.loss):
+            row[mode] += " (diverged)"
+    return row
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Milliseconds of a training step: float32, torch.autocast, a 16-bit model, every opt_level."
+        description="Time and peak memory of a training step, as ratios to torch.autocast: every opt_level, float32, a"
+        " 16-bit model, and levels with compute='native'."
     )
     default = "gpt-64,gpt-256,mlp,resnet"
     parser.add_argument("--workload", default=default, help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
@@ -122,17 +165,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--compile", nargs="?", const="default", metavar="MODE", help="torch.compile every model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: cpu on the CPU, wall on an accelerator")
     parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
     parser.add_argument("--sequence", type=int, help="tokens of a row")
     parser.add_argument("--channels-last", action="store_true", help="images and convolutions in torch.channels_last")
     parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved repeats (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps timed in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each mode (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="steps timed in a round (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's)")
     arguments = parser.parse_args()
     arguments.workload = arguments.workload.split(",")
     arguments.device = torch.device(arguments.device)
+    arguments.clock = arguments.clock or ("cpu" if arguments.device.type == "cpu" else "wall")
     arguments.modes = arguments.modes.split(",") if arguments.modes else default_modes(arguments.device)
     for option, allowed in (("workload", WORKLOADS), ("modes", MODES)):
         unknown = sorted(set(getattr(arguments, option)) - set(allowed))
@@ -144,25 +189,25 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     device = arguments.device
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     size = Size(arguments.batch, arguments.sequence, arguments.channels_last)
     rows = []
     for name in arguments.workload:
         for micro_batches in map(int, arguments.micro_batches.split(",")):
-            torch.manual_seed(0)
-            workload = WORKLOADS[name](size, device)
-            run = (arguments.fused, arguments.steps, arguments.warmup, device, arguments.compile)
-            outcomes = compare(Plan(workload, micro_batches, *run), arguments.modes, arguments.rounds)
-            rows += table_rows(f"{name} x{micro_batches}", outcomes)
+            run = (arguments.fused, arguments.steps, arguments.warmup, arguments.threads, device, arguments.clock)
+            plan = Plan(name, size, micro_batches, *run, arguments.compile)
+            rows.append(make_row(f"{name} x{micro_batches}", compare(plan, arguments.modes, arguments.rounds)))
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     about = {
+        "clock": arguments.clock,
         "optimizer": f"AdamW, eps {EPS:g}" + (", fused" if arguments.fused else ""),
         "compile": arguments.compile or "no",
         "channels_last": arguments.channels_last,
     }
-    columns = len(COLUMNS) if get_allocator(device) is not None else len(COLUMNS) - 1
     print(environment(device, **about), end="\n\n")
-    print(format_table(COLUMNS[:columns], [row[:columns] for row in rows], left=2))
+    times = [column for column in rows[0] if not column.startswith("peak ")]
+    columns = [*times, *(column for column in rows[0] if column not in times)]
+    print(format_table(columns, [[row.get(column, "-") for column in columns] for row in rows], left=1))
 
 
 if __name__ == "__main__":

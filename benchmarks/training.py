@@ -244,7 +244,8 @@ AUTOCAST = {"autocast-float16": torch.float16, "autocast-bfloat16": torch.bfloat
 PURE = {"pure-float16": torch.float16, "pure-bfloat16": torch.bfloat16}
 OVERLAID = ("O1+fast", "O4+fast")
 DEFAULT_LISTS = {"O1": "float16", "O4": "bfloat16"}
-MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID)
+NATIVE = ("O4+native", "O5+native")
+MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID, *NATIVE)
 SLOW_ON_CPU = frozenset({"autocast-float16", "pure-float16"})  # kernels of torch, up to 150 times slower than float32
 
 
@@ -325,7 +326,8 @@ def prepared(
     """Build a model and an optimizer anew and prepare them for `mode`; leave no session and nothing compiled behind.
 
     Args:
-        mode: of `MODES`, or a level with an op list to lay over its own: "O4+fast".
+        mode: of `MODES`: a level may come with an op list to lay over its own ("O4+fast"), or with `compute="native"`
+            ("O4+native").
         compile_mode: compile the model with torch.compile in this mode of it, or not at all.
     """
     level, _, overlay = mode.partition("+")
@@ -335,8 +337,11 @@ def prepared(
     optimizer = make_optimizer(model)
     try:
         if level in LEVELS:
-            lists = [DEFAULT_LISTS[level], overlay] if overlay else None
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, lists=lists, verbosity=0)
+            compute = "native" if mode in NATIVE else None
+            lists = [DEFAULT_LISTS[level], overlay] if mode in OVERLAID else None
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, lists=lists, compute=compute, verbosity=0
+            )
             trainer: Trainer = Amp(model, optimizer, amp.stats().low_dtype)
         elif mode in AUTOCAST:
             trainer = Autocast(model, optimizer, AUTOCAST[mode], device.type)
