@@ -309,15 +309,12 @@ class Takeover:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_of_amp():
+        if self._is_of_amp() or _has_closure(args, kwargs):  # the forward pass is still to come
             return
         self._check_step()
         session = self.session()
         if session is not None:
-            self._told.add(id(optimizer))
-            has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
-            if not has_closure:
-                self._tell_begin(session, optimizer)
+            self._tell_begin(session, optimizer)
 
     def _check_step(self) -> None:
         """Raise PolicyError before the first step of a script that would train otherwise than it was told to."""
@@ -338,6 +335,11 @@ class Takeover:
             )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_of_amp():
+            return
+        if _has_closure(args, kwargs):
+            self._check_step()
+        self._told.add(id(optimizer))
         session = self.session()
         if session is not None:
             found_inf = getattr(optimizer, "found_inf", None)  # set for fused steps that skip on the device
@@ -354,6 +356,11 @@ class Takeover:
 
 
 _TWICE = "amp_patch.native is installed already: call remove() of what install returned first"
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Tell whether a step is to call a function that runs forward and backward."""
+    return kwargs.get("closure") is not None or any(map(callable, args[1:]))
 
 
 class _Installed:
