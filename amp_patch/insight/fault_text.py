@@ -22,15 +22,21 @@ def find_scale(fault: FaultRecord) -> float | None:
     return float(2.0 ** math.floor(math.log2(fault.loss_scale * largest / fault.in_float32)))
 
 
-def format_fault(fault: FaultRecord, run: RunRecord) -> str:
-    """Return a fault as some lines."""
+def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
+    """Return a fault as some lines. Without the run, a list is laid over the shipped one."""
+    rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
+    return "\n".join([entitle_fault(fault), *align(rows)])
+
+
+def entitle_fault(fault: FaultRecord) -> str:
+    """Return the first line of a fault: when it was, and what."""
     rank = f"rank {fault.rank}, " if fault.rank else ""
     what = "first value that does not fit" if fault.value != "zero" else "first value lost to zero"
-    rows = [(f"  {name}", text) for name, text in _lines(fault, run)]
-    return "\n".join([f"{rank}step {fault.step}, {fault.phase}: {what}", *align(rows)])
+    return f"{rank}step {fault.step}, {fault.phase}: {what}"
 
 
-def _lines(fault: FaultRecord, run: RunRecord) -> Iterator[tuple[str, str]]:
+def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
+    """Yield what there is to say of a fault, each line with its name, "" for one that goes on."""
     if fault.phase == "step":
         yield "op", f"{fault.op}.step(), of finite weights and gradients"
     elif fault.aten:

@@ -54,11 +54,18 @@ def find_site() -> Site:
     while frame is not None:
         by = _find_by(frame.f_code.co_filename)
         if by is None:
-            return Site(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", found)
+            return Site(_describe_line(frame.f_code.co_filename, frame.f_lineno), found)
         if by and (found in ("", "cast") or by == "optimizer"):
             found = by
         frame = frame.f_back
     return Site("", found)
+
+
+def _describe_line(file: str, line: int) -> str:
+    """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = None if shell is None else shell.compile.format_code_name(file)
+    return f"{os.path.basename(file)}:{line}" if named is None else f"{' '.join(named)}, line {line}"
 
 
 def is_under_checkpoint() -> bool:
@@ -75,7 +82,8 @@ def _find_by(file: str) -> str | None:
     for folder, by in _BY.items():
         if file.startswith(folder):
             return by
-    return "" if file.startswith(_LIBRARIES) else None
+    is_library = file.startswith(_LIBRARIES) and not file.startswith("<ipython-input-")
+    return "" if is_library else None
 
 
 class ModuleStack:

@@ -3,6 +3,7 @@
 A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first; each rank writes its own.
 """
 
+import importlib
 import json
 import math
 import os
@@ -174,6 +175,9 @@ class FaultRecord:
     scale: float | None = None
     eps: float | None = None
     lr: float | None = None
+
+    def _repr_html_(self) -> str:
+        return _show("fault", self)
 
 
 # ---- runs that are compared ------------------------------------------------------------------------------------------
@@ -401,6 +405,9 @@ class Recording:
     run: RunRecord
     records: list[Record]
 
+    def _repr_html_(self) -> str:
+        return _show("recording", self)
+
     def of(self, kind: type[R]) -> list[R]:
         """Return the records of one class."""
         return [record for record in self.records if isinstance(record, kind)]
@@ -478,3 +485,9 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
             yield data, record
         except (ValueError, AttributeError, TypeError) as error:
             raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
+
+
+def _show(kind: str, shown: Any) -> str:
+    """Return what a notebook shows; what makes that imports this module."""
+    html: str = getattr(importlib.import_module(".notebook", __package__), f"show_{kind}")(shown)
+    return html

@@ -57,8 +57,8 @@ class Remedy:
         return bool(self.regions or self.ops)
 
 
-def find_remedy(fault: FaultRecord, run: RunRecord) -> Remedy:
-    """Return what to try about a fault."""
+def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
+    """Return what to try about a fault. Without the run, a list is laid over the shipped one."""
     is_low = bool({"f16", "bf16"} & {*fault.given})
     if fault.cause == "step":
         is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= 2.0**-25
@@ -83,8 +83,9 @@ def find_remedy(fault: FaultRecord, run: RunRecord) -> Remedy:
     return _list_of("list", fault, run)
 
 
-def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord) -> Remedy:
-    extends = run.lists[-1] if run.lists else _NAMES.get(run.low, "float16")
+def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+    low = fault.out if run is None else run.low
+    extends = run.lists[-1] if run is not None and run.lists else _NAMES.get(low, "float16")
     scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
     return Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
 

@@ -30,6 +30,12 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     return "\n".join([_heading(recording), table, "", *_sums(ops), *_undone(recording)])
 
 
+def describe_recording(recording: Recording) -> list[str]:
+    """Return what there is to say of the whole, less the rows: under what it was recorded first."""
+    ops = list(merge_steps(recording.ops))
+    return [_heading(recording).strip(), *_sums(ops), *(line.strip() for line in _undone(recording))]
+
+
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     """Yield records that differ in their step alone as one."""
     return _merge(replace(op, step=0) for op in ops)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import make_comparison
+from compared import HOSTILE, make_comparison
 from gpt import make_gpt
 from torch import nn
 from torch_state import find_changes
@@ -443,6 +443,12 @@ def test_a_run_has_a_verdict(off, factor, steps, told):
     runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
     assert told in Comparison(recording).table()
+
+
+def test_a_notebook_shows_a_row_for_each_run_and_escapes_what_it_is_given():
+    shown = make_comparison()._repr_html_()
+    assert shown.count("<tr>") == 1 + 4 and "<td>O4</td>" in shown and HOSTILE not in shown
+    assert make_comparison().recording._repr_html_() == shown
 
 
 def test_runs_are_named_by_level_and_lists():

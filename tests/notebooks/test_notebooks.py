@@ -113,6 +113,17 @@ def test_stats_are_shown_as_a_table(cells):
     assert cells.run("amp.stats()")[1]["text/html"] == "<p>amp_patch: no level is in force</p>"
 
 
+def test_recordings_and_faults_are_shown_as_tables_and_name_cells(cells):
+    source = MODEL + INITIALIZE.replace("verbosity=1", "verbosity=0") + "\nfrom amp_patch import insight\ndef step():"
+    cells(source + STEP.replace("\n", "\n    "))
+    html = cells.run("insight.explain(step)")[1]["text/html"]
+    assert "<td>F.linear</td>" in html and re.search(r"<td>Cell In\[\d+\], line \d+</td>", html)
+    cells("_ = model[0].weight.data.fill_(1e6)")
+    html = cells.run("insight.trace(step, on_fault='record')")[1]["text/html"]
+    assert re.search(r"F.linear at Cell In\[\d+\], line \d+, module 0", html) and "match: &quot;0&quot;" in html
+    assert "<th>try</th>" in cells.run("insight.trace(step, on_fault='record').records[0]")[1]["text/html"]
+
+
 def test_outputs_of_cells_that_hold_a_model_are_named(cells):
     cells(MODEL)
     cells.run('amp.initialize(model, optimizer, opt_level="O1", verbosity=0)')  # its result is shown, and so kept

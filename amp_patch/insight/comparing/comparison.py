@@ -20,6 +20,11 @@ class Comparison(Summary):
         """Return a row for each run as text, and what there is to know of all."""
         return format_comparison(self)
 
+    def _repr_html_(self) -> str:
+        from ..notebook import show_comparison  # which imports what is beside this module
+
+        return show_comparison(self)
+
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, a line of JSON each."""
         self.recording.to_jsonl(path)
