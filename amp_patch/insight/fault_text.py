@@ -109,7 +109,7 @@ def _describe_reach(fault: FaultRecord) -> str:
     return "not known: the step did not end"
 
 
-def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
+def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     """Yield the lines that say what to try."""
     if remedy.kind == "list":
         yield from _advise_list(remedy, fault, run)
@@ -137,10 +137,10 @@ _ADVICE: dict[Kind, str] = {
 }
 
 
-def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
+def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     if not remedy.is_larger:
         assert remedy.scale is not None
-        written = f", as by GradScaler(init_scale={_power(remedy.scale)})" if run.is_native else ""
+        written = f", as by GradScaler(init_scale={_power(remedy.scale)})" if run is not None and run.is_native else ""
         yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: no op list changes this"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
         yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
@@ -162,27 +162,24 @@ def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
         yield "a smaller learning rate, or a larger eps: no list and no loss scale changes this"
 
 
-def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord) -> Iterator[str]:
+def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     """Yield the lines of a list that keep in float32 what has to be, and what the script has to do itself."""
     entries = format_entries(remedy)
     if remedy.alternative:
         entries[0] = f"blacklist: [{', '.join(remedy.alternative)}]   or   {entries[0]}"
-    if run.is_native and not run.low:  # no list acts without a region of autocast
+    native = run if run is not None and run.is_native else None
+    if native is not None and not native.low:  # no list acts without a region of autocast
         entries = []
-    if entries:
-        yield (
-            "in a list of your own, fix.yaml:"
-            if run.is_native
-            else f"in a list of your own, below `extends: {remedy.extends}`:"
-        )
-        for entry in entries:
-            yield f"  {entry}"
-        if run.is_native:
-            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
-            disabled = f'torch.autocast("{run.device}", enabled=False)'
-            yield f"{fault.site}: with {disabled}, and .float() on what {fault.op} is given"
-        else:
-            yield "and give it as lists=... to amp.initialize, or as --lists"
+    if entries and native is not None:
+        yield "in a list of your own, fix.yaml:"
+        yield from (f"  {entry}" for entry in entries)
+        yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
+        disabled = f'torch.autocast("{native.device}", enabled=False)'
+        yield f"{fault.site}: with {disabled}, and .float() on what {fault.op} is given"
+    elif entries:
+        yield f"in a list of your own, below `extends: {remedy.extends}`:"
+        yield from (f"  {entry}" for entry in entries)
+        yield "and give it as lists=... to amp.initialize, or as --lists"
     if remedy.sites or not entries:
         lines = " and ".join(remedy.sites) or fault.site or "that line"
         yield f"{'and ' if entries else ''}float32 at {lines}: .float() on what is given there, and no cast to 16 bits"
