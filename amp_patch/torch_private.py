@@ -9,6 +9,7 @@ The one exception is `Tensor._version`, which hot paths read in place (see `READ
 import functools
 import importlib
 import operator
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -298,6 +299,12 @@ def mark_constant(function: Callable[[], Any]) -> None:
     would import Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_tracing_graph() -> bool:
+    """Tell whether Dynamo is at work in this thread. False without it: patches that come then fail the compilation."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
 
 
 IDLE_DEVICE_TYPES = ("ipu", "maia")

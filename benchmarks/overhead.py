@@ -283,8 +283,8 @@ def measure_blocks(rounds: int, steps: int = 24) -> list[list[str]]:
     return rows
 
 
-def measure_insight(name: str, rounds: int, steps: int = 3) -> list[list[str]]:
-    """CPU milliseconds of a step under O4, plain and while insight looks on, taking turns within one session."""
+def measure_insight(name: str, mode: str, rounds: int, steps: int = 3) -> list[list[str]]:
+    """CPU milliseconds of a step under O4, or under torch.autocast, plain and while insight looks on, taking turns."""
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -298,10 +298,11 @@ def measure_insight(name: str, rounds: int, steps: int = 3) -> list[list[str]]:
     torch.manual_seed(0)
     workload = WORKLOADS[name](Size(), torch.device("cpu"))
     losses = workload.micro_batches(1)
-    with prepared("O4", workload.build, make_optimizer, torch.device("cpu")) as trainer:
+    with prepared(mode, workload.build, make_optimizer, torch.device("cpu")) as trainer:
 
         def take_steps(way: str) -> float:
             with ways[way]():
+                trainer.step(losses)  # without a session of the trainer's, one is opened in it
                 started = time.process_time()
                 for _ in range(steps):
                     trainer.step(losses)
@@ -313,7 +314,7 @@ def measure_insight(name: str, rounds: int, steps: int = 3) -> list[list[str]]:
     plain = samples.pop("plain")
     return [
         [
-            f"{way}, a step of {name} at O4",
+            f"{way}, a step of {name}, {mode}",
             f"{taken.median:.1f} ms",
             f"plain {plain.median:.1f} ms",
             f"x{taken.ratio(plain):.2f}",
@@ -343,7 +344,8 @@ def main() -> None:
     ]
     rows += measure_blocks(rounds)
     for name in filter(None, arguments.workload.split(",")):
-        rows += measure_insight(name, rounds)
+        for mode in ("O4", "autocast-bfloat16"):
+            rows += measure_insight(name, mode, rounds)
     print(environment(torch.device("cpu")), end="\n\n")
     print(format_table(("what", "median", "against", "amp_patch adds"), rows))
 

@@ -20,10 +20,14 @@ from ..torch_private import (
     build_dynamo_tables,
     build_function_tables,
     is_autocast_state_guarded,
+    is_tracing_graph,
     mark_constant,
     pass_keys_through,
     set_keys,
 )
+
+is_at_work = is_tracing_graph
+"""Whether Dynamo is at work, also while it runs code of ours as it is."""
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""

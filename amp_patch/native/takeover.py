@@ -96,7 +96,8 @@ class Takeover:
         )
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
-        if self.changes:
+        has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
+        if has_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
 
     def watch(self) -> Callable[[], None]:
@@ -157,6 +158,9 @@ class Takeover:
         if session is not None or current.state.is_disabled:
             return self.session()
         if self._level is None and low is None and (self._lists or not self._is_watching):
+            return None
+        if compiling.is_at_work():
+            say_once("amp_patch: the first region of torch.autocast is in compiled code, and is left to torch")
             return None
         opened = self._make(device_type, low)
         current.open_session(opened)
@@ -320,7 +324,8 @@ class Takeover:
         """Raise PolicyError before the first step of a script that would train otherwise than it was told to."""
         is_needed = self._needs_region or (self.changes and self._level != PLAIN)
         if is_needed and not self._was_in_region:
-            where = f"{self._called_at} calls the model and {find_line()} steps"
+            where = f"{find_line()} steps"
+            where = f"{self._called_at} calls the model and {where}" if self._called_at else where
             raise NoRegionError(
                 f"this script trains without torch.autocast and without amp.initialize: {where}, and nothing says where"
                 " casts may act. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the"
