@@ -9,6 +9,8 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex import optimizers as apex
+from amp_patch.apex.normalization import FusedLayerNorm
 
 if IS_SIM:
     import run_programs
@@ -24,15 +26,21 @@ OPTIMIZERS = {  # an eps of 1e-8 is 0 in the float16 of O3
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, fused=True),
 }
+APEX = {
+    "apex-adam": lambda p: apex.FusedAdam(p, lr=3e-3),
+    "apex-lamb": lambda p: apex.FusedLAMB(p, lr=3e-3),
+    "apex-novograd": lambda p: apex.FusedNovoGrad(p, lr=3e-3),
+    "apex-sgd": lambda p: apex.FusedSGD(p, lr=0.05, momentum=0.9),
+}
 
 
 class Net(nn.Module):
     """Two branches, so that each of two losses reaches parameters that the other does not."""
 
-    def __init__(self):
+    def __init__(self, make_norm=nn.LayerNorm):
         super().__init__()
         self.convolution, self.batch_norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.norm, self.left, self.right = nn.LayerNorm(64), nn.Linear(64, 5), nn.Linear(64, 3)
+        self.norm, self.left, self.right = make_norm(64), nn.Linear(64, 5), nn.Linear(64, 3)
 
     def forward(self, images):
         hidden = self.norm(F.gelu(self.batch_norm(self.convolution(images))).flatten(1))
@@ -42,8 +50,8 @@ class Net(nn.Module):
 def start(device, level, kind, **options):
     """A model and its optimizer, whose first numbers are drawn on the CPU. Products are those of the device."""
     torch.manual_seed(0)
-    model = Net().to(device)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    model = Net(FusedLayerNorm if kind in APEX else nn.LayerNorm).to(device)
+    optimizer = {**OPTIMIZERS, **APEX}[kind](model.parameters())
     amp.initialize(model, optimizer, opt_level=level, num_losses=2, compute="native", verbosity=0, **options)
     return model, optimizer
 
@@ -122,6 +130,7 @@ def assert_same(found, expected):
 
 
 CASES = [(level, kind) for level in LEVELS for kind in OPTIMIZERS]
+CASES += [(level, kind) for level in ("O1", "O2", "O5") for kind in APEX]
 CASES.remove(("O3", "sgd-fused"))  # torch's kernel for a CPU reads momentum in 16 bits that nobody has written
 
 

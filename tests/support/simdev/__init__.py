@@ -51,7 +51,7 @@ def _compiler_command() -> list[str]:
     root = Path(torch.__file__).parent
     headers = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     abi = int(torch.compiled_with_cxx11_abi())
-    options = ["-shared", "-fPIC", "-std=c++20", "-O0", "-w", "-fmax-errors=3", "-DTORCH_EXTENSION_NAME=_sim"]
+    options = ["-shared", "-fPIC", "-std=c++20", "-O0", "-w", "-fmax-errors=9", "-DTORCH_EXTENSION_NAME=_sim"]
     options += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-I{header}" for header in headers)]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     return ["g++", *options, str(HERE / "sim.cpp"), *libraries]

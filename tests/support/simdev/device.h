@@ -91,7 +91,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         auto elapsed = static_cast<Event*>(second)->at - static_cast<Event*>(first)->at;
         return std::chrono::duration<double, std::milli>(elapsed).count();
     }
-    c10::DeviceCapability getDeviceCapability(c10::Device) const override { return c10::DeviceCapability(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -123,8 +122,9 @@ at::Generator& default_generator(int device) {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-    bool isBuilt() const override { return true; }
-    bool isAvailable() const override { return true; }
+    // torch 2.6 does not ask these two
+    bool isBuilt() const { return true; }
+    bool isAvailable() const { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
     c10::DeviceIndex deviceCount() const override { return kDevices; }
     void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }

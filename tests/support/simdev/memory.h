@@ -3,6 +3,7 @@
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/version.h>
 
 #include "counts.h"
 
@@ -53,7 +54,14 @@ at::DataPtr take_over(void* host, size_t size, int device, c10::intrusive_ptr<c1
     return {to_device(host), new Block{host, size, device, std::move(owner)}, &release, device_at(device)};
 }
 
-struct Allocator final : c10::DeviceAllocator {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+#define SIM_IS_DEVICE_ALLOCATOR
+using AllocatorBase = c10::DeviceAllocator;
+#else  // torch.accelerator knows no memory there
+using AllocatorBase = c10::Allocator;
+#endif
+
+struct Allocator final : AllocatorBase {
     at::DataPtr allocate(size_t size) override {
         if (size == 0)
             return {nullptr, nullptr, &c10::detail::deleteNothing, device_at(current_device)};
@@ -66,6 +74,7 @@ struct Allocator final : c10::DeviceAllocator {
     void copy_data(void* to, const void* from, std::size_t size) const override {
         memcpy(to_host(to), to_host(from), size);
     }
+#ifdef SIM_IS_DEVICE_ALLOCATOR
     bool initialized() override { return true; }
     void emptyCache(c10::MempoolId_t) override {}
     void recordStream(const c10::DataPtr&, c10::Stream) override {}
@@ -83,6 +92,7 @@ struct Allocator final : c10::DeviceAllocator {
         size_t all = size_t(1) << 34;
         return {all - bytes_in_use[device], all};
     }
+#endif
 };
 
 Allocator allocator;

@@ -244,7 +244,7 @@ PYBIND11_MODULE(_sim, module) {
                [](const at::Tensor& state, int device) { sim::default_generator(device).set_state(state); });
     module.def("memory_allocated", [](int device) { return sim::bytes_in_use[device]; });
     module.def("max_memory_allocated", [](int device) { return sim::peak_bytes[device]; });
-    module.def("reset_peak_memory_stats", [](int device) { sim::allocator.resetPeakStats(device); });
+    module.def("reset_peak_memory_stats", [](int device) { sim::peak_bytes[device] = sim::bytes_in_use[device]; });
 
     module.def("set_lag", [](int64_t launches) { return std::exchange(sim::lag, launches); });
     module.def("forbid_waits", [](bool is_forbidden) { return std::exchange(sim::must_not_wait, is_forbidden); });
