@@ -149,17 +149,12 @@ def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> 
 
 
 def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
-    if fault.in_float32 < math.inf:
-        yield f"a smaller learning rate: the float32 master is {fault.in_float32:.3g}, which 16 bits do not hold"
-        return
     if remedy.eps is not None:
         yield f"eps={remedy.eps:g} of {fault.op} is zero in {_long(fault.out)}, so that it divides by zero:"
-    if remedy.level:
-        yield f'opt_level="{remedy.level}", which steps on float32 masters' + (
-            "; or eps=1e-4" if remedy.eps is not None else "; or a smaller learning rate"
-        )
-    else:
-        yield "a smaller learning rate, or a larger eps: no list and no loss scale changes this"
+        yield f'opt_level="{remedy.level}", which steps on float32 masters; or eps=1e-4'
+        return
+    held = "" if fault.in_float32 == math.inf else f" (the float32 master is {fault.in_float32:.3g})"
+    yield f"a smaller learning rate, or clipped gradients{held}: no list and no loss scale changes this"
 
 
 def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:

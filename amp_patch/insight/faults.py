@@ -168,9 +168,10 @@ class FaultFinder:
         if lost:
             written.lost = max(lost)
             written.rounded = (make_item(op.overload.name, call, is_in_module),)
-        if call.phase == "forward" and call.module and math.isfinite(written.largest):
+        if call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, str(output.dtype)), {})
-            peaks[call.module] = max(peaks.get(call.module, 0.0), written.largest)
+            largest = written.largest if math.isfinite(written.largest) else 0.0  # which may come of another module
+            peaks[call.module] = max(peaks.get(call.module, 0.0), largest)
 
     def _look_for_lost_zeros(self, op: Op, before: Sequence[Any], call: Call) -> None:
         """Find out which ops have made a zero of what a root is drawn of: its gradient will be infinite."""
@@ -281,6 +282,7 @@ class FaultFinder:
                     beyond = math.inf if repaired is None else read_largest(repaired)
             if cause == "precision" and (call.phase != "backward" or rounding):
                 self.repair.begin(output, repaired, items)
+                self.repair.rounding += rounding
             elif cause == "precision":
                 self.repair.begin(output, repaired, ())
             facts = {"cause": cause, "value": kind, "in_float32": beyond, "lost": lost if rounding else 0.0}

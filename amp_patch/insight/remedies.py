@@ -62,8 +62,7 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     is_low = bool({"f16", "bf16"} & {*fault.given})
     if fault.cause == "step":
         is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= 2.0**-25
-        level = {"f16": "O2", "bf16": "O5"}.get(fault.out, "")
-        return Remedy("step", eps=fault.eps if is_lost else None, level=level)
+        return Remedy("step", eps=fault.eps, level="O2") if is_lost else Remedy("step")
     if fault.cause == "divergence":
         return Remedy("divergence")
     if fault.cause == "came in" and fault.in_float32 < math.inf:

@@ -31,6 +31,8 @@ LARGEST = {"torch.float16": 65504.0, "torch.bfloat16": 3.3895313892515355e38}
 TINY = {"torch.float16": 2.0**-25, "torch.bfloat16": 2.0**-134}
 """Up to this a number rounds to zero."""
 
+_ALIKE = 0.1
+
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
 _LOW_RULES = ("whitelist", "border of the cast", "cast_model_type", "run: low")
 
@@ -120,7 +122,9 @@ class Repair:
     `underflow` is the share of a gradient that may become zero, None for any.
 
     Attributes:
-        items: the ops of the forward pass that do not fit, those of faults among them.
+        items: the ops of the forward pass that do not fit, those of faults among them, or whose gradients fit under no
+            loss scale.
+        rounding: those of them that made zeros of what float32 holds: the same lines do so in other modules.
         scale: the largest loss scale, a power of two, under which the gradients fit that come of a fault; None: no
             gradient did not fit.
         wanted: the smallest under which no more of these gradients becomes zero than may; None: none does.
@@ -131,6 +135,7 @@ class Repair:
         self._underflow = underflow
         self._twins = Twins()
         self.items: list[Item] = []
+        self.rounding: list[Item] = []
         self.scale: float | None = None
         self.wanted: float | None = None
         self.beyond = ""
@@ -179,8 +184,9 @@ class Repair:
         low = [pair for pair in outputs if pair[0].dtype in LOW_DTYPES]
         too_large = [pair for pair in low if _is_too_large(pair)]
         if call.phase == "backward":
+            item = make_item(op.overload.name, call, bool(call.module))
             for tensor, result in too_large:
-                self._lower_scale(tensor, result, loss_scale)
+                self._lower_scale(tensor, result, loss_scale, item)
             for tensor, result in low:
                 self.raise_scale(tensor, result, loss_scale)
             return
@@ -201,9 +207,13 @@ class Repair:
             if not is_deliberate and not any(map(_is_beyond, twins)):
                 self.beyond = f"{call.op} at {call.site.place}"
 
-    def _lower_scale(self, tensor: Tensor, result: Tensor, loss_scale: float) -> None:
+    def _lower_scale(self, tensor: Tensor, result: Tensor, loss_scale: float, item: Item | None = None) -> None:
+        """Have the scale be so small that a gradient fits; where none does, what it is of has to run in float32."""
         largest = read_largest_number(result)
         fitting = find_fitting_scale(loss_scale, largest, LARGEST[str(tensor.dtype)])
+        if fitting < 1 and item is not None:
+            self._add([item])
+            return
         self.scale = fitting if self.scale is None else min(self.scale, fitting)
 
     def raise_scale(self, tensor: Tensor, exact: Tensor, loss_scale: float) -> None:
@@ -269,27 +279,38 @@ class Recent:
     def explain(
         self, op: Op, before: Sequence[Any], number: int, fits: Callable[[Tensor], bool]
     ) -> tuple[Tensor | None, list[Item]]:
-        """Compute an op again, and as few ops before it as make its result fit, all in float32.
+        """Compute an op again, and what it comes of, all in float32.
 
-        Returns the result, and those of them that gave 16 bits; None and nothing if no number of them does.
+        Returns the result, and those ops before it that gave 16 bits, as few as give that result: within a tenth.
+        None and nothing if it does not fit.
         """
-        before_it = [] if is_random(op.function) else self._find_ancestors(op)
-        for length in range(1, len(before_it) + 1):
-            twins, items = Twins(), list[Item]()
-            for kept in before_it[-length:]:
-                if is_random(kept.op.function) or _versions(kept.before) != kept.versions:
-                    continue
-                results = twins.compute(kept.op, kept.before)
-                for tensor, result in zip(kept.results, results, strict=False):
-                    if tensor.shape == result.shape:
-                        twins.put(tensor, result)
-                is_low = any(tensor.dtype in LOW_DTYPES for tensor in kept.results)
-                if is_low and (not items or kept.item.rule in _LOW_RULES or kept.op.overload.is_copy):
-                    items.append(kept.item)  # others are in float32 if the first is
-            results = twins.compute(op, before)
-            if len(results) > number and fits(results[number]):
-                return results[number], items
-        return None, []
+        ancestors = [] if is_random(op.function) else self._find_ancestors(op)
+        exact, items = self._replay(ancestors, op, before, number)
+        if exact is None or not ancestors or not fits(exact):
+            return None, []
+        for length in range(1, len(ancestors)):
+            result, fewer = self._replay(ancestors[-length:], op, before, number)
+            if result is not None and fits(result) and read_largest(result - exact) <= _ALIKE * read_largest(exact):
+                return result, fewer
+        return exact, items
+
+    @staticmethod
+    def _replay(
+        ancestors: Sequence[_Kept], op: Op, before: Sequence[Any], number: int
+    ) -> tuple[Tensor | None, list[Item]]:
+        twins, items = Twins(), list[Item]()
+        for kept in ancestors:
+            if is_random(kept.op.function) or _versions(kept.before) != kept.versions:
+                continue
+            results = twins.compute(kept.op, kept.before)
+            for tensor, result in zip(kept.results, results, strict=False):
+                if tensor.shape == result.shape:
+                    twins.put(tensor, result)
+            is_low = any(tensor.dtype in LOW_DTYPES for tensor in kept.results)
+            if is_low and (not items or kept.item.rule in _LOW_RULES or kept.op.overload.is_copy):
+                items.append(kept.item)  # others are in float32 if the first is
+        results = twins.compute(op, before)
+        return results[number] if len(results) > number else None, items
 
     def _find_ancestors(self, op: Op) -> list[_Kept]:
         """Return the ops that an op comes of, in order."""

@@ -226,11 +226,11 @@ class Tracer(Recorder):
         return done
 
     def _find_siblings(self, item: Item) -> list[str]:
-        """Return the modules in which the same line gives values that nearly do not fit."""
+        """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
         found = []
         for (site, aten, dtype), peaks in self._finder.peaks.items():
             if (site, aten) == (item.site, item.aten):
-                limit = LARGEST[dtype] / _NEAR
+                limit = -1.0 if item in self._finder.repair.rounding else LARGEST[dtype] / _NEAR
                 found += [module for module, largest in peaks.items() if largest > limit]
         return found
 
