@@ -184,8 +184,9 @@ class Ledgers:
         if self._change.is_under_way:
             self._refuse()
         open_blocks = self.open_blocks() if self._open else []
-        for block in open_blocks if not _is_engine_thread() else ():
-            self._check_thread(block.thread, is_scaled=block.scale is not None)
+        if open_blocks and not _is_engine_thread():
+            for block in open_blocks:
+                self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
         if not open_blocks:
             if self._scale is not None or self._waiting or self._has_masters:
@@ -498,4 +499,7 @@ def _is_set(found_inf: Tensor) -> bool:
 
 def _have_gradients(pairs: Iterable[Pair]) -> bool:
     """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
-    return any(parameter.grad is not None for parameter, _ in pairs)
+    for parameter, _ in pairs:
+        if parameter.grad is not None:
+            return True
+    return False

@@ -82,7 +82,7 @@ SEEDED = {
     "softmax by hand": calling(hand_softmax, "exp"),
     "sum": calling(lambda x: x * 1e-4 * (x.abs() * 30000).sum(-1, keepdim=True).log(), "sum"),
     "cumsum": calling(lambda x: torch.cumsum(x.abs() * 30000, -1).log(), "cumsum"),
-    "eps too small": calling(log_of_zero, "log", "mathematics"),
+    "eps too small": calling(log_of_zero, "log"),
     "variance": calling(variance, "pow"),
     "product": calling(lambda x: (x.abs() * 60000 * 4).log(), "mul"),
     "linear layer": Seeded(lambda: Weighted(nn.Linear(WIDTH, WIDTH), 30000.0), "addmm"),
@@ -188,7 +188,7 @@ def test_a_model_of_16_bits_without_autocast_is_advised_to_compute_in_float32() 
     recording = trace(make_low_step(Between(lambda x: (x * 300 @ (x * 300).T).softmax(-1) @ x)))
     fault = recording.of(FaultRecord)[0]
     assert (fault.aten, fault.module, fault.rule, recording.run.low) == ("mm", "between", "", "")
-    assert ".float() before it" in insight.format_fault(fault, recording.run)
+    assert ".float() on what is given there" in insight.format_fault(fault, recording.run)
     repaired = Between(lambda x: (x.float() * 300 @ (x.float() * 300).T).softmax(-1).half() @ x)
     assert faults_of(make_low_step(repaired)) == []
 
