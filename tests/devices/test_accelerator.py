@@ -47,9 +47,9 @@ def make(build=FUSED["AdamW"]):
 
 
 def batch(seed=0):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    images = torch.randn(16, 3, 8, 8, device=DEVICE, generator=generator)
-    return images, torch.randint(10, (16,), device=DEVICE, generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(16, 3, 8, 8, generator=generator)
+    return images.to(DEVICE), torch.randint(10, (16,), generator=generator).to(DEVICE)
 
 
 def loss_of(model, data):
