@@ -4,6 +4,7 @@ Both wait for the script. A session is opened where it first enters autocast or,
 way to one of `amp.initialize`.
 """
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from ..patching import Patch, Patcher
 from ..reporting import say, say_once
 from ..script_settings import NoRegionError
 from ..session import current
-from ..torch_private import enable_region, get_backward_id, is_region_enabled
+from ..torch_private import enable_region, get_backward_id, is_region_enabled, reads_found_inf
 from .roots import find_line, find_root
 from .session import AS_IS, NativeSession, overlay_policy, own_lists
 
@@ -299,6 +300,9 @@ class Takeover:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before, self._is_scaling = self._is_scaling, scaler.is_enabled()
             self._told.clear()
+            if self._needs_region and scaler.is_enabled() and reads_found_inf(optimizer):
+                with contextlib.suppress(RuntimeError):  # the script has unscaled
+                    scaler.unscale_(optimizer)  # else the kernel would, and gradients be compared with their scale
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             finally:
