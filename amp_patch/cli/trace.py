@@ -9,11 +9,13 @@ import math
 import os
 import shlex
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import config
+from ..errors import AmpError
 from ..files import write_file
 from ..script_settings import Settings
 from ..tables import count_of
@@ -60,7 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at."""
+    """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at, also by
+    an error of this command.
+    """
+    try:
+        return _trace(arguments)
+    except (AmpError, OSError) as error:
+        print_error(arguments.parser.prog, "failed", str(error))
+    except Exception:
+        traceback.print_exc()
+    return TROUBLE
+
+
+def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import FaultRecord, format_fault
 
     first, last = arguments.steps or (0, None)

@@ -252,7 +252,8 @@ class _Kept(NamedTuple):
     before: Sequence[Any]
     versions: tuple[int, ...]
     results: list[Tensor]
-    item: Item
+    call: Call
+    is_in_module: bool
 
 
 class Recent:
@@ -267,14 +268,11 @@ class Recent:
 
     def add(self, op: Op, before: Sequence[Any], call: Call, is_in_module: bool) -> None:
         """Keep an op, without the graph that it is part of."""
-        op = op._replace(
-            args=[cast_tree(one, Tensor.detach) for one in op.args],
-            kwargs={name: cast_tree(one, Tensor.detach) for name, one in op.kwargs.items()},
-            result=cast_tree(op.result, Tensor.detach),
-        )
-        before = [cast_tree(one, Tensor.detach) for one in before]
-        item = make_item(op.overload.name, call, is_in_module)
-        self._kept.append(_Kept(op, before, _versions(before), op.floating_results(), item))
+        args = [_detach(one) for one in op.args]
+        earlier = args if before is op.args else [_detach(one) for one in before]
+        kwargs = {name: _detach(one) for name, one in op.kwargs.items()}
+        op = op._replace(args=args, kwargs=kwargs, result=_detach(op.result))
+        self._kept.append(_Kept(op, earlier, _versions(earlier), op.floating_results(), call, is_in_module))
 
     def explain(
         self, op: Op, before: Sequence[Any], number: int, fits: Callable[[Tensor], bool]
@@ -307,8 +305,9 @@ class Recent:
                 if tensor.shape == result.shape:
                     twins.put(tensor, result)
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in kept.results)
-            if is_low and (not items or kept.item.rule in _LOW_RULES or kept.op.overload.is_copy):
-                items.append(kept.item)  # others are in float32 if the first is
+            if is_low and (not items or kept.call.rule in _LOW_RULES or kept.op.overload.is_copy):
+                items.append(make_item(kept.op.overload.name, kept.call, kept.is_in_module))
+                # others are in float32 if the first is
         results = twins.compute(op, before)
         return results[number] if len(results) > number else None, items
 
@@ -321,6 +320,12 @@ class Recent:
                 found.insert(0, kept)
                 wanted |= {storage_of(tensor) for tensor in kept.op.inputs()}
         return found
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return cast_tree(value, Tensor.detach) if isinstance(value, (list, tuple)) else value
 
 
 def _versions(values: Sequence[Any]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from amp_patch import insight
 from amp_patch.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -113,6 +114,16 @@ def test_fix_writes_a_list_and_says_whether_it_is_enough(options, base, steps, c
 def test_fix_writes_nothing_where_no_list_helps(call, tmp_path):
     code, out, _ = call(script(bad=2).replace("1e5", "float('nan')"), "--fix", "fix.yaml")
     assert code == 1 and "no list was written" in out and not (tmp_path / "fix.yaml").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError("Unknown format code"), OSError("no space left")])
+def test_an_error_of_the_command_itself_is_not_taken_for_a_fault(error, call, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(insight, "format_fault", fail)
+    code, _, err = call(script())
+    assert code == 2 and str(error) in err
 
 
 RANKS = """
