@@ -499,7 +499,5 @@ def _is_set(found_inf: Tensor) -> bool:
 
 def _have_gradients(pairs: Iterable[Pair]) -> bool:
     """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
-    for parameter, _ in pairs:
-        if parameter.grad is not None:
-            return True
-    return False
+    left = [parameter for parameter, _ in pairs if parameter.grad is not None]
+    return bool(left)
