@@ -38,7 +38,7 @@ from .ledger import Block, Ledger
 from .loss_scaler import LossScaler
 from .masters import Pair
 from .reduction import LocalGradients, UnshardedSums
-from .unscaling import change_scale_, either, fold_, rescale_, unscale_
+from .unscaling import change_scale_, either, fold_, have_gradients, rescale_, unscale_
 
 
 class _Change:
@@ -344,10 +344,10 @@ class Ledgers:
         A backward pass outside of any block may have left them: the step looks at them.
         """
         _, pairs = ledger.read()
-        if not _have_gradients(pairs):
+        if not have_gradients(pairs):
             return
         for one in (ledger, *ledger.partners):
-            if one is ledger or _have_gradients(one.read()[1]):
+            if one is ledger or have_gradients(one.read()[1]):
                 one.look_again(self._decisions.scalers)
                 one.awaits_step = True
         with self._change:
@@ -495,9 +495,3 @@ def _is_set(found_inf: Tensor) -> bool:
     with contextlib.suppress(RuntimeError):
         return bool(found_inf)
     return False
-
-
-def _have_gradients(pairs: Iterable[Pair]) -> bool:
-    """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
-    left = [parameter for parameter, _ in pairs if parameter.grad is not None]
-    return bool(left)
