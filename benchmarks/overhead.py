@@ -222,9 +222,10 @@ def counted_calls(found: list[int]) -> Iterator[None]:
         found.append(count)
 
 
-def enter(block: contextlib.ExitStack, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Enter a `scale_loss` block and return the scaled loss."""
-    return block.enter_context(amp.scale_loss(loss, optimizer))
+def enter(loss: Tensor, optimizer: torch.optim.Optimizer) -> tuple[contextlib.AbstractContextManager[Tensor], Tensor]:
+    """Enter a `scale_loss` block; return it, and the scaled loss."""
+    block = amp.scale_loss(loss, optimizer)
+    return block, block.__enter__()
 
 
 def run_steps(layers: int, steps: int, level: str | None) -> dict[str, tuple[list[float], list[int]]]:
@@ -254,9 +255,9 @@ def run_steps(layers: int, steps: int, level: str | None) -> dict[str, tuple[lis
         if level is None:
             loss.backward()
         else:
-            block = contextlib.ExitStack()
-            measure("enter", index, functools.partial(enter, block, loss, optimizer)).backward()
-            measure("leave", index, block.close)
+            block, scaled_loss = measure("enter", index, functools.partial(enter, loss, optimizer))
+            scaled_loss.backward()
+            measure("leave", index, functools.partial(block.__exit__, None, None, None))
         measure("step", index, optimizer.step)
         optimizer.zero_grad()
     amp.reset()
