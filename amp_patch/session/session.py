@@ -315,7 +315,13 @@ class Session:
         for optimizer in optimizers:
             ledgers.append(self._bindings.get_optimizer(optimizer).ledger)
         scaler = self.scaler(loss_id)
-        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._end_pass)
+        return LossBlock(
+            loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._begin_pass, self._end_pass
+        )
+
+    def _begin_pass(self) -> None:
+        if self._cache is not None:
+            self._cache.leave_to_graphs()
 
     def _end_pass(self) -> None:
         if self._cache is not None:

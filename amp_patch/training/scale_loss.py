@@ -27,7 +27,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         all_ledgers: of the session.
         is_delayed: leave the gradients scaled, and nobody looks at them yet.
         switch: of the casts.
-        on_end: called after a block that is not delayed.
+        on_begin, on_end: called before an outermost block that is not delayed, and after each that is not delayed.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         all_ledgers: Ledgers,
         is_delayed: bool,
         switch: Switch,
+        on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(scaler, ledgers)
@@ -45,12 +46,15 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._all_ledgers = all_ledgers
         self._is_delayed = is_delayed
         self._switch = switch
+        self._on_begin = on_begin
         self._on_end = on_end
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
+        if not self._is_delayed and not self._all_ledgers.open_blocks():
+            self._on_begin()
         self._all_ledgers.abandon_empty(self)
         scaled_loss = loss
         if loss.dtype is not torch.float32:
