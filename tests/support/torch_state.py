@@ -36,6 +36,9 @@ NAMESPACES = (
     torch.nn.parallel.DistributedDataParallel,
     torch.nn.parallel.distributed,
     torch.optim.Optimizer,
+    torch.autocast,
+    torch.amp.GradScaler,
+    torch.autograd,
     importlib,
 )
 
