@@ -87,7 +87,7 @@ def run(stage: Stage, folder: Path) -> str:
 
 
 SMALLEST = {
-    "step": "--sequence 8 --rounds 1 --steps 1 --warmup 1",
+    "step": "--sequence 8 --rounds 1 --steps 1 --warmup 1 --modes autocast-bfloat16,O4",  # each is a process
     "memory": "--sequence 8 --modes float32,autocast-bfloat16,O2,O4",
     "list_errors": "--sizes 16 --dtypes bfloat16",
 }
@@ -106,6 +106,19 @@ def shrink(stage: Stage) -> Stage:
         micro_batches = words[words.index("--micro-batches") + 1] if "--micro-batches" in words else "1"
         words += ["--batch", micro_batches]
     return Stage(stage.name, tuple(words), stage.seconds)
+
+
+def register_simulated_device(folder: Path) -> None:
+    """Have torch know the simulated device here, and in the processes that stages start: as Python starts there."""
+    support = ROOT / "tests" / "support"
+    sys.path.append(str(support))
+    import simdev  # noqa: F401
+
+    startup = folder / "startup"
+    startup.mkdir(exist_ok=True)
+    (startup / "sitecustomize.py").write_text("import simdev\n", encoding="utf-8")
+    inherited = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(startup), str(support), inherited])
 
 
 def rehearse(stage: Stage, folder: Path) -> str:
@@ -134,14 +147,12 @@ def main() -> None:
     unknown = sorted(set(chosen) - set(names))
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not one of {', '.join(names)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.rehearse:
-        sys.path.append(str(ROOT / "tests" / "support"))
-        import simdev  # noqa: F401  (registers the device)
-
+        register_simulated_device(arguments.out)
         chosen = [name for name in chosen if name not in UNREHEARSED]
     elif not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = "simulated device" if arguments.rehearse else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}")
     for stage in STAGES:

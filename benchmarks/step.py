@@ -43,14 +43,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One round of one mode: the median milliseconds of a step, and the last loss."""
-
-    milliseconds: float
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """A mode's milliseconds per step for each round, its last loss, its low dtype, and a step's bytes at the peak."""
 
@@ -88,7 +80,7 @@ def train(mode: str, plan: Plan, pipe: Connection) -> None:
                 loss = trainer.step(losses)
                 synchronize(plan.device)
                 milliseconds.append(1e3 * (read_clock() - started))
-            pipe.send(Turn(statistics.median(milliseconds), float(loss.detach())))
+            pipe.send((statistics.median(milliseconds), float(loss.detach())))
     # not before: what malloc has kept from it would change the times
     pipe.send(measure(mode, workload, plan.device, plan.fused, plan.micro_batches).peak)
 
@@ -108,9 +100,9 @@ class Worker:
     def take_turn(self) -> float:
         """Return the milliseconds of a step."""
         self._pipe.send(True)
-        turn: Turn = self._pipe.recv()
-        self.loss = turn.loss
-        return turn.milliseconds
+        milliseconds: float
+        milliseconds, self.loss = self._pipe.recv()
+        return milliseconds
 
     def close(self) -> int:
         """End the process, and return the bytes of a step at its peak."""

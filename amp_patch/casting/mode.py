@@ -123,6 +123,7 @@ class Switch:
         """Make every wrapper of this session call straight through, for good: also those that cannot be taken out."""
         self.on = False
         for region in reversed(self._local.regions):
+            region.has_paused = False
             self.leave(region)
 
     def has_regions(self) -> bool:
@@ -232,6 +233,7 @@ class Switch:
         """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one."""
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
+            regions[-1].has_paused = False  # the block of autocast is over, too, and has put its own state back
             self.leave(regions[-1])
 
     def add(self, region: Region) -> None:

@@ -156,7 +156,10 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
     code = _tell_of_none(found, first, prog)
     if code == 0:
-        print(f"{path.name} is enough for these: give it as lists=... to amp.initialize, or as --lists", flush=True)
+        print(
+            f"{path.name} is enough for these: use it by amp-patch run --lists, or as lists=... of amp.initialize",
+            flush=True,
+        )
     return code
 
 

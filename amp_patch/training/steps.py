@@ -31,9 +31,9 @@ class EarlyReading:
         self._event: torch.Event | None = None
         if tensors and tensors[0].device.type not in ("cpu", "mps", "meta"):
             device = tensors[0].device
-            together = torch.stack([tensor.to(device) for tensor in tensors])
-            on_host = torch.empty_like(together, device="cpu", pin_memory=True)
-            on_host.copy_(together, non_blocking=True)
+            on_host = torch.empty(len(tensors), dtype=torch.float32, device="cpu", pin_memory=True)
+            for place, tensor in zip(on_host, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)  # a copy each: no launch, where stacking them is one
             self._tensors = [on_host]
             self._event = torch.Event(device)
             self._event.record(torch.accelerator.current_stream(device))

@@ -87,7 +87,7 @@ LINES = {
 
 @pytest.mark.parametrize("command", ["explain", "trace", "compare", "tune"])
 def test_options_stand_before_or_after_the_script_and_its_own_follow_two_dashes(command, monkeypatch):
-    class Ran(Exception):
+    class Ran(BaseException):
         pass
 
     def run_script(command, *arguments):

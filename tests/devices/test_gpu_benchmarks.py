@@ -18,4 +18,4 @@ def test_all_stages_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": done") == 8
-    assert all(len(path.read_text().splitlines()) > 4 for path in tmp_path.iterdir())
+    assert all(len(path.read_text().splitlines()) > 4 for path in tmp_path.glob("*.txt"))

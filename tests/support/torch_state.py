@@ -57,6 +57,10 @@ seen_unchanged: list[object] = []
 
 
 def find_changes() -> list[str]:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        torch.set_autocast_enabled("cpu", False)  # so that one test alone fails
+        torch.set_autocast_enabled("cuda", False)
+        return ["autocast was left enabled"]
     values = [value for owner in NAMESPACES for value in vars(owner).values()]
     if len(values) == len(seen_unchanged) and all(map(operator.is_, values, seen_unchanged)):
         return []
