@@ -61,6 +61,8 @@ def find_changes() -> list[str]:
         torch.set_autocast_enabled("cpu", False)  # so that one test alone fails
         torch.set_autocast_enabled("cuda", False)
         return ["autocast was left enabled"]
+    if modes := torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack():
+        return [f"{modes} modes were left"]
     values = [value for owner in NAMESPACES for value in vars(owner).values()]
     if len(values) == len(seen_unchanged) and all(map(operator.is_, values, seen_unchanged)):
         return []

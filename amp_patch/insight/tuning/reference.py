@@ -95,7 +95,7 @@ class _Shadowing:
         self._low_storages: set[int] = set()
         self._undo = UndoStack()
         self._is_busy = False
-        self._is_on = False
+        self.is_on = False
         self.shadow = Shadow(low, lambda: float(session.scalers[0].scale)) if shadow is None else shadow
 
     def _see(self, module: nn.Module, name: str, inherited: str) -> None:
@@ -119,19 +119,20 @@ class _Shadowing:
         """Put covers around the replacements of ops, have all casts of this thread go to float32, and what is compiled
         run as it was written.
         """
-        self._is_on = True
+        self.is_on = True
         switch, patcher = self._session.switch, self._session.patcher
         region = switch.enter(Mode.FLOAT32, self)
         self._undo.callback(switch.leave, region)
         self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, patcher, self._covers)
+        self._undo.callback(self._mode.leave)  # what ends in the middle of a forward leaves it on
         self._undo.callback(self._running.close)
         patcher.cover(self._cover)
         self._running.open()
 
     def stop(self) -> None:
         """Leave everything as it was. Harmless twice."""
-        self._is_on = False
+        self.is_on = False
         self._mode.leave()
         self._undo.close()
         self.end_step()
@@ -155,7 +156,7 @@ class _Shadowing:
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, kind: str = "") -> Any:
         """Call a function, with its shadow if it would run in 16 bits. `kind` is the list it is on, if any."""
-        if not self._is_on or self._is_busy or threading.get_ident() != self._thread:
+        if not self.is_on or self._is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if get_current_node() is not None:
             return function(*args, **kwargs)
@@ -220,7 +221,7 @@ class _Mode(TorchFunctionMode):
 
     def enter(self) -> None:
         """Go on the stack of the thread that the session was opened in."""
-        if not self.is_entered:
+        if not self.is_entered and self._shadowing.is_on:  # torch still calls a hook that was removed in the same call
             self.is_entered = True
             super().__enter__()  # type: ignore[no-untyped-call]
 
