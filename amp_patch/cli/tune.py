@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     _print(f"\n{result.message}; {result.runs} runs")
     if result.text and arguments.out is None:
         _print(f"\n{result.text.rstrip()}")
-    elif not result.text:
-        _print(f"nothing is written to {arguments.out}: there is no list to write")
-    else:
+    elif result.text:
         result.to_yaml(arguments.out)
         _print(f"written to {arguments.out}: give it to initialize as lists, or to amp-patch run by --lists")
+    elif arguments.out is not None:
+        _print(f"nothing is written to {arguments.out}: there is no list to write")
     return 130 if result.is_interrupted else 0 if result.is_reached else 1
 
 

@@ -65,6 +65,8 @@ def test_without_a_file_the_list_is_printed(call, tmp_path):
     code, out, _ = call(SCRIPT, "--lists", "low.yaml", "--units", "ops", "--steps", "1")
     assert code == 0 and "\nblacklist:\n  - {op: exp, why: " in out and "extends: [" in out and "low.yaml" in out
     assert {path.name for path in set(tmp_path.iterdir()) - before} == {"train.py"}
+    code, out, _ = call(SCRIPT, "--steps", "1", "--tolerance", "1000")
+    assert code == 0 and out.rstrip().endswith("; 2 runs")  # nor is a file spoken of
 
 
 def test_what_cannot_be_reached_says_so(call, tmp_path):
