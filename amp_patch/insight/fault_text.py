@@ -6,20 +6,7 @@ from collections.abc import Iterator
 from ..tables import align
 from .records import FaultRecord, RunRecord
 from .remedies import Kind, Remedy, find_remedy, format_entries
-
-_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
-_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-
-
-def find_scale(fault: FaultRecord) -> float | None:
-    """Return the largest power of two as a loss scale under which the value of a backward pass fits; None where the
-    scale has no part in it.
-    """
-    largest = _LARGEST.get(fault.out)
-    is_too_large = fault.phase == "backward" and fault.cause == "precision" and fault.value != "zero"
-    if not is_too_large or largest is None or not 0 < fault.in_float32 < math.inf:
-        return None
-    return float(2.0 ** math.floor(math.log2(fault.loss_scale * largest / fault.in_float32)))
+from .short_dtypes import spell_out
 
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
@@ -54,13 +41,9 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
 
 
 def _describe_op(fault: FaultRecord) -> str:
-    dtypes = f"{', '.join(map(_long, fault.given)) or 'nothing'} -> {_long(fault.out)}"
+    dtypes = f"{', '.join(map(spell_out, fault.given)) or 'nothing'} -> {spell_out(fault.out)}"
     node = f", in {fault.node}, the backward of" if fault.node and fault.phase == "backward" else ""
     return f"aten::{fault.aten} {dtypes}{node}"
-
-
-def _long(dtype: str) -> str:
-    return _NAMES.get(dtype, dtype)
 
 
 def _describe_cause(fault: FaultRecord) -> str:
@@ -150,7 +133,7 @@ def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> 
 
 def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
     if remedy.eps is not None:
-        yield f"eps={remedy.eps:g} of {fault.op} is zero in {_long(fault.out)}, so that it divides by zero:"
+        yield f"eps={remedy.eps:g} of {fault.op} is zero in {spell_out(fault.out)}, so that it divides by zero:"
         yield f'opt_level="{remedy.level}", which steps on float32 masters; or eps=1e-4'
         return
     held = "" if fault.in_float32 == math.inf else f" (the float32 master is {fault.in_float32:.3g})"

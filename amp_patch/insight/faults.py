@@ -19,8 +19,9 @@ from .folding import Call
 from .naming import ModuleStack
 from .ops import Op, Overload, compute_in_float32
 from .records import FaultRecord
-from .repair import TINY, Item, Recent, Repair, make_item
+from .repair import Item, Recent, Repair, make_item
 from .rules import short
+from .short_dtypes import TINY
 from .tensors import floating_in, has_nan, is_whole, read_largest, read_largest_number, storage_of, tensors_in
 
 TRAIL = 6
@@ -164,12 +165,12 @@ class FaultFinder:
     def _note_low(self, op: Op, output: Tensor, written: _Written, call: Call, is_in_module: bool) -> None:
         """Take down what 16 bits make of numbers in the script, and how large what it computes becomes."""
         numbers = [abs(one) for one in op.args if isinstance(one, float)]
-        lost = [one for one in numbers if 0 < one <= TINY[str(output.dtype)]]
+        lost = [one for one in numbers if 0 < one <= TINY[short(output.dtype)]]
         if lost:
             written.lost = max(lost)
             written.rounded = (make_item(op.overload.name, call, is_in_module),)
         if call.phase == "forward" and call.module:
-            peaks = self.peaks.setdefault((call.site.place, op.overload.name, str(output.dtype)), {})
+            peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
             largest = written.largest if math.isfinite(written.largest) else 0.0  # which may come of another module
             peaks[call.module] = max(peaks.get(call.module, 0.0), largest)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .records import FaultRecord, RunRecord
+from .short_dtypes import LARGEST, TINY, find_fitting_scale
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
 _CASTS = ("_to_copy", "copy_")
-_NAMES = {"f16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     """Return what to try about a fault. Without the run, a list is laid over the shipped one."""
     is_low = bool({"f16", "bf16"} & {*fault.given})
     if fault.cause == "step":
-        is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= 2.0**-25
+        is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= TINY["f16"]
         return Remedy("step", eps=fault.eps, level="O2") if is_lost else Remedy("step")
     if fault.cause == "divergence":
         return Remedy("divergence")
@@ -82,9 +82,20 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     return _list_of("list", fault, run)
 
 
+def find_scale(fault: FaultRecord) -> float | None:
+    """Return the largest power of two as a loss scale under which the value of a backward pass fits; None where the
+    scale has no part in it.
+    """
+    is_too_large = fault.phase == "backward" and fault.cause == "precision" and fault.value != "zero"
+    if not is_too_large or fault.out not in LARGEST or not 0 < fault.in_float32 < math.inf:
+        return None
+    return find_fitting_scale(fault.out, fault.loss_scale, fault.in_float32)
+
+
 def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
     low = fault.out if run is None else run.low
-    extends = run.lists[-1] if run is not None and run.lists else _NAMES.get(low, "float16")
+    shipped = "bfloat16" if low == "bf16" else "float16"
+    extends = run.lists[-1] if run is not None and run.lists else shipped
     scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
     return Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
 

@@ -20,16 +20,12 @@ from ..torch_dispatch import clone, is_random
 from ..torch_private import get_version
 from .folding import Call
 from .ops import Op, compute_in_float32
+from .rules import short
+from .short_dtypes import LARGEST, TINY, find_fitting_scale
 from .tensors import is_whole, read_largest, read_largest_number, storage_of, tensors_in
 
 RECENT = 16
 """How many ops of the forward pass are kept."""
-
-LARGEST = {"torch.float16": 65504.0, "torch.bfloat16": 3.3895313892515355e38}
-"""What a 16-bit dtype holds, by its name."""
-
-TINY = {"torch.float16": 2.0**-25, "torch.bfloat16": 2.0**-134}
-"""Up to this a number rounds to zero."""
 
 _ALIKE = 0.1
 
@@ -210,7 +206,7 @@ class Repair:
     def _lower_scale(self, tensor: Tensor, result: Tensor, loss_scale: float, item: Item | None = None) -> None:
         """Have the scale be so small that a gradient fits; where none does, what it is of has to run in float32."""
         largest = read_largest_number(result)
-        fitting = find_fitting_scale(loss_scale, largest, LARGEST[str(tensor.dtype)])
+        fitting = find_fitting_scale(short(tensor.dtype), loss_scale, largest)
         if fitting < 1 and item is not None:
             self._add([item])
             return
@@ -222,7 +218,7 @@ class Repair:
         if self._underflow is None or not sizes.numel():
             return
         smallest = float(sizes.kthvalue(int(self._underflow * (sizes.numel() - 1)) + 1).values)
-        needed = loss_scale * 2.0 ** math.ceil(math.log2(2 * TINY[str(tensor.dtype)] / smallest))
+        needed = loss_scale * 2.0 ** math.ceil(math.log2(2 * TINY[short(tensor.dtype)] / smallest))
         if needed > loss_scale:
             self.wanted = max(needed, self.wanted or needed)
             self._lower_scale(tensor, exact, loss_scale)
@@ -231,15 +227,10 @@ class Repair:
         self.items += [one for one in dict.fromkeys(items) if one not in self.items]
 
 
-def find_fitting_scale(loss_scale: float, largest: float, limit: float) -> float:
-    """Return the power of two under which a value fits that is `largest` under this loss scale."""
-    return float(2.0 ** math.floor(math.log2(loss_scale * limit / largest)))
-
-
 def _is_too_large(pair: tuple[Tensor, Tensor]) -> bool:
     """Tell whether a value does not fit in the 16 bits that the script has it in."""
     tensor, twin = pair
-    limit = LARGEST.get(str(tensor.dtype), LARGEST["torch.float16"])
+    limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit
 
 

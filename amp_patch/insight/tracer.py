@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank
-from .fault_text import find_scale, format_fault
+from .fault_text import format_fault
 from .faults import FaultFinder
 from .folding import Folding
 from .naming import name_tensors
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
-from .remedies import place
-from .repair import LARGEST, Item
+from .remedies import find_scale, place
+from .repair import Item
 from .rules import short
 from .runs import check_count, check_function, check_names
+from .short_dtypes import LARGEST
 from .tensors import storage_of
 
 _KEPT = 100  # faults that a dynamic loss scale answers for

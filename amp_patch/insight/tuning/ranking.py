@@ -4,14 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from ..short_dtypes import EPS, LARGEST, spell_out
 from .entries import Entry, fold, prune
 from .reference import WHOLE_MODEL
 
 UNITS = ("modules", "ops", "both")
 
-LARGEST = {"f16": 65504.0, "bf16": 3.39e38}
-NAMES = {"f16": "float16", "bf16": "bfloat16"}
-EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
 ROUNDING = 8
 """A result, or a gradient, that is off by so many times the rounding error of its dtype is tried before others."""
 
@@ -108,7 +106,7 @@ class Ranking:
             return "what runs here, other than ops that can be told by themselves"
         overflowing = [one for one in mine if one.overflow] or [one for one in mine if _overflows(one)]
         one = overflowing[0] if overflowing else max(mine, key=lambda one: max(one.error, one.gradient_error))
-        low = NAMES.get(self._low, self._low)
+        low = spell_out(self._low)
         if one.overflow:
             return f"{one.op}: {_percent(one.overflow)} of its results overflow {low}"
         if overflowing:
