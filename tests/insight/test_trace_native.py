@@ -2,6 +2,7 @@
 repairs it.
 """
 
+import linecache
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -63,30 +64,30 @@ def variance(x: Tensor) -> Tensor:
 
 
 class Seeded(NamedTuple):
-    """What is put between two layers, the op that makes the first value that does not fit, and the cause."""
+    """What is put between two layers, the op that makes the first value that does not fit, and what its line says."""
 
     make: Callable[[], nn.Module]
     aten: str
-    cause: str = "precision"
+    written: str
 
 
-def calling(function: Callable[[Tensor], Tensor], aten: str, cause: str = "precision") -> Seeded:
-    return Seeded(lambda: Between(function), aten, cause)
+def calling(function: Callable[[Tensor], Tensor], aten: str, written: str) -> Seeded:
+    return Seeded(lambda: Between(function), aten, written)
 
 
 SEEDED = {
-    "matmul": calling(lambda x: (x * 300 @ (x * 300).T).softmax(-1) @ x, "mm"),
-    "einsum": calling(lambda x: torch.einsum("ij,kj->ik", x * 300, x * 300).softmax(-1) @ x, "bmm"),
-    "addmm": calling(lambda x: torch.addmm(x, x * 300, (x.T @ x) * 300).tanh(), "addmm"),
-    "rms norm, swallowed": calling(rms_norm, "pow"),
-    "softmax by hand": calling(hand_softmax, "exp"),
-    "sum": calling(lambda x: x * 1e-4 * (x.abs() * 30000).sum(-1, keepdim=True).log(), "sum"),
-    "cumsum": calling(lambda x: torch.cumsum(x.abs() * 30000, -1).log(), "cumsum"),
-    "eps too small": calling(log_of_zero, "log"),
-    "variance": calling(variance, "pow"),
-    "product": calling(lambda x: (x.abs() * 60000 * 4).log(), "mul"),
-    "linear layer": Seeded(lambda: Weighted(nn.Linear(WIDTH, WIDTH), 30000.0), "addmm"),
-    "convolution": Seeded(lambda: Weighted(nn.Conv1d(1, 2, 3, padding=1), 30000.0), "convolution"),
+    "matmul": calling(lambda x: (x * 300 @ (x * 300).T).softmax(-1) @ x, "mm", "(x * 300 @ (x * 300).T)"),
+    "einsum": calling(lambda x: torch.einsum("ij,kj->ik", x * 300, x * 300).softmax(-1) @ x, "bmm", "torch.einsum"),
+    "addmm": calling(lambda x: torch.addmm(x, x * 300, (x.T @ x) * 300).tanh(), "addmm", "torch.addmm"),
+    "rms norm, swallowed": calling(rms_norm, "pow", "torch.rsqrt((x * 1000).square()"),
+    "softmax by hand": calling(hand_softmax, "exp", "torch.exp(x + 14)"),
+    "sum": calling(lambda x: x * 1e-4 * (x.abs() * 30000).sum(-1, keepdim=True).log(), "sum", "sum(-1"),
+    "cumsum": calling(lambda x: torch.cumsum(x.abs() * 30000, -1).log(), "cumsum", "torch.cumsum"),
+    "eps too small": calling(log_of_zero, "log", "torch.log"),
+    "variance": calling(variance, "pow", "** 2"),
+    "product": calling(lambda x: (x.abs() * 60000 * 4).log(), "mul", "60000 * 4"),
+    "linear layer": Seeded(lambda: Weighted(nn.Linear(WIDTH, WIDTH), 30000.0), "addmm", "self.layer("),
+    "convolution": Seeded(lambda: Weighted(nn.Conv1d(1, 2, 3, padding=1), 30000.0), "convolution", "self.layer("),
 }
 
 
@@ -137,9 +138,11 @@ def test_a_seeded_fault_is_named_and_what_is_advised_repairs_it(name: str, tmp_p
     seeded = SEEDED[name]
     recording = trace(make_step(Net(seeded.make())))
     fault = recording.of(FaultRecord)[0]
-    assert (fault.aten, fault.cause, fault.phase) == (seeded.aten, seeded.cause, "forward")
+    assert (fault.aten, fault.cause, fault.phase) == (seeded.aten, "precision", "forward")
     assert fault.module.startswith("between")
-    assert fault.site.startswith("test_trace_native.py:")
+    file, line = fault.site.split(":")
+    assert file == Path(__file__).name
+    assert seeded.written in linecache.getline(__file__, int(line))
     lists = advise(recording)
     assert lists
     for text in lists:
