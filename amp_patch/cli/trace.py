@@ -191,6 +191,8 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
         raise KeyboardInterrupt
     if not found.recordings:
         problem = ended if found.code else "the script called no model and no amp.initialize"
+    elif not max(found.steps):
+        problem = f"{ended} without a step of an optimizer, as where weights are changed by hand; what ran fits"
     elif steps_taken <= 0:
         taken = count_of(max(found.steps), "optimizer step")
         problem = f"{ended} after {taken}, and steps from {first} on were to be looked at"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank
+from ..training import unscaling
 from .fault_text import format_fault
 from .faults import FaultFinder
 from .folding import Folding
@@ -64,7 +65,7 @@ class Tracer(Recorder):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._is_loss_bad = False
+        self._is_loss_seen = self._is_loss_bad = False
         self._gradients: list[str] = []
         self._of = 0
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set()}
@@ -82,6 +83,7 @@ class Tracer(Recorder):
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
+            self._is_loss_seen = True
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
             self._reaching["loss"] |= self._finder.find_faults([loss])
             self._note_loss(loss)
@@ -179,7 +181,7 @@ class Tracer(Recorder):
                     return weight
         return tensor
 
-    def _finish_faults(self, is_skipped: bool) -> None:
+    def _finish_faults(self, is_skipped: bool | None) -> None:
         found, self._finder.faults = self._finder.faults, []
         if not found and self._gradients:
             found = [self._make_unseen()]
@@ -196,9 +198,25 @@ class Tracer(Recorder):
         self._begin_step()
 
     def stop(self) -> None:
-        """Look no more. What was found in a step that did not end has its remedies."""
-        self._finder.faults = self._add_remedies(self._finder.faults)
+        """Look no more. What was found in a step that did not end is judged by its loss and gradients, if it came so
+        far: a script may change its weights by hand, or end between two steps.
+        """
+        if self._finder.faults and self._look_at_gradients_alone():
+            self._finish_faults(None)
+        else:
+            self._finder.faults = self._add_remedies(self._finder.faults)
         super().stop()
+
+    def _look_at_gradients_alone(self) -> bool:
+        """Look at the gradients of the models, and tell whether a backward pass has ended in this step."""
+        if self._session is None or not self._is_loss_seen:
+            return False
+        weights = [one for model in self._session.models() for one in model.parameters()]
+        gradients = [(one, one.grad) for one in weights if one.grad is not None]
+        bad = [(one, gradient) for one, gradient in gradients if not unscaling.is_finite(gradient)]
+        self._gradients, self._of = self._session.names_of([one for one, _ in bad]), len(gradients)
+        self._reaching["gradients"] |= self._finder.find_faults(gradient for _, gradient in bad)
+        return bool(gradients)
 
     def _add_remedies(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
         """Enter into the faults of a step what would have made its values fit: all of them need the same."""

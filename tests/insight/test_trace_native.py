@@ -206,3 +206,23 @@ def test_not_a_number_in_float32_is_told_without_any_amp() -> None:
 
     (fault,) = insight.trace(step, on_fault="record").of(FaultRecord)[:1]
     assert (fault.aten, fault.cause, fault.module) == ("log", "mathematics", "between")
+
+
+def step_by_hand(net: nn.Module) -> None:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    net.zero_grad()
+    net(x).square().mean().backward()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight -= 0.1 * weight.grad
+
+
+def test_where_no_optimizer_steps_the_loss_and_gradients_tell_what_is_harmless() -> None:
+    def attend(x: Tensor) -> Tensor:
+        mask = torch.log(torch.tril(torch.ones(len(x), len(x))))
+        return torch.softmax(x @ x.T + mask, -1) @ x
+
+    assert faults_of(lambda: step_by_hand(Net(Between(attend)))) == []
+    root = Net(Between(lambda x: x * x.detach().relu().sum().mul(0.0).add(x.sum() * 0.0).sqrt()))
+    fault = faults_of(lambda: step_by_hand(root))[0]
+    assert (fault.phase, fault.reach, fault.cause) == ("backward", "gradients", "mathematics")
