@@ -1,6 +1,7 @@
 """Rules of losses: which loss goes backward, in which `scale_loss` block, and what may stand in one."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
@@ -13,6 +14,11 @@ _CLIPPERS = tuple(
     for module in ("torch.nn.utils", "apex.contrib.clip_grad", "apex.fp16_utils")
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 )
+_OTHER_AMP = re.compile(
+    r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
+)
+"""What a script has that casts, or leaves it to a library."""
+
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
 """Methods that take a value out of its graph: for a log, not for a backward pass."""
 
@@ -224,3 +230,39 @@ def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:
     words = {str(one.value) for one in ast.walk(script.parent_statement(name)) if isinstance(one, ast.Constant)}
     is_divided = any(isinstance(one, ast.BinOp) for one in script.around(name))
     return None if is_divided or any("scale" in word for word in words) else reader
+
+
+@rule(
+    "AMP314",
+    "a training without mixed precision",
+    bad="""
+        import torch
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = model(batch).mean()
+        loss.backward()  # AMP314
+        optimizer.step()
+    """,
+    good="""
+        import torch
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+    """,
+)
+def trains_in_float32(context: Context) -> Iterator[Fault]:
+    """A script without amp of any kind trains in the dtype of its weights, most often float32."""
+    script = context.script
+    steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))
+    if "torch" not in script.text or _OTHER_AMP.search(script.text) or not steps:
+        return
+    for call, _ in list(script.method_calls("backward"))[:1]:
+        message = "the script trains in the dtype of its weights: nothing in it casts"
+        advice = (
+            "Put torch.autocast around the model and the loss, or call amp.initialize; to try it on the script as it"
+            " is: amp-patch run --everywhere --opt-level O4."
+        )
+        yield Fault(call, "note", message, advice)

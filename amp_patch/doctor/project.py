@@ -17,7 +17,7 @@ from .script import Script, expect
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 _SUFFIXES = (".py", ".ipynb")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
-_OURS = re.compile(r"amp|apex")
+_LOOKED_AT = re.compile(r"amp|apex|backward\(")
 _EVERY_CODE = "*"
 
 
@@ -86,7 +86,7 @@ class Project:
         """Return the findings in all files, by place."""
         found = [finding for finding in self._unreadable if selection.has(finding.code)]
         for script, document in self._documents:
-            if not _OURS.search(script.text):
+            if not _LOOKED_AT.search(script.text):
                 continue
             try:
                 found += dict.fromkeys(self._findings(script, document, selection))
