@@ -289,7 +289,8 @@ class Tracer(Recorder):
     def _is_search(self, fault: FaultRecord) -> bool:
         assert self._session is not None
         is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
-        return bool(is_dynamic and fault.skipped and (fault.scale or 0.0) >= 1.0)
+        is_of_scale = fault.phase == "backward" and (fault.scale or 0.0) >= 1.0
+        return bool(is_dynamic and fault.skipped and is_of_scale)
 
     def _find_name(self, storage: int) -> str:
         models: list[nn.Module] = [] if self._session is None else self._session.models()

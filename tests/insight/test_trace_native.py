@@ -226,3 +226,10 @@ def test_where_no_optimizer_steps_the_loss_and_gradients_tell_what_is_harmless()
     root = Net(Between(lambda x: x * x.detach().relu().sum().mul(0.0).add(x.sum() * 0.0).sqrt()))
     fault = faults_of(lambda: step_by_hand(root))[0]
     assert (fault.phase, fault.reach, fault.cause) == ("backward", "gradients", "mathematics")
+
+
+def test_a_forward_value_that_does_not_fit_is_no_search_for_a_loss_scale() -> None:
+    """Even where the gradients, once the value fits, need a smaller scale."""
+    fault = faults_of(make_step(Net(Between(lambda x: x * 3e5)), 2.0**10))[0]
+    assert (fault.phase, fault.skipped, fault.is_search) == ("forward", True, False)
+    assert fault.scale is not None and 1 <= fault.scale < 2.0**10
