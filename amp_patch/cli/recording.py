@@ -63,9 +63,12 @@ def take_over(*, is_watched: bool, **options: Any) -> None:
     import wrapt
 
     def start(_: types.ModuleType) -> None:
-        from .. import native
+        from .. import native, reporting
 
-        native.start(native.Takeover(**options), is_watched=is_watched)
+        takeover = native.Takeover(**options)
+        if takeover.changes:
+            reporting.set_verbosity(1)  # a line says what was laid over what
+        native.start(takeover, is_watched=is_watched)
 
     wrapt.when_imported("torch")(start)
 

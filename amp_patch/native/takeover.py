@@ -25,7 +25,7 @@ from ..dtypes import dtype_name
 from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
-from ..reporting import say, say_once
+from ..reporting import say, warn
 from ..script_settings import NoRegionError
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled, reads_found_inf
@@ -66,6 +66,7 @@ class Takeover:
         self._everywhere = everywhere
         self._needs_region = needs_region
         self._was_in_region = False
+        self._was_missed = False  # the first region is in compiled code
         self._called_at = ""  # the line that called a model
         self._scaler: weakref.ref[Any] | None = None
         self._region: Any = None  # that of `everywhere`
@@ -161,7 +162,7 @@ class Takeover:
         if self._level is None and low is None and (self._lists or not self._is_watching):
             return None
         if compiling.is_at_work():
-            say_once("amp_patch: the first region of torch.autocast is in compiled code, and is left to torch")
+            self._was_missed = True  # no session can be opened there
             return None
         opened = self._make(device_type, low)
         current.open_session(opened)
@@ -210,9 +211,9 @@ class Takeover:
                 elif self._level is not None:
                     region.fast_dtype = session.policy.low_dtype
                 elif self._lists and dtype is not session.policy.low_dtype:
-                    say_once(
-                        f"amp_patch: lists are in force for {dtype_name(session.policy.low_dtype)}; a region in"
-                        f" {dtype_name(dtype)} is left to torch"
+                    warn(
+                        f"the lists are in force for {dtype_name(session.policy.low_dtype)}, the dtype of the first"
+                        f" region of torch.autocast: one in {dtype_name(dtype)} is left to torch"
                     )
                 session.note_region(region.fast_dtype)
                 return original(region)
@@ -336,6 +337,11 @@ class Takeover:
                 " model and the loss; or have `amp-patch run --everywhere --opt-level O4` run all of it in one region"
             )
         session = self.session()
+        if self.changes and self._was_missed:
+            raise PolicyError(
+                "the first region of torch.autocast is in compiled code, where nothing can be laid over it: enter"
+                " torch.autocast around the call of the compiled model"
+            )
         low = None if session is None or self._level is None else session.policy.low_dtype
         if low is torch.float16 and not self._is_scaling:
             raise PolicyError(

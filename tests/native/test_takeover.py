@@ -234,6 +234,30 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         native.install("O1")
 
 
+class InRegion(nn.Module):
+    """Enters autocast in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+def test_a_first_region_in_compiled_code_is_refused_before_a_step(tmp_path: Path) -> None:
+    net = InRegion()
+    before = net.layer.weight.detach().clone()
+    with native.install(lists=write(tmp_path, "blacklist: [linear]")):
+        torch.compile(net, backend="eager")(torch.ones(1, 2)).float().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        with pytest.raises(PolicyError, match="around the call of the compiled model"):
+            torch.optim.SGD(net.parameters(), 0.1).step()
+    assert torch.equal(net.layer.weight, before)
+
+
 def test_without_any_amp_the_whole_script_is_one_region() -> None:
     with native.install("O4", everywhere=True):
         net = nn.Linear(2, 2)
