@@ -26,7 +26,6 @@ from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, hold
 from .session import current as _current
-from .tables import align
 from .training import UnscaledBlock
 
 if TYPE_CHECKING:
@@ -153,13 +152,13 @@ def _announce(opened: Session, *, is_known: bool) -> None:
         say("amp_patch: opt_level %s as before, for %s", policy.opt_level, names)
         return
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
-    rows = policy.describe()
+    properties = dict(policy.describe())
+    del properties["opt_level"]
     if opened.oplists is not None:
-        absent = [entry.op for entry in opened.oplists.missing]
-        rows += [("ops that torch lacks", ", ".join(absent))] if absent else []
-        rows += [("names patched", str(len(opened.patcher)))]
-    for line in align([(name, f": {value}") for name, value in rows], gap=1):
-        say("%s", line)
+        properties["names patched"] = str(len(opened.patcher))
+    say("  %s", ", ".join(f"{name}: {value}" for name, value in properties.items()))
+    if opened.oplists is not None and opened.oplists.missing:
+        say("  ops that this torch lacks: %s", ", ".join(entry.op for entry in opened.oplists.missing))
     _announce_compute(policy, opened.device_type)
 
 

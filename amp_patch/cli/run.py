@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         _check_everywhere(arguments)
     line, environment = prepare(arguments)
     check_lists(arguments.parser, "--lists", *arguments.lists)
-    if has_lists_behind(arguments.module or arguments.script):
-        note = "--lists behind the script is the script's; to lay a list over, write: amp-patch run --lists LIST SCRIPT"
+    for option in find_options_behind(arguments.module or arguments.script):
+        note = f"{option} behind the script went to the script; for amp-patch, write it before the script"
         print(f"{arguments.parser.prog}: note: {note}", file=sys.stderr)
     if arguments.malloc is not None and not keeps_on_request():
         print(f"{arguments.parser.prog}: note: --malloc is for the GNU C library: no effect here", file=sys.stderr)
@@ -109,9 +109,21 @@ def keeps_on_request() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
 
-def has_lists_behind(command: list[str]) -> bool:
-    """Tell whether a script gets a `--lists`, which other commands take there; a `--` in front means it to."""
-    return command[:1] != ["--"] and any(one.partition("=")[0] == "--lists" for one in command[1:])
+def find_options_behind(command: list[str]) -> list[str]:
+    """Return which of our options a script gets that other commands take there; a `--` in front means it to.
+
+    Scripts of Apex have an `--opt-level` of their own, and name it or read sys.argv.
+    """
+    if command[:1] == ["--"]:
+        return []
+    given = {one.partition("=")[0] for one in command[1:]}
+    found = ["--lists"] if "--lists" in given else []
+    script = Path(command[0]) if command else Path()
+    if "--opt-level" in given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        if not any(word in source for word in ("opt-level", "argv")):
+            found.append("--opt-level")
+    return found
 
 
 def prepare(
