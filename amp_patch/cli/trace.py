@@ -179,8 +179,14 @@ def _has_fault(recording: "Recording") -> bool:
 
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
+    from ..insight import FaultRecord
+
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
+    skipped = sum(len(one.of(FaultRecord)) for one in found.recordings[:1])  # while the scale came down
+    if 0 < steps_taken <= skipped and not found.code:
+        print("every step was skipped, so none was checked to its end: run more steps")
+        return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
         print(f"every value fits, in {count_of(steps_taken, 'step')}", flush=True)
         if not found.is_interrupted:
