@@ -62,7 +62,7 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
     """
     parser = Parser(
         prog="amp-patch",
-        description="Apex-style mixed precision by reversible patches.",
+        description="Find out why mixed precision breaks a PyTorch training, and run Apex scripts.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
