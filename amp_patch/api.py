@@ -26,7 +26,6 @@ from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, hold
 from .session import current as _current
-from .tables import align
 from .training import UnscaledBlock
 
 if TYPE_CHECKING:
@@ -83,41 +82,41 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision at an optimization level.
 
-    Call it after the models are on their device and the optimizers exist: before DistributedDataParallel, and after
-    what shards parameters (`fully_shard`, tensor parallelism, FullyShardedDataParallel).
+    Call it after the models are on their device and the optimizers exist. Shard parameters before (`fully_shard`,
+    tensor parallelism, FullyShardedDataParallel), and wrap in DistributedDataParallel after.
 
     Args:
         models: a torch.nn.Module or a sequence of them, float32 (any precision at O3). Changed in place.
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
-        enabled: False (or the word, as a string) makes this and every other function of the package do nothing.
+        enabled: False (or "False") makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, patch_torch_functions_type:
             override one property of the level, as do the next two; `lists/presets.yaml` says what each means.
         loss_scale: a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`, `backoff_factor`,
-            `growth_interval` and `hysteresis`, which says how a dynamic one moves.
+            `growth_interval` and `hysteresis` for a dynamic scale.
         compute: "auto", "native" or "float32".
-        cast_model_outputs: dtype of the models' floating outputs; by default float32 where the model is cast, else as
-            they come.
-        num_losses: how many loss scalers there are; `scale_loss(..., loss_id=i)` picks one.
-        verbosity: 0 keeps the package's messages off stdout; they still go to the logger "amp_patch". 1 shows them. 2
-            tells of each overflow as a warning of that logger, with the step and the parameters, for which every step
-            waits for the device.
+        cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
+            else unchanged.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one.
+        verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
+            overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
-        lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them, of which later ones win.
-        presets: path of a presets file to use instead of the shipped one; default: the variable AMP_PATCH_PRESETS.
-        replace: close a session that is still in use instead of raising.
-        overflow_group: the ranks that skip the same steps under a dynamic scale, as a process group or a DeviceMesh; in
-            each step they reduce a few numbers. None: those that hold shards of the models, else (and if False) each
-            rank decides for itself, which is right under DistributedDataParallel.
+        lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them. Later ones win.
+        presets: path of a presets file to use instead of the shipped one. Default: the environment variable
+            AMP_PATCH_PRESETS.
+        replace: close a session that is still in use instead of raising an error.
+        overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
+            reduce a few numbers in each step. None: the ranks that hold shards of the models. False, or no shards:
+            each rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in. The
-        same call again, on what it returned, changes nothing.
+        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them.
+        Calling it again with them changes nothing.
 
     Raises:
-        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was
+        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
             changed.
-        SessionError: models under another policy are still alive.
+        SessionError: models of another policy are still alive.
     """
     arguments = locals()  # those that override a property of the level
     returned = models if optimizers is None else (models, optimizers)
@@ -135,7 +134,7 @@ def initialize(
         raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(
-            f"num_losses={num_losses!r} must be a whole number of at least 1: how many losses have a scale of their own"
+            f"num_losses={num_losses!r} must be a whole number of at least 1: the number of losses with their own scale"
         )
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
@@ -153,13 +152,13 @@ def _announce(opened: Session, *, is_known: bool) -> None:
         say("amp_patch: opt_level %s as before, for %s", policy.opt_level, names)
         return
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
-    rows = policy.describe()
+    properties = dict(policy.describe())
+    del properties["opt_level"]
     if opened.oplists is not None:
-        absent = [entry.op for entry in opened.oplists.missing]
-        rows += [("ops that torch lacks", ", ".join(absent))] if absent else []
-        rows += [("names patched", str(len(opened.patcher)))]
-    for line in align([(name, f": {value}") for name, value in rows], gap=1):
-        say("%s", line)
+        properties["names patched"] = str(len(opened.patcher))
+    say("  %s", ", ".join(f"{name}: {value}" for name, value in properties.items()))
+    if opened.oplists is not None and opened.oplists.missing:
+        say("  ops that this torch lacks: %s", ", ".join(entry.op for entry in opened.oplists.missing))
     _announce_compute(policy, opened.device_type)
 
 
@@ -184,31 +183,31 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> contextlib.AbstractContextManager[Tensor]:
-    """Context manager that gives the loss times the loss scale; when it exits, gradients are divided by it again.
+    """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
-    After the exit `.grad` (of the masters, where there are masters) holds true sums: clip, log or accumulate them as
-    they are. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped
-    once, and the scale halves.
+    After the block `.grad` (of the masters, at levels with masters) holds true sums: clip, log or accumulate them as
+    usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped, and
+    the scale halves.
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
-        loss_id: which loss scaler to use.
+        loss_id: which loss scale to use.
         model: ignored, as in Apex.
-        delay_unscale: hold the gradients: leave them scaled, and 16-bit ones out of the masters. Use it for all but the
-            last backward pass of an accumulation window.
-        delay_overflow_check: ignored; a check costs nothing here until the step reads it.
+        delay_unscale: leave the gradients scaled until a later block. Apex scripts pass it for all but the last
+            backward pass of an accumulation window.
+        delay_overflow_check: ignored, because a check costs nothing until the step reads it.
 
     Yields:
-        `loss.float()` times the scale; the loss itself, if it is float32 and the scale is 1.
+        `loss.float()` times the scale, or the loss itself if it is float32 and the scale is 1.
 
-    Waits for the device: never. Under a dynamic scale `step()` waits for one flag, except torch's fused Adam, AdamW,
-    SGD and Adagrad, which are handed the flag on the device; what users are told of their steps then comes one step
-    later, or when `step_was_skipped` or `stats()` is read.
+    Never waits for the device. Under a dynamic scale `step()` waits once, except with torch's fused Adam, AdamW, SGD
+    and Adagrad, which skip on the device. Messages about their steps then come one step later, or when you read
+    `step_was_skipped` or `stats()`.
 
     Raises:
-        SessionError: before `initialize`, or if the models have changed device. OptimizerError: an optimizer that
-        `initialize` has not seen. ArgumentTypeError: the loss is no floating tensor. LossIdError: no such `loss_id`.
+        SessionError: `initialize` was not called, or the models have changed device. OptimizerError: `initialize` does
+        not know the optimizer. ArgumentTypeError: the loss is not a floating tensor. LossIdError: no such `loss_id`.
     """
     if _current.state.is_disabled:
         return UnscaledBlock(loss)
@@ -223,20 +222,19 @@ def scale_loss(
 
 
 def scale(tensors: Any, loss_id: int = 0) -> Any:
-    """Return a tensor, or any container of tensors, multiplied by a loss scale: for `torch.autograd.grad` outside
-    `scale_loss`.
+    """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
-    The product is float32 and differentiable. For a gradient penalty, scale the loss, take gradients with
-    `create_graph=True`, `unscale` them, and add the penalty to the loss that goes through `scale_loss`: an overflow on
-    the way makes that loss overflow, so the scale recovers. Raises ArgumentTypeError for a number.
+    The product is float32 and differentiable. For a gradient penalty, scale the output, take gradients with
+    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. An overflow on
+    the way makes that loss overflow, so the scale falls as usual. Raises ArgumentTypeError for a number.
     """
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
-    """Return gradients (a tensor, or any container of tensors; None stays None) divided by a loss scale.
+    """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    Differentiable; the dtype is kept.
+    The result is differentiable and has the dtype of the gradients.
     """
     return _with_scale(gradients, loss_id, lambda gradient, scale: gradient / scale)
 
@@ -244,7 +242,7 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
     if isinstance(tensors, (int, float, str)):
         raise ArgumentTypeError(
-            f"{tensors!r} is no tensor, nor a container of tensors: pass the loss itself, and not its .item()"
+            f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself, not its .item()"
         )
     scaler = None if _current.state.is_disabled else _current.require().scaler(loss_id)
     if scaler is None or scaler.is_identity:
@@ -253,9 +251,9 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield what the optimizer steps on: float32 masters where there are masters, the model's parameters elsewhere.
+    """Yield the parameters that the optimizer updates: float32 masters at O2 and O5, else the model's parameters.
 
-    Clip the gradients of these. Raises ArgumentTypeError for what is no optimizer.
+    Use it to clip gradients. Raises ArgumentTypeError if `optimizer` is not an optimizer.
     """
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
@@ -271,7 +269,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 def disable_casts() -> Iterator[None]:
     """Context manager and decorator: run the body as plain torch, in this thread.
 
-    Does nothing at levels that patch nothing.
+    It does nothing at levels that patch no functions.
     """
     with _current.without_casts():
         yield
@@ -288,15 +286,15 @@ def session(
     compute: str | None = None,
     verbosity: int = 0,
 ) -> Iterator[None]:
-    """Context manager: the casts of a level for code without a model to initialize.
+    """Context manager: cast by the lists of a level, for code without a model.
 
     Args:
         opt_level: a level that patches functions, such as "O1" or "O4".
-        device: whose tensors are cast; default: the accelerator if there is one, else the CPU.
+        device: tensors on it are cast. Default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError if a session is in force already, PolicyError at a level that casts models and patches nothing,
-    and ArgumentValueError for a device that torch does not know.
+    Raises SessionError inside another session, PolicyError at a level that patches no functions, and ArgumentValueError
+    for an unknown device.
     """
     set_verbosity(verbosity)
     device_type = as_device_type(device)
@@ -309,28 +307,24 @@ def session(
 
 @contextlib.contextmanager
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
-    """Context manager: `initialize` for the length of the block, which ends as `reset` does, also by an exception.
+    """Context manager: `initialize` for the length of a block, undone at its end, also by an exception.
 
-    After the block torch is as it was found, and so are the methods and groups of the optimizers. Weights that were
-    cast are float32 again, with the values of their masters where there are masters, and optimizer states go with them;
-    without masters they have the dtype that they had. What was trained stays trained. Blocks may follow one another, on
-    the same objects too; they do not nest.
+    After the block torch and the optimizers are as before, and the weights keep what they learned. Weights that were
+    cast are float32 again, with the values of the masters, and optimizer states follow; at levels without masters they
+    have their earlier dtype. Blocks may follow one another, also on the same objects, but do not nest.
 
     Args:
-        models, optimizers, options: of `initialize`; not `replace`, which would close what is not the block's.
+        models, optimizers, options: those of `initialize`, except `replace`.
 
     Yields:
         what `initialize` returns.
 
-    Raises SessionError if a session is in force already, ArgumentTypeError for an unknown option, and what `initialize`
-    raises.
+    Raises SessionError inside another session, ArgumentTypeError for an unknown option, and the errors of `initialize`.
     """
     known = [name for name in inspect.signature(initialize).parameters if name not in ("models", "optimizers")]
     for name in options:
         if name == "replace":
-            raise ArgumentTypeError(
-                "scope takes no `replace`, since it closes no other session: call amp.reset() first"
-            )
+            raise ArgumentTypeError("scope takes no `replace`: it closes no other session; call amp.reset() first")
         if name not in known:
             hint = did_you_mean(name, known)
             raise ArgumentTypeError(f"scope takes no argument {name!r}: it takes those of initialize.{hint}")
@@ -348,27 +342,27 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 
 
 def reset() -> None:
-    """Undo everything that `initialize` did: torch's functions, the models (float32 again, with the trained weights)
-    and the optimizers.
+    """Undo `initialize`: restore torch's functions and the optimizers, and make the models float32 with their trained
+    weights.
     """
     _current.reset()
 
 
 def refresh() -> None:
-    """Have cached low-precision weights made anew before their next use.
+    """Recast every cached weight, and copy masters to parameters, before their next use.
 
-    Needed only after edits torch cannot see, such as `p.data.mul_(2)`.
+    Call it after edits that torch cannot see, such as `p.data.mul_(2)`.
     """
     if _current.state.session is not None:
         _current.state.session.refresh()
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each scaler; empty when
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each loss scale; empty if
     disabled.
 
-    Plain Python, so torch.load reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError for a
-    `destination` that is no dictionary.
+    `torch.load` reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination` is not
+    a dictionary.
     """
     if destination is not None and not isinstance(destination, MutableMapping):
         raise ArgumentTypeError(
@@ -383,10 +377,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` (or Apex's) returned.
+    """Load what `state_dict`, or Apex's, returned.
 
-    Raises before anything is loaded: ArgumentTypeError for what is no mapping, CheckpointError if it does not fit the
-    scalers.
+    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales; nothing is
+    loaded then.
     """
     if _current.state.is_disabled:
         return
@@ -432,9 +426,9 @@ def _check_entry(name: str, entry: Any) -> dict[str, Any]:
 
 
 def stats(*, wait: bool = True) -> Stats:
-    """Return the level, counts and loss scales of the session in force; zeros and None without one.
+    """Return the level, counts and loss scales of the session, or zeros and None without a session.
 
-    Waits for the device, unless `wait` is False: steps and scales are then those that the host knows of by now.
+    Waits for the device. With `wait=False` it does not, and steps and scales are the latest that the host knows.
     """
     opened = _current.state.session
     if opened is None:
@@ -445,24 +439,26 @@ def stats(*, wait: bool = True) -> Stats:
 def fsdp_policy(
     opt_level: str, module: torch.nn.Module | None = None, *, reduce_dtype: torch.dtype | None = None
 ) -> "MixedPrecisionPolicy":
-    """Return the `mp_policy` with which `torch.distributed.fsdp.fully_shard` is to shard a module for a level.
+    """Return the `mp_policy` to pass to `torch.distributed.fsdp.fully_shard` for a level.
 
-    At levels with masters (O2, O5) the float32 shards are the masters: parameters are gathered, used and reduced in the
-    low dtype, as DistributedDataParallel does at these levels. At the others nothing is cast by FSDP.
+    At O2 and O5 the float32 shards are the masters. Parameters are gathered, used and reduced in the low dtype, as
+    DistributedDataParallel does at these levels. At the other levels FSDP casts nothing.
 
     Args:
         opt_level: a level of the shipped presets.
-        module: what is sharded: a batch normalization layer stays in float32 where the level keeps them so, and so has
-            to be sharded by itself. None: any other module.
-        reduce_dtype: in which gradients are summed over the ranks; None: in the low dtype. float32 costs twice the
-            traffic, and rounds sums less.
+        module: the module that is sharded. Shard batch normalization layers separately, to keep them in float32.
+            None: any other module.
+        reduce_dtype: the dtype in which gradients are summed over the ranks. None: the low dtype. float32 is more exact
+            and doubles the traffic.
 
-    Raises PolicyError for a level that there is not, and ArgumentTypeError for what is no module or dtype.
+    Raises PolicyError for an unknown level, and ArgumentTypeError for something that is not a module or a dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
-        raise ArgumentTypeError(f"reduce_dtype={reduce_dtype!r} is no torch.dtype: pass torch.float32, or leave it out")
+        raise ArgumentTypeError(
+            f"reduce_dtype={reduce_dtype!r} is not a torch.dtype: pass torch.float32, or leave it out"
+        )
     if module is not None and not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(
             f"module must be the torch.nn.Module that is sharded, not {type(module).__name__}: pass it, or leave it out"

@@ -79,9 +79,9 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
     told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
     if has_low_products(device_type, dtype):
         return told
-    cost = "a step takes 1.1 to 1.5 times as long as in float32: " if device_type == "cpu" else ""
+    cost = "a step takes 1.1 to 1.5 times as long as in float32; " if device_type == "cpu" else ""
     fast = get_fast_levels(device_type)
-    return f"this {device_type.upper()} has no fast {name} products: {told}; {cost}for speed here, use {fast}"
+    return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
 
 
 def get_fast_levels(device_type: str) -> str:

@@ -22,6 +22,9 @@ PAGES = {
 }
 """Where a file of the repository is in the documentation."""
 
+BOOST = {"index.md": 0.5, "levels.md": 4, "autocast.md": 2, "nan.md": 2, "changelog.md": 0}
+"""How much more a search weighs what it finds in a page; 0 leaves the page out."""
+
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
 
@@ -37,10 +40,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Have links of a page lead to where their targets are in the documentation, and searches pass the changelog by."""
+    """Have links of a page lead to where their targets are in the documentation, and searches weigh the page."""
     name = page.file.src_uri
-    if name == PAGES["CHANGELOG.md"]:
-        page.meta["search"] = {"exclude": True}
+    boost = BOOST.get(name, 1)
+    page.meta["search"] = {"boost": boost, "exclude": boost == 0}
     folder = posixpath.dirname(_sources.get(name, f"docs/{name}"))
 
     def follow(link: re.Match[str]) -> str:

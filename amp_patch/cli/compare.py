@@ -21,18 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_runs,
         default=None,
         metavar="RUNS",
-        help="levels, with op lists to lay over, and as-is for the script's own (default: O0,O1,O2,O4,O5; of a script"
-        " with torch.autocast as-is,O0,O1,O4)",
+        help="levels, with +LIST for op lists, and as-is for the script unchanged (default: O0,O1,O2,O4,O5; with"
+        " torch.autocast as-is,O0,O1,O4)",
     )
     parser.add_argument(
-        "--reference", type=_run, metavar="RUN", help="what the others are compared with (default: O0, else the first)"
+        "--reference", type=_run, metavar="RUN", help="the run to compare with (default: O0, else the first)"
     )
     parser.add_argument("--steps", type=positive, default=50, help="optimizer steps of a run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="set before the script begins (default: %(default)s)")
-    parser.add_argument("--seeds", type=positive, default=1, help="how many, from --seed on (default: %(default)s)")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
-    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw what was measured (needs matplotlib)")
-    parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records, a line of JSON each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=positive, default=1, help="seeds per run, from --seed on (default: %(default)s)"
+    )
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw a picture (needs matplotlib)")
+    parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records as JSON lines")
     add_script(
         parser,
         usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE]",
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
-        arguments.parser.error("--opt-level has no place here: name levels by --runs")
+        arguments.parser.error("compare takes no --opt-level: name levels with --runs, such as --runs O0,O4")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
     asked = arguments.runs

@@ -12,15 +12,15 @@ from ..errors import SettingsError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the doctor's arguments on `parser`."""
-    parser.add_argument("paths", nargs="*", type=_path, metavar="PATH", help="scripts, notebooks, folders of them")
+    parser.add_argument("paths", nargs="*", type=_path, metavar="PATH", help="scripts, notebooks, or folders with them")
     for option, summary in (("--select", "follow these rules only"), ("--ignore", "leave these rules out")):
-        about = f"{summary}: codes or their beginnings, with commas"
+        about = f"{summary}: codes or prefixes, separated by commas"
         parser.add_argument(option, type=_codes, action="extend", default=[], metavar="CODES", help=about)
     parser.add_argument("--output-format", choices=("text", "json"), default="text")
-    parser.add_argument("--notes", action="store_true", help="show notes, too, which are counted otherwise")
-    parser.add_argument("--no-advice", action="store_true", help="no word on the level to use here (imports torch)")
-    parser.add_argument("--explain", metavar="CODE", help="say what a rule is for, with examples, and leave")
-    parser.add_argument("--list", action="store_true", help="list the rules by code and leave")
+    parser.add_argument("--notes", action="store_true", help="print notes instead of only counting them")
+    parser.add_argument("--no-advice", action="store_true", help="do not advise on a level (which imports torch)")
+    parser.add_argument("--explain", metavar="CODE", help="explain a rule with examples, and exit")
+    parser.add_argument("--list", action="store_true", help="list all rules, and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,9 +59,7 @@ def _codes(text: str) -> list[str]:
     """Codes, or their beginnings, with commas between them."""
     codes = [code.strip() for code in text.split(",") if code.strip()]
     if not codes:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} names no rule: write codes or their beginnings, such as AMP3,AMP501"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} names no rule: write codes or prefixes, such as AMP3,AMP501")
     return codes
 
 

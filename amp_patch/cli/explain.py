@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"
     )
     parser.add_argument(
-        "--by", choices=("module", "op", "entry"), default="module", help="a row for each (default: %(default)s)"
+        "--by", choices=("module", "op", "entry"), default="module", help="what a row is (default: %(default)s)"
     )
-    parser.add_argument("--all", action="store_true", help="every layer by itself, and ops that run as in plain torch")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the records too, a line of JSON each")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report: one page, for any browser")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file that --json wrote")
+    parser.add_argument("--all", action="store_true", help="show each layer, and ops that run as in plain torch")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the records as JSON lines")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file written by --json")
     add_script(parser, usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]")
     parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
 

@@ -14,7 +14,7 @@ SUMMARY = "print every fault of lists as file:line:column: text; exit code 0 if 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
-    help_text = f"{LIST}; faults of files that it extends are printed too"
+    help_text = f"{LIST}; the files it extends are checked too"
     parser.add_argument("lists", nargs="+", metavar="NAME|FILE", help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -51,7 +51,7 @@ def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:
     bases = [path.name for path in report.files[1:]]
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"
-    return f"{name}: no faults; it extends nothing, so it stands alone, or is laid over the lists passed before it"
+    return f"{name}: no faults; it extends no list, so it is used alone or on top of the lists before it"
 
 
 def _as_data(finding: "config.op_lists.Finding") -> dict[str, object]:

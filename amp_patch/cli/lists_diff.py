@@ -12,7 +12,7 @@ SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     for name in ("left", "right"):
-        help_text = f"{LIST}, or several joined by commas, of which later ones win"
+        help_text = f"{LIST}, or several separated by commas; later ones win"
         parser.add_argument(name, metavar="LISTS", help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -8,7 +8,7 @@ from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
 
-SUMMARY = "tell which rule an op follows, why, and what becomes of its arguments"
+SUMMARY = "print the rule of an op, the line that sets it, and what happens to its arguments"
 LOW_NAMES = ("float16", "bfloat16")
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=LOW_NAMES,
-        help="the low dtype (default: the one that a list, or one it extends, is named after)",
+        help="the low dtype (default: that of the lists)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

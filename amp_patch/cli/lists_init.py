@@ -10,7 +10,7 @@ from ..errors import OpListError
 from ..files import write_file
 from .lists_printing import LIST, print_lines
 
-SUMMARY = "write a list file to begin with, which extends another and explains itself, and the schema for an editor"
+SUMMARY = "write a list to start from, with every key explained, and a schema for editors"
 SCHEMA = "lists.schema.json"
 
 _START = """\
@@ -43,8 +43,8 @@ _EXAMPLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write, which ends in .yaml or .yml")
-    told = f"{LIST}, from the folder of the new one (default: float16)"
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write (.yaml or .yml)")
+    told = f"{LIST}, relative to the new file (default: float16)"
     parser.add_argument("--extends", default="float16", metavar="NAME|FILE", help=told)
 
 
@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines([f"{path}: a list that extends {base}"])
         if not beside.exists():
             write_file(beside, (config.shipped.lists_dir() / "schema.json").read_bytes())
-            print_lines([f"{beside}: what editors complete and check it by"])
+            print_lines([f"{beside}: its schema, for editors"])
     except FileExistsError:
-        raise OpListError(f"{path} is there already; give another name, or remove it first") from None
+        raise OpListError(f"{path} exists already; give another name, or remove it first") from None
     except OSError as error:
         raise OpListError(f"{path} cannot be written: {error}") from error
     return 0

@@ -7,13 +7,13 @@ from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
 
-SUMMARY = "print what lists come to: every entry, why it is there and where it stands"
+SUMMARY = "print every entry of the merged lists, with its reason, file and line"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     parser.add_argument("lists", nargs="+", metavar="NAME|FILE", help=f"{LIST}; of several, later ones win")
-    parser.add_argument("--spellings", action="store_true", help="name every attribute of torch that follows an entry")
+    parser.add_argument("--spellings", action="store_true", help="also print every patched name of torch")
     parser.add_argument("--json", action="store_true", help="print JSON, which has all spellings")
 
 

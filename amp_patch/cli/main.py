@@ -37,17 +37,17 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("compare", "Run a script at several levels, and compare losses, time, memory, gradients and layers.", True),
-    Command("doctor", "Read training scripts, without running them, for what goes wrong, and look the machine over."),
-    Command("explain", "Run a script for a step, and say which op ran in which precision, and why.", True),
+    Command("doctor", "Check training scripts without running them, and report what this machine computes in 16 bits."),
+    Command("explain", "Run a script for a step, and print which op ran in which precision, and why.", True),
     Command("lists", "Show, check, compare and explain op lists."),
-    Command("run", "Run a script with torch.autocast, or written for NVIDIA Apex, at another level or with op lists."),
-    Command("trace", "Run a script until a value does not fit, and say which op made it, why, and what to try.", True),
+    Command("run", "Run an Apex script unmodified, or any amp script at another level or with other lists."),
+    Command("trace", "Run a script until a value is inf or NaN, and say which op made it, why, and what to try.", True),
     Command("tune", "Find the fewest modules or ops of a script that must stay in float32.", True),
 )
 
 
 REST_HINT = "; arguments of the script go after --, as in: train.py -- --epochs 3"
-EPILOG = """amp-patch COMMAND --help tells more of one.
+EPILOG = """amp-patch COMMAND --help describes a command.
 
 Completion in a shell: pip install "amp_patch[completion]", then eval "$(register-python-argcomplete amp-patch)"
 """
@@ -62,7 +62,7 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
     """
     parser = Parser(
         prog="amp-patch",
-        description="Apex-style mixed precision by reversible patches.",
+        description="Find out why mixed precision breaks a PyTorch training, and run Apex scripts.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--everywhere",
         action="store_true",
-        help="run a script that has no amp in one region of torch.autocast, in bfloat16",
+        help="run a script without mixed precision in one bfloat16 region of torch.autocast",
     )
     parser.add_argument(
         "--malloc",
         choices=["keep"],
-        help="keep: have the GNU C library keep freed memory for the next tensor instead of giving it back to the"
-        " system, which shortens small steps on a CPU, with amp and without",
+        help="keep: the GNU C library keeps freed memory instead of returning it to the system, which shortens small"
+        " steps on a CPU, with amp and without",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
     """Declare what is laid over a script. Without `has_level`, no help tells of --opt-level, which is to be refused."""
     text = (
-        "the level to use, whatever the script says: O0 to O5; O0, O1 or O4 for torch.autocast"
+        "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
         if has_level
         else argparse.SUPPRESS
     )
@@ -67,12 +67,11 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
         default=[],
         metavar="LIST",
         help=(
-            "an op list (a shipped name or a .yaml file) to lay over the script's, over what torch.autocast does in"
-            " its regions, or over the list apex for a script of Apex; O2, O3 and O5 take its module rules alone; may"
-            " be repeated, and later ones win"
+            "an op list (a shipped name or a .yaml file) that changes the lists of the script, of torch.autocast or of"
+            " Apex; may be repeated, later ones win; O2, O3 and O5 use only its modules"
         ),
     )
-    parser.add_argument("--force", action="store_true", help="take the stand-in even where an installed apex has amp")
+    parser.add_argument("--force", action="store_true", help="use the stand-in even if an installed apex has amp")
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
@@ -81,8 +80,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         _check_everywhere(arguments)
     line, environment = prepare(arguments)
     check_lists(arguments.parser, "--lists", *arguments.lists)
-    if has_lists_behind(arguments.module or arguments.script):
-        note = "--lists behind the script is the script's; to lay a list over, write: amp-patch run --lists LIST SCRIPT"
+    for option in find_options_behind(arguments.module or arguments.script):
+        note = f"{option} behind the script went to the script; for amp-patch, write it before the script"
         print(f"{arguments.parser.prog}: note: {note}", file=sys.stderr)
     if arguments.malloc is not None and not keeps_on_request():
         print(f"{arguments.parser.prog}: note: --malloc is for the GNU C library: no effect here", file=sys.stderr)
@@ -109,9 +108,21 @@ def keeps_on_request() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
 
-def has_lists_behind(command: list[str]) -> bool:
-    """Tell whether a script gets a `--lists`, which other commands take there; a `--` in front means it to."""
-    return command[:1] != ["--"] and any(one.partition("=")[0] == "--lists" for one in command[1:])
+def find_options_behind(command: list[str]) -> list[str]:
+    """Return which of our options a script gets that other commands take there; a `--` in front means it to.
+
+    Scripts of Apex have an `--opt-level` of their own, and name it or read sys.argv.
+    """
+    if command[:1] == ["--"]:
+        return []
+    given = {one.partition("=")[0] for one in command[1:]}
+    found = ["--lists"] if "--lists" in given else []
+    script = Path(command[0]) if command else Path()
+    if "--opt-level" in given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        if not any(word in source for word in ("opt-level", "argv")):
+            found.append("--opt-level")
+    return found
 
 
 def prepare(

@@ -40,23 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=steps,
         metavar="A:B",
-        help="optimizer steps to look at, from 0 (default: all, to the first fault)",
+        help="optimizer steps to check, from 0 (default: all, up to the first fault)",
     )
     parser.add_argument(
         "--underflow",
         type=_share,
         metavar="SHARE",
-        help="the share of an op's values that may be zero in 16 bits alone, such as 5%%; more is a fault",
+        help="report ops where more than this share of the values, such as 5%%, is zero only in 16 bits",
     )
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="OP", help="an op whose values may be what they are"
-    )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write what was found too, a line of JSON each")
+    parser.add_argument("--ignore", action="append", default=[], metavar="OP", help="accept every value of this op")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the faults as JSON lines")
     parser.add_argument(
         "--fix",
         type=new_file,
         metavar="FILE",
-        help="write a list of what is to run in float32, and run the script with it again, to say whether it is enough",
+        help="write a list that repairs the fault, run the script with it, and say whether it is enough",
     )
     add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]")
 
@@ -181,8 +179,14 @@ def _has_fault(recording: "Recording") -> bool:
 
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
+    from ..insight import FaultRecord
+
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
+    skipped = sum(len(one.of(FaultRecord)) for one in found.recordings[:1])  # while the scale came down
+    if 0 < steps_taken <= skipped and not found.code:
+        print("every step was skipped, so none was checked to its end: run more steps")
+        return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
         print(f"every value fits, in {count_of(steps_taken, 'step')}", flush=True)
         if not found.is_interrupted:

@@ -16,24 +16,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_tolerance,
         default=0.1,
         metavar="T",
-        help="largest relative error of the gradient of each parameter (default: %(default)s); of a loss, a fifth",
+        help="largest relative error of each parameter's gradient (default: %(default)s); a fifth of it for the loss",
     )
     parser.add_argument(
         "--units",
         choices=("modules", "ops", "both"),
         default="modules",
-        help="what to keep in float32; both: modules, and ops where there is none (default: %(default)s)",
+        help="what to keep in float32; both: modules, and ops outside of modules (default: %(default)s)",
     )
-    parser.add_argument(
-        "--extends", type=oplist, metavar="LIST", help="the list to tune (default: those of the script)"
-    )
+    parser.add_argument("--extends", type=oplist, metavar="LIST", help="the list to start from (default: the script's)")
     parser.add_argument("--out", type=new_file, metavar="FILE", help="write the list (default: print it)")
     parser.add_argument(
         "--steps", type=positive, default=2, metavar="N", help="optimizer steps to compare (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of each run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of each run (default: %(default)s)")
     parser.add_argument(
-        "--max-runs", type=_runs, default=40, metavar="N", help="of the script, at most (default: %(default)s)"
+        "--max-runs",
+        type=_runs,
+        default=40,
+        metavar="N",
+        help="limit on runs of the script (default: %(default)s)",
     )
     add_script(
         parser,

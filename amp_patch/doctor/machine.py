@@ -126,9 +126,9 @@ def recommend(device: Device) -> str:
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
-            return "use O4 or O5: this CPU has bfloat16 products; float16 levels are for trying out what a GPU will run"
+            return "use O4 or O5: this CPU has bfloat16 products. The float16 levels are for testing GPU code"
         reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
-        return f"keep O0 here: {reason}. Other levels are for trying out what a GPU will run"
+        return f"keep O0 here: {reason}. Other levels are for testing GPU code"
     if verdicts["bfloat16"] == "fast":
         return f"use O4 or O5: {device.name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
     if verdicts["float16"] == "fast":
@@ -146,8 +146,8 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""
     return (
-        "glibc gives freed memory back to the system and asks for it again: `amp-patch run --malloc keep` spares that,"
-        " a tenth to a third of a small step, with amp and without"
+        "glibc returns freed memory to the system; `amp-patch run --malloc keep` avoids that, and saves a tenth to a"
+        " third of a small step, with amp and without"
     )
 
 

@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "trace train.py --opt-level O9": ("amp-patch trace", f"argument --opt-level: 'O9' is not an opt_level ({LEVELS})."),
     "run --opt-level o1 train.py": ("amp-patch run", "Did you mean 'O1'? The first character is the letter O."),
     "compare train.py --runs O1,o2": ("amp-patch compare", "argument --runs: 'o2' is not an opt_level"),
-    "compare train.py --opt-level O1": ("amp-patch compare", "name levels by --runs"),
+    "compare train.py --opt-level O1": ("amp-patch compare", "name levels with --runs"),
     # op lists
     "trace train.py --lists flaot16": ("amp-patch trace", f"({LISTS}), and a path ends in .yaml or .yml."),
     "tune train.py --extends mien.yaml": ("amp-patch tune", "no such file. Did you mean 'mine.yaml'?"),

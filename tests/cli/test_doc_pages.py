@@ -14,7 +14,7 @@ from amp_patch.cli.main import main
 pytestmark = pytest.mark.xdist_group("scripts")
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("apex.md", "levels.md", "lists.md", "nan.md")
+PAGES = ("apex.md", "insight.md", "levels.md", "lists.md", "nan.md")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?:e[+-]?\d+)?%?|\d{4}-\d\d-\d\d")
 NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")

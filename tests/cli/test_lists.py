@@ -219,7 +219,7 @@ def test_check_names_a_list_without_faults_and_what_it_extends(write: Write, lis
     write("blacklist: [exp]", "base.yaml")
     _, printed, _ = lists("check", write("extends: base.yaml"), "base.yaml")
     assert printed.splitlines()[0] == "mine.yaml: no faults; it extends base.yaml"
-    assert "base.yaml: no faults; it extends nothing" in printed
+    assert "base.yaml: no faults; it extends no list" in printed
 
 
 def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog: pytest.LogCaptureFixture) -> None:
@@ -440,7 +440,7 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, 
 
 def test_init_refuses_and_writes_nothing(write: Write, lists: Amp, tmp_path: Path) -> None:
     for arguments, told in [
-        ("mine.yaml", "mine.yaml is there already; give another name, or remove it first"),
+        ("mine.yaml", "mine.yaml exists already; give another name, or remove it first"),
         ("mine.txt", "'mine.txt' does not end in .yaml or .yml; give a name that does"),
         ("new.yaml --extends bfloat61", "Did you mean 'bfloat16'?"),
         ("new.yaml --extends mine.yaml", "mine.yaml:1:13: torch"),

@@ -66,6 +66,7 @@ def test_a_window_without_the_fault(call):
 def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
     code, out, _ = call(script("amp_patch", bad=None, scale={"init": 2.0**24}))
     assert code == 0 and "no fault: 4 steps skipped as the dynamic loss scale came down from 2**24" in out
+    assert "run more steps" in out and "every value fits" not in out
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,19 @@
 """The report in a real browser: Debian's chromium and chromium-driver, without a window."""
 
-import shutil
-
 import pytest
+from browsing import needs_a_browser, open_browser, show
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import exponents
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-
-BROWSERS = [shutil.which(name) for name in ("chromium", "chromedriver")]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(None in BROWSERS, reason="needs chromium and chromium-driver (apt)"),
-]
+pytestmark = needs_a_browser
 LAYERS = tuple(f"blocks.{number}.{part}" for number in range(4) for part in ("norm", "attention", "up")) + (HOSTILE,)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSERS[0]
-    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(BROWSERS[1]))
-    yield started
-    started.quit()
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +31,6 @@ def page(browser, written):
     browser.get(written[0].as_uri())
     yield browser
     assert browser.get_log("browser") == []
-
-
-def show(browser, width, *, dark=False):
-    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 
 def read_column(page, table, column):

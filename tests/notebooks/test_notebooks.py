@@ -88,7 +88,7 @@ def cells(kernel):
 
 def test_a_cell_that_is_run_again_says_so_and_training_goes_on(cells):
     cells(MODEL)
-    assert "opt_level                  : O1\n" in cells(INITIALIZE)
+    assert "opt_level O1, " in cells(INITIALIZE)
     cells(STEP)
     assert cells(INITIALIZE) == "amp_patch: opt_level O1 as before, for Sequential\n"
     cells(STEP)
@@ -180,8 +180,8 @@ def test_lines_come_once_under_logging_as_a_notebook_sets_it_up(cells):
     cells("import logging; logging.basicConfig(force=True)")
     try:
         printed = cells(MODEL + INITIALIZE)
-        assert len(re.findall("opt_level +: O1", printed)) == 1
+        assert len(re.findall("opt_level O1", printed)) == 1
     finally:
         cells("logging.basicConfig(force=True, handlers=[logging.NullHandler()])")
     cells("amp.reset()")
-    assert len(re.findall("opt_level +: O1", cells(INITIALIZE))) == 1
+    assert len(re.findall("opt_level O1", cells(INITIALIZE))) == 1

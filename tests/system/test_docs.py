@@ -78,7 +78,7 @@ def test_python_blocks_run_without_a_warning(code, page):
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", ["api.md", "api-insight.md"])
+@pytest.mark.parametrize("page", ["api.md", "insight.md"])
 def test_examples_of_the_reference_give_what_they_show(page):
     test = doctest.DocTestParser().get_doctest(PAGES[page], {"__name__": "__main__"}, page, page, 0)
     said = []
@@ -88,7 +88,7 @@ def test_examples_of_the_reference_give_what_they_show(page):
 
 
 def test_the_reference_has_every_public_name():
-    described = set(re.findall(r"^::: amp_patch\.(\S+)", PAGES["api.md"] + PAGES["api-insight.md"], re.MULTILINE))
+    described = set(re.findall(r"^::: amp_patch\.(\S+)", PAGES["api.md"] + PAGES["insight.md"], re.MULTILINE))
     public = {name for name in amp.__all__ if not name.endswith("Error")} - {"amp"}
     modules = {"comparing", "remedies", "report", "runs"}  # what the commands need
     assert described == public | {"errors"} | {f"insight.{name}" for name in insight.__all__ if name not in modules}

@@ -123,6 +123,12 @@ def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert any(line.startswith("argcomplete") and re.search(r"extra == .completion.", line) for line in requirements)
 
 
+def test_the_description_has_no_link_that_leads_nowhere(metadata: email.message.Message) -> None:
+    text = metadata.get_payload()
+    assert "I already use torch.autocast" in text and "docs/autocast.md" in text
+    assert re.findall(r"\]\((?!https?:)", text) == []
+
+
 def test_the_version_is_the_same_everywhere(metadata: email.message.Message) -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     released = re.search(r"^## (\d\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -58,18 +58,13 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         f", ± standard deviation over {len(about.seeds)} seeds" if len(about.seeds) > 1 else ""
     )
     if comparison.noise is not None:
-        yield f"noise: {comparison.noise:.1e}, the difference that weights off by one unit in the last place make"
+        yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
-        yield "noise: not known, weights off by one unit in the last place made no difference"
+        yield "noise: not known, moving the weights by one unit in the last place made no difference"
     if comparison.are_seeds_equal:
         yield "all seeds gave the same losses: the training sets a seed of its own"
-    yield (
-        "zero: gradients of the weights that are not zero in the reference, and would be in the low dtype, in the first"
-        " step, unscaled and at the scale"
-    )
-    yield (
-        "worst layer: whose output is off by more than its input, in the first step from equal weights, and by how much"
-    )
+    yield ("zero: gradients in the first step that become zero in the low dtype, without and with the loss scale")
+    yield ("worst layer: the layer that adds the most error in the first step from equal weights, and how much")
     for row in rows:
         yield from _of(row, about.steps)
 
