@@ -50,12 +50,14 @@ def get_unsharded_gradients(module: Any) -> list[Tensor]:
     """Return the whole gradients that a module of `fully_shard` holds of passes which were not reduced. Without it:
     sums over passes of different loss scales are wrong.
     """
-    found = []
+    found: dict[int, Tensor] = {}  # by identity: from torch 2.15 on, both places name the same gradient
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
-    return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
+            for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                if gradient is not None:
+                    found[id(gradient)] = gradient
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in found.values()]
 
 
 # The helpers of torch.distributed.checkpoint that name the parameters of an optimizer after the model's. Without them:

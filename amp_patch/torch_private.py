@@ -1,7 +1,7 @@
 """Every name of torch that is not public, and with `torch_distributed` the only place that takes one from torch.
 
-Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0 and
-2.14.1. A missing name fails the import of this module. The comment says so where either is otherwise.
+Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0,
+2.14.1 and 2.15.0. A missing name fails the import of this module. The comment says so where either is otherwise.
 
 The one exception is `Tensor._version`, which hot paths read in place (see `READ_IN_PLACE`).
 """

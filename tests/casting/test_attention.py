@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch_state import VERSION
 
 import amp_patch as amp
 from amp_patch import hardware
 
 LOW = torch.bfloat16
 LONGEST = 8 * 8
+saves_16_bits = pytest.mark.skipif(
+    VERSION < (2, 7), reason="torch 2.6 does not tell whether saved tensors have hooks: products save float32 there"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +134,7 @@ def saved_bytes(given: list[Tensor]) -> int:
     )
 
 
+@saves_16_bits
 @pytest.mark.parametrize("is_packed", [False, True], ids=["apart", "packed"])
 def test_no_more_is_saved_for_backward(is_packed: bool) -> None:
     given = operands()
@@ -141,6 +146,7 @@ def test_no_more_is_saved_for_backward(is_packed: bool) -> None:
     assert saved_bytes(given) <= native
 
 
+@saves_16_bits
 def test_a_result_that_is_edited_in_place_is_noticed_in_backward() -> None:
     start("O5")
     result = scaled_dot_product_attention(*[one.requires_grad_() for one in operands()])

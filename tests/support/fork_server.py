@@ -142,7 +142,8 @@ def run_command(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     exec(sys.argv[1], {})
-    gc.freeze()  # else the end of each fork walks, and so copies, all that was imported
+    if "triton" not in sys.modules:  # which says at the end, since 3.9, what of it was never freed
+        gc.freeze()  # else the end of each fork walks, and so copies, all that was imported
     asked = serve()
     if asked is not None:
         become(asked)

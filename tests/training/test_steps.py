@@ -381,7 +381,13 @@ def count_calls(level, layers):
 
 
 @pytest.mark.parametrize(
-    ("level", "most"), [("O1", (20, 25, 40)), ("O2", (25, 45, 55)), ("O4", (10, 8, 30)), ("O5", (15, 25, 40))]
+    ("level", "most"),
+    [
+        ("O1", (20, 25, 40 if VERSION >= (2, 7) else 42)),  # torch 2.6: two show Dynamo what a region does
+        ("O2", (25, 45, 55)),
+        ("O4", (10, 8, 30)),
+        ("O5", (15, 25, 40)),
+    ],
 )
 def test_a_block_and_a_step_enter_few_functions_however_many_parameters_there_are(level, most):
     counts = count_calls(level, 2)
