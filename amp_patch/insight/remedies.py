@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
 _CASTS = ("_to_copy", "copy_")
+_EVERY_MODULE = 'match: "**"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,10 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
         else:
             sites.append(item.site)
     kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
-    regions = [*(f"match: {json.dumps(name)}" for name in fold(names, kinds)), *regions]
+    if _EVERY_MODULE in regions:
+        regions = [_EVERY_MODULE]
+    else:
+        regions = [*(f"match: {json.dumps(name)}" for name in fold(names, kinds)), *regions]
     sites = [site for site in sites if not (regions and site in covered)]
     listed = [item.listed for item in given if item.rule in ("whitelist", "promote")]
     is_enough = has_lists and regions and len(listed) == len(given)
@@ -189,7 +193,7 @@ def _choose_root(model: "nn.Module", models: "Sequence[nn.Module]") -> str:
     kind = type(model)
     is_alone = len(models) == 1
     if is_alone or "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
-        return 'match: "**"' if is_alone else 'match: "re:^$"'
+        return _EVERY_MODULE if is_alone else 'match: "re:^$"'
     return f"type: {kind.__module__}.{kind.__qualname__}"
 
 
