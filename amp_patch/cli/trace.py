@@ -153,6 +153,8 @@ def _format_list(remedy: "remedies.Remedy") -> str:
 def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
     code = _tell_of_none(found, first, prog)
+    if _are_all_skipped(found, first):
+        return FAULT
     if code == 0:
         print(
             f"{path.name} is enough for these: use it by amp-patch run --lists, or as lists=... of amp.initialize",
@@ -179,12 +181,9 @@ def _has_fault(recording: "Recording") -> bool:
 
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
-    from ..insight import FaultRecord
-
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
-    skipped = sum(len(one.of(FaultRecord)) for one in found.recordings[:1])  # while the scale came down
-    if 0 < steps_taken <= skipped and not found.code:
+    if _are_all_skipped(found, first):
         print("every step was skipped, so none was checked to its end: run more steps")
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
@@ -204,6 +203,14 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
         problem = f"{ended} after {count_of(steps_taken, 'step')}, in which every value fits"
     print_error(prog, "failed", problem)
     return TROUBLE
+
+
+def _are_all_skipped(found: Watched, first: int) -> bool:
+    """Tell whether the script ended well, and each of its steps was skipped as a dynamic loss scale came down."""
+    from ..insight import FaultRecord
+
+    skipped = sum(len(one.of(FaultRecord)) for one in found.recordings[:1])
+    return 0 < max(found.steps, default=0) - first <= skipped and not found.code
 
 
 def _share(text: str) -> float:
