@@ -171,6 +171,7 @@ def run_interrupts(count: int, growth: Growth) -> None:
                 _train_and_reset(level)
         except KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        torch.set_grad_enabled(True)  # torch leaves it off if Ctrl-C comes as the step of an optimizer restores it
         amp.reset()
         if changes := find_changes():
             raise RuntimeError(f"interrupt {number}: {changes}")
