@@ -2,6 +2,7 @@
 
 from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
+from . import unscaling as unscaling
 from .decisions import Decisions as Decisions
 from .fused_skip import MasterHook as MasterHook
 from .fused_skip import StepHook as StepHook
@@ -11,6 +12,5 @@ from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
 from .optimizer import OptimizerBinding as OptimizerBinding
-from .reduction import LocalGradients as LocalGradients
 from .scale_loss import LossBlock as LossBlock
 from .scale_loss import UnscaledBlock as UnscaledBlock
