@@ -82,6 +82,23 @@ def encoder_with_two_heads(net, initialize, backward):
         both.zero_grad()
 
 
+def a_parameter_put_into_a_second_group_by_hand(net, initialize, backward):
+    first = torch.optim.SGD(net[0].parameters(), lr=0.25)
+    other = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(other.weight, 0.5)
+    second = torch.optim.SGD(other.parameters(), lr=0.25)
+    initialize([net, other], [first, second])
+    for optimizer in (first, second):
+        optimizer.param_groups[0]["params"] += net[2].parameters()
+    for _ in range(2):
+        hidden = net[0](X)
+        backward(net[2](hidden).float().mean() + other(hidden).float().mean(), [first, second])
+        first.step()
+        second.step()
+        net.zero_grad()
+        other.zero_grad()
+
+
 def optimizers_joined_by_a_third(net, initialize, backward):
     first = torch.optim.SGD(net[0].parameters(), lr=0.5)
     second = torch.optim.SGD(net[2].parameters(), lr=0.5)
@@ -124,6 +141,7 @@ def an_optimizer_deleted_between_delayed_passes(net, initialize, backward):
 SCRIPTS = [
     second_optimizer_of_a_later_stage,
     encoder_with_two_heads,
+    a_parameter_put_into_a_second_group_by_hand,
     optimizers_joined_by_a_third,
     a_group_added_between_delayed_passes,
 ]
