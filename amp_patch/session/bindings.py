@@ -210,8 +210,7 @@ class Bindings:
             self._optimizers.remove(binding)
             self._tell_ledgers()
         if self._cache is not None:
-            still_owned = {id(parameter) for other in self._optimizers for parameter in other.groups.parameters()}
-            self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
+            self._cache.keep_only(one for other in self._optimizers for one in other.groups.parameters())
 
     # ---- about all of them -------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ class Ledger:
     Attributes:
         flags: for each scaler of a pass since the last step or zeroing its found_inf: whether one of its losses
             overflowed, 0-dim float32, 0.0 or 1.0.
-        zeroed: scalers of passes since the last step whose gradients were zeroed, or were judged by nobody.
+        unchecked: scalers of passes since the last step whose gradients were zeroed, or judged by nobody: the step
+            looks at what is there by then.
         overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
         unjudged: whether a pass that the optimizer was not passed with has left inf or NaN in gradients of its masters:
             0-dim float32; None: there was none. It counts for the next pass that the optimizer is passed with.
@@ -32,7 +33,7 @@ class Ledger:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.flags: dict[LossScaler, Tensor] = {}
-        self.zeroed: dict[LossScaler, None] = {}
+        self.unchecked: dict[LossScaler, None] = {}
         self.overflow: Tensor | None = None
         self.unjudged: Tensor | None = None
         self.partners: list[Ledger] = []
@@ -53,12 +54,12 @@ class Ledger:
         """Have the next step look at what is there by then, if one of these scalers may skip it."""
         for scaler in scalers:
             if scaler.is_dynamic:
-                self.zeroed[scaler] = None
+                self.unchecked[scaler] = None
 
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""
         self.flags = {}
-        self.zeroed = {}
+        self.unchecked = {}
         self.overflow = None
         self.unjudged = None
         self.awaits_step = False
@@ -72,7 +73,7 @@ class Ledger:
 
         A sum that is put together of several backward passes by hand (PCGrad) may hold an overflow of any of them.
         """
-        found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.zeroed)).scale.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.unchecked)).scale.device)
         no_scale = torch.ones_like(found_inf)
         gradients: list[Tensor] = []
         for holder in self.groups.parameters():
@@ -80,7 +81,7 @@ class Ledger:
                 gradients.append(holder.grad)
         unscale_(gradients, no_scale, found_inf)
         flags = dict(self.flags)
-        for scaler in self.zeroed:
+        for scaler in self.unchecked:
             flags[scaler] = either(flags.get(scaler), found_inf)
         return flags
 

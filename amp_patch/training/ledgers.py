@@ -225,9 +225,9 @@ class Ledgers:
         if self._waiting:
             self._finish_waiting(ledger)
         scalers = list(ledger.flags)
-        zeroed = ledger.zeroed
+        unchecked = ledger.unchecked
         ledger.end_window()
-        ledger.zeroed = zeroed
+        ledger.unchecked = unchecked
         ledger.look_again(scalers)
         self.decisions.judge_outside_of_steps(scalers)
 

@@ -6,6 +6,7 @@ Nothing is patched in the training loop: a skip is a flag that `step` reads.
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +21,6 @@ from ..events import tell, watchers
 from ..interrupts import UndoStack
 from ..reporting import warn
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
-from .attributes import Attributes
 from .fused_skip import DeviceSkip, PushHook, evaluates_closure_first, skip_by
 from .groups import Groups
 from .ledger import Ledger
@@ -48,7 +48,6 @@ class OptimizerBinding:
         groups: what it steps on.
         ledger: what is known of its gradients.
         steps: what became of its steps.
-        cached: every parameter whose cached copy this optimizer keeps alive.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class OptimizerBinding:
         self.reference = weakref.ref(optimizer)
         self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=on_new_parameters)
         self.ledger = Ledger(self.groups)
-        self.cached: list[Tensor] = []
         self._masters = masters
         self._use_masters = use_masters
         self._switch = switch
@@ -78,7 +76,6 @@ class OptimizerBinding:
         self._on_new_parameters = on_new_parameters
         self._device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
         self._undo = UndoStack()
-        self._attributes = Attributes(self, self._undo)
         self._is_bound = False  # else the methods are the optimizer's own
         self._is_stepping = False
         self._is_pushed = False  # by a hook of the step under way
@@ -107,12 +104,12 @@ class OptimizerBinding:
             self._device_skip = DeviceSkip(optimizer, optimizer.step)
         replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
         for name, method in replaced.items():
-            self._attributes.replace(optimizer, name, method)
+            self._replace(optimizer, name, method)
         for inner in inner_optimizers:
             self.groups.adopt_inner(inner)
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
-            self._attributes.replace(inner, "step", self._step)
+            self._replace(inner, "step", self._step)
         if self._use_masters:
             hook = PushHook(self._push_in_step)
             self._undo.callback(_remove_step_hook, self.reference, hook)
@@ -122,11 +119,25 @@ class OptimizerBinding:
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until the binding is undone.
+        """Set an attribute of the optimizer, until the binding is undone; one that its class computes hides it.
 
         A later value takes the place of an earlier one.
         """
-        self._attributes.attach(self.optimizer, name, value)
+        self._undo.callback(_delete, self.reference, name)
+        vars(self.optimizer)[name] = value
+
+    def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        """Have `target.name(...)` call `method(original, ...)`, until the binding is undone."""
+        original = getattr(target, name)
+        had_own = name in vars(target)
+
+        @functools.wraps(original)
+        def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
+        vars(replacement)["_amp_stash"] = self  # by which it is known again, also without what holds the target
+        self._undo.callback(_restore, weakref.ref(target), self, name, had_own)
+        setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
@@ -139,7 +150,6 @@ class OptimizerBinding:
         """Put masters into a group, and cache the others: the other parameters."""
         self.groups.place(optimizer, group, float32_data)
         if self._cache is not None:
-            self.cached.extend(group["params"])
             self._cache.own(group["params"])
 
     @contextlib.contextmanager
@@ -234,7 +244,7 @@ class OptimizerBinding:
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
         found_inf = self.ledger.flags
-        if self.ledger.zeroed:
+        if self.ledger.unchecked:
             found_inf = self.ledger.find_again()
         found_inf = self._decisions.judge(found_inf)
         outcome = flag = result = None
@@ -387,6 +397,26 @@ def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _ids_of(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _delete(reference: "weakref.ref[Any]", name: str) -> None:
+    target = reference()
+    if target is not None:
+        vars(target).pop(name, None)
+
+
+def _restore(reference: "weakref.ref[Any]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
+    """Take a method off, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight
+    through.
+    """
+    target = reference()
+    current = None if target is None else vars(target).get(name)
+    if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
+        return
+    if had_own:
+        setattr(target, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
+    else:
+        delattr(target, name)
 
 
 def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:
