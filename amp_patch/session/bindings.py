@@ -102,13 +102,13 @@ class Bindings:
         added = [self._make_binding(optimizer) for optimizer in optimizers]
         self._optimizers = [*self._optimizers, *added]
         self._tell_ledgers()
-        for stepper, optimizer in zip(added, optimizers, strict=True):
-            stepper.bind(float32_data)
-            self._watch(stepper, optimizer, self.forget_optimizer, weakref.ref(stepper))
+        for bound, optimizer in zip(added, optimizers, strict=True):
+            bound.bind(float32_data)
+            self._watch(bound, optimizer, self.forget_optimizer, weakref.ref(bound))
         self.masters.return_gradients()
-        for stepper in added:
-            if not stepper.groups.is_empty():
-                stepper.ledger.look_again(self.ledgers.decisions.scalers)
+        for bound in added:
+            if not bound.groups.is_empty():
+                bound.ledger.look_again(self.ledgers.decisions.scalers)
 
     def _make_binding(self, optimizer: Optimizer) -> OptimizerBinding:
         return OptimizerBinding(
@@ -181,15 +181,15 @@ class Bindings:
 
     def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
         models, optimizers = list(models), list(optimizers)
-        for stepper in reversed(optimizers):
-            stepper.undo()
+        for bound in reversed(optimizers):
+            bound.undo()
         for binding in reversed(models):
             binding.undo()
         for one in (*models, *optimizers):
             finalizer = self._finalizers.pop(one, None)
             if finalizer is not None:
                 finalizer.detach()
-        self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
+        self._optimizers = [binding for binding in self._optimizers if binding not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
         self._tell_ledgers()
 
