@@ -316,17 +316,24 @@ class Ledgers:
         if scale is None:
             self._fold_all_unscaled()
             return found
+        looked_at = seen - self.local.ids
         for ledger in self.all:
             if ledger not in found:
-                self._fold_unjudged(ledger, scale)
+                self._fold_unjudged(ledger, scale, looked_at)
         others = _take(self._all_parameters(), seen)
         if others:
             unscale_(others, scale, None)
         return found
 
-    def _fold_unjudged(self, ledger: Ledger, scale: Tensor) -> None:
-        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters."""
-        _, pairs = ledger.groups.read()
+    def _fold_unjudged(self, ledger: Ledger, scale: Tensor, looked_at: set[int]) -> None:
+        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters.
+
+        Its step looks at what is there if somebody has put parameters of another one into its groups since it was
+        bound: those that were looked at, by id.
+        """
+        plain, pairs = ledger.groups.read()
+        if not looked_at.isdisjoint(map(id, plain)):
+            ledger.look_again(self.decisions.scalers)
         if pairs:
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
             fold_(self._reduced(pairs), scale, found_inf)

@@ -4,6 +4,7 @@ every level what plain torch gives.
 
 import copy
 import gc
+import math
 import threading
 import warnings
 
@@ -222,6 +223,20 @@ def test_parameters_put_into_a_group_by_hand_stand_for_their_masters():
         found.append([master.detach().clone() for master in amp.master_params(optimizer)])
         amp.reset()
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_counts_for_parameters_put_into_a_second_group_by_hand(level):
+    net, other = make_net(), nn.Linear(2, 2)
+    first = torch.optim.SGD(net.parameters(), lr=0.25)
+    second = torch.optim.SGD(other.parameters(), lr=0.25)
+    amp.initialize([net, other], [first, second], opt_level=level, loss_scale="dynamic", verbosity=0)
+    second.param_groups[0]["params"] = list(net[2].parameters())
+    backward(net(X).float().mean() * math.inf, first)
+    first.step()
+    second.step()
+    assert first.step_was_skipped
+    assert all(torch.isfinite(weight).all() for weight in weights_of(net))
 
 
 def test_the_copy_of_a_model_says_what_a_copied_optimizer_is():
