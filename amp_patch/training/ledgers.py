@@ -334,9 +334,10 @@ class Ledgers:
         plain, pairs = ledger.groups.read()
         if not looked_at.isdisjoint(map(id, plain)):
             ledger.look_again(self.decisions.scalers)
-        if pairs:
+        reduced = self._reduced(pairs)
+        if have_gradients(reduced):
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            fold_(self._reduced(pairs), scale, found_inf)
+            fold_(reduced, scale, found_inf)
             ledger.unjudged = either(ledger.unjudged, found_inf)
 
     def _fold_all_unscaled(self) -> None:
