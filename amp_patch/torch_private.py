@@ -10,6 +10,7 @@ import functools
 import importlib
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -219,6 +220,11 @@ JIT_TRACE = (torch.jit._trace, "_trace_impl")
 # Which backward pass is running, and what its thread calls at its end. Without them: reducing must be asked for.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def is_engine_thread() -> bool:
+    """Tell whether this is a thread of the autograd engine: they run the backward code of a device, and its hooks."""
+    return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 # Whether an instance of torch.autocast enables or disables casts. Without it: O0 does not reach scripts with autocast.

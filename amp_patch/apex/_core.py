@@ -25,11 +25,11 @@ from ..patching import Patch
 from ..session import Session, current, find_lists_to_lay_over
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
-from ..training import LossBlock, loss_scaler
+from ..training import LossBlock, loss_scaler, unscaling
 
 LossScaler = loss_scaler.LossScaler
 parse_loss_scale = presets.parse_loss_scale
-rescale_ = loss_scaler.rescale_
+rescale_ = unscaling.rescale_
 
 
 @functools.cache
@@ -245,7 +245,7 @@ class ManualPass:
 
     def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
         """Divide gradients by `scale` (0-dim float32), and note whether any holds inf or NaN. Waits for nothing."""
-        loss_scaler.unscale_(gradients, scale, self._found_inf)
+        unscaling.unscale_(gradients, scale, self._found_inf)
 
     def has_overflow(self) -> bool:
         """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
@@ -299,7 +299,7 @@ class OptimizerView:
         """Yield each group as pairs: the model's parameter, and the one that the optimizer steps on."""
         optimizer = self._binding.optimizer
         if optimizer is not None:
-            model_parameters = self._binding.model_parameters()
+            model_parameters = iter(self._binding.groups.model_parameters())
             for group in optimizer.param_groups:
                 yield [(next(model_parameters), parameter) for parameter in group["params"]]
 

@@ -136,14 +136,16 @@ class WeightCache:
         for parameter in parameters:
             self.owned[id(parameter)] = parameter
 
-    def disown(self, parameters: Iterable[Tensor]) -> None:
-        """Forget these parameters and free their copies."""
-        for parameter in parameters:
-            self.owned.pop(id(parameter), None)
-            self._drop(id(parameter))
+    def keep_only(self, parameters: Iterable[Tensor]) -> None:
+        """Forget all parameters but these, and free their copies."""
+        kept = {id(parameter) for parameter in parameters}
+        for key in list(self.owned):
+            if key not in kept:
+                self.owned.pop(key, None)
+                self._drop(key)
 
     def disown_all(self) -> None:
-        """Forget every parameter."""
+        """Forget every parameter, and free the copies."""
         self.owned.clear()
         self._entries.clear()
         self.valid.clear()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..casting import Autocast, Mode, OpCasts, RulesAlone
 from ..config import OpLists, Policy, load_oplists, make_policy, shipped
 from ..session import Session, Stats
+from ..training import unscaling
 
 AS_IS, OVERLAY = "as-is", "autocast"
 """The levels that such a session shows: nothing is changed, or lists are laid over those of torch.autocast."""
@@ -128,8 +129,8 @@ class NativeSession(Session):
 
     def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
-        held = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
-        return self.names_of([one for one in held if not bool(one.grad.isfinite().all())])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return self.names_of(unscaling.find_nonfinite(parameters))
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the qualified names of parameters; of others, their shapes in words."""

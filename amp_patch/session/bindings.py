@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Ledgers, LocalGradients, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding
 
 
 class Bindings:
@@ -23,7 +23,6 @@ class Bindings:
         switch: whether the casts of the session act.
         cache: the weight cache, or None.
         decisions: updates the loss scales.
-        local: tells which gradients no pass has reduced yet.
         sharded: modules that `fully_shard` has taken.
     """
 
@@ -34,19 +33,17 @@ class Bindings:
         switch: Switch,
         cache: WeightCache | None,
         decisions: Decisions,
-        local: LocalGradients,
         sharded: Collection[nn.Module],
     ) -> None:
         self._policy = policy
         self._rules = rules
         self._switch = switch
         self._cache = cache
-        self.decisions = decisions
         self.masters = Masters()
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
-        self.ledgers = Ledgers(bool(policy.master_weights), local, decisions, sharded)
+        self.ledgers = Ledgers(bool(policy.master_weights), decisions, sharded)
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -96,33 +93,34 @@ class Bindings:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
-            self._watch(binding, model, self._list_parameters)
+            self._watch(binding, model, self._tell_ledgers)
             unused = {rule: None for rule in unused if rule not in binding.used_rules}
         for rule in unused if models else ():
             place = f"{rule.path}:{rule.line}:{rule.column}"
             warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
         self.ledgers.make_true()  # new optimizers may have parameters of others
-        for optimizer in optimizers:
-            stepper = OptimizerBinding(
-                optimizer,
-                masters=self.masters,
-                use_masters=bool(self._policy.master_weights),
-                switch=self._switch,
-                cache=self._cache,
-                decisions=self.decisions,
-                ledgers=self.ledgers,
-                get_names=self.names_of,
-                on_new_parameters=self._find_partners,
-            )
-            self._optimizers.append(stepper)
-            self._list_ledgers()
-            stepper.bind(float32_data)
-            self._watch(stepper, optimizer, self.forget_optimizer, weakref.ref(stepper))
+        added = [self._make_binding(optimizer) for optimizer in optimizers]
+        self._optimizers = [*self._optimizers, *added]
+        self._tell_ledgers()
+        for bound, optimizer in zip(added, optimizers, strict=True):
+            bound.bind(float32_data)
+            self._watch(bound, optimizer, self.forget_optimizer, weakref.ref(bound))
         self.masters.return_gradients()
-        for added in self._optimizers[-len(optimizers) :] if optimizers else ():
-            if not added.ledger.is_empty():
-                added.ledger.look_again(self.decisions.scalers)
-        self._find_partners()
+        for bound in added:
+            if not bound.groups.is_empty():
+                bound.ledger.look_again(self.ledgers.decisions.scalers)
+
+    def _make_binding(self, optimizer: Optimizer) -> OptimizerBinding:
+        return OptimizerBinding(
+            optimizer,
+            masters=self.masters,
+            use_masters=bool(self._policy.master_weights),
+            switch=self._switch,
+            cache=self._cache,
+            ledgers=self.ledgers,
+            get_names=self.names_of,
+            on_new_parameters=self._tell_ledgers,
+        )
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Have a method of this object called when what is bound is gone."""
@@ -130,18 +128,21 @@ class Bindings:
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
 
-    def _find_partners(self) -> None:
-        """Have the ledgers of optimizers with a parameter in common know of each other."""
-        self._list_parameters()
-        holders: dict[int, list[OptimizerBinding]] = {}
+    def _tell_ledgers(self) -> None:
+        """Have the ledgers know what is bound now, and those of optimizers with a parameter in common of each other.
+
+        Parameters are held themselves, not weakly: torch swaps no tensors that have weak references.
+        """
+        self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
+        self.ledgers.of_models = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
+        holders: dict[int, list[Ledger]] = {}
         for binding in self.optimizers():
             binding.ledger.partners = []
-            for parameter in binding.model_parameters():
-                holders.setdefault(id(parameter), []).append(binding)
-        for bindings in holders.values():
-            for binding in bindings:
-                partners = binding.ledger.partners
-                partners += [one.ledger for one in bindings if one is not binding and one.ledger not in partners]
+            for parameter in binding.groups.model_parameters():
+                holders.setdefault(id(parameter), []).append(binding.ledger)
+        for ledgers in holders.values():
+            for ledger in ledgers:
+                ledger.partners += [one for one in ledgers if one is not ledger and one not in ledger.partners]
 
     def bind_more(
         self,
@@ -174,30 +175,29 @@ class Bindings:
     def release(self) -> None:
         """Undo everything that binding did."""
         self._release(self._models, self._optimizers)
-        self.masters = Masters()
+        self.masters.clear()
         if self._cache is not None:
             self._cache.disown_all()
 
     def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
         models, optimizers = list(models), list(optimizers)
-        for stepper in reversed(optimizers):
-            stepper.undo()
+        for bound in reversed(optimizers):
+            bound.undo()
         for binding in reversed(models):
             binding.undo()
         for one in (*models, *optimizers):
             finalizer = self._finalizers.pop(one, None)
             if finalizer is not None:
                 finalizer.detach()
-        self._optimizers = [stepper for stepper in self._optimizers if stepper not in optimizers]
+        self._optimizers = [binding for binding in self._optimizers if binding not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
-        self._list_ledgers()
-        self._list_parameters()
+        self._tell_ledgers()
 
     def prune(self) -> None:
         """Let go of the parameters and masters of models and optimizers that are gone."""
         self._models = [binding for binding in self._models if binding.model is not None]
         held = {id(parameter) for model in self.models() for parameter in model.parameters()}
-        held.update(id(parameter) for binding in self.optimizers() for parameter in binding.model_parameters())
+        held.update(id(parameter) for binding in self.optimizers() for parameter in binding.groups.model_parameters())
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
@@ -208,10 +208,9 @@ class Bindings:
         self._finalizers.pop(binding, None)
         if binding in self._optimizers:
             self._optimizers.remove(binding)
-            self._list_ledgers()
+            self._tell_ledgers()
         if self._cache is not None:
-            still_owned = {id(parameter) for other in self._optimizers for parameter in other.parameters()}
-            self._cache.disown(parameter for parameter in binding.cached if id(parameter) not in still_owned)
+            self._cache.keep_only(one for other in self._optimizers for one in other.groups.parameters())
 
     # ---- about all of them -------------------------------------------------------------------------------------------
 
@@ -228,16 +227,6 @@ class Bindings:
                     names[id(master)] = name
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
-    def _list_ledgers(self) -> None:
-        self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
-
-    def _list_parameters(self) -> None:
-        """Note the parameters of the models.
-
-        They are held themselves, not weakly: torch swaps no tensors that have weak references.
-        """
-        self.ledgers.of_models = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
-
     def resolve_steps(self, optimizer: Optimizer) -> None:
         """Tell of every step of an optimizer so far. Waits for the device."""
         binding = self.find_optimizer(optimizer)
@@ -248,7 +237,7 @@ class Bindings:
         """`module.zero_grad()` ends the accumulation window of every optimizer whose parameters it covers."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
-            if all(id(parameter) in zeroed for parameter in binding.model_parameters()):
+            if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):
                 self.ledgers.abandon(binding.ledger)
 
 

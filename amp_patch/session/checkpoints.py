@@ -59,7 +59,7 @@ class CheckpointHelpers:
                 for binding in self._bindings_of(optimizers):
                     stack.enter_context(binding.paused())
                     init_optim_state(binding.optimizer)
-                    stack.enter_context(binding.presented())
+                    stack.enter_context(binding.groups.presented())
                 return original(model, optimizers, info)
 
         return get_optim_state_dict
@@ -78,7 +78,7 @@ class CheckpointHelpers:
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
     """Have a mapping from parameters to their names and back know masters instead: states are loaded in float32."""
-    for parameter, master in binding.pairs():
+    for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)
         if names is None:
             continue

@@ -106,7 +106,7 @@ def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Mo
     """Tell whether the session has the optimizer already, with parameters of these models: a cell was run again."""
     binding = next((one for one in session.bindings() if one.optimizer is optimizer), None)
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    return binding is not None and any(id(parameter) in known for parameter in binding.model_parameters())
+    return binding is not None and any(id(parameter) in known for parameter in binding.groups.model_parameters())
 
 
 def refuse_second() -> None:

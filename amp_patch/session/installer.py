@@ -13,7 +13,7 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
 from ..torch_private import remove_step_hook
-from ..training import LocalGradients, MasterHook, StepHook, gradient_patches
+from ..training import MasterHook, StepHook, gradient_patches
 from . import torch_patches
 from .bindings import Bindings
 from .checkpoints import CheckpointHelpers
@@ -29,7 +29,6 @@ class Installer:
         cache: the weight cache, or None.
         registered: functions that the user registered.
         bindings: the models, optimizers and masters that the patches serve.
-        local: told of each forward of a parallel wrapper.
 
     Attributes:
         casts_model: whether the parameters of models are cast.
@@ -48,7 +47,6 @@ class Installer:
         cache: WeightCache | None,
         registered: Sequence[Registration],
         bindings: Bindings,
-        local: LocalGradients,
     ) -> None:
         self.casts_model = policy.cast_model_type in LOW_DTYPES
         self.has_masters = bool(policy.master_weights)
@@ -59,7 +57,6 @@ class Installer:
         self.cache = cache
         self.bindings = bindings
         self.deferred: DeferredOps | None = None
-        self.local = local
         self.patcher = Patcher()
         self._registered = tuple(registered)
         self._module_patcher = Patcher()  # apart from the ops, which is what users ask about

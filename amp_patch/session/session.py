@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
-from ..training import Decisions, LocalGradients, LossBlock, OptimizerBinding, loss_scaler
+from ..training import Decisions, LossBlock, OptimizerBinding, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -113,12 +113,9 @@ class Session:
             )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        local = LocalGradients()
-        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, local, self._sharded)
+        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)
         self.ledgers = self._bindings.ledgers
-        self._installer = Installer(
-            policy, self.casts, products, self.oplists, self._cache, registered, self._bindings, local
-        )
+        self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self._bindings)
         self._overflow_group: Any = None
         self._undo = UndoStack()
         self.is_whole = False  # from the end of `open` to the beginning of `close`
@@ -132,7 +129,7 @@ class Session:
         Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
         """
         float32_data: dict[int, Tensor] = {}
-        self._undo.callback(self._installer.local.warn_of_stale)  # when the models are as they were
+        self._undo.callback(self.ledgers.local.warn_of_stale)  # when the models are as they were
         self._undo.callback(self.switch.turn_off)
         self._undo.callback(self._bindings.release)
         self._undo.callback(self._bindings.settle)
@@ -157,7 +154,7 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         given = self._overflow_group if overflow_group is None else overflow_group
-        parameters = [parameter for binding in self.bindings() for parameter in binding.parameters()]
+        parameters = [parameter for binding in self.bindings() for parameter in binding.groups.parameters()]
         self.decisions.share(find_groups(self.models(), parameters, given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
@@ -230,7 +227,7 @@ class Session:
 
     def trained(self) -> list[Tensor]:
         """Return what the optimizers step on."""
-        return [parameter for binding in self.bindings() for parameter in binding.parameters()]
+        return [parameter for binding in self.bindings() for parameter in binding.groups.parameters()]
 
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
@@ -269,7 +266,8 @@ class Session:
 
     def sync(self) -> None:
         """Like `refresh`, but only for what was written to: a live graph may have saved other parameters."""
-        self._end_pass()
+        if self._cache is not None:
+            self._cache.invalidate_all()
         self._bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
@@ -315,17 +313,7 @@ class Session:
         for optimizer in optimizers:
             ledgers.append(self._bindings.get_optimizer(optimizer).ledger)
         scaler = self.scaler(loss_id)
-        return LossBlock(
-            loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._begin_pass, self._end_pass
-        )
-
-    def _begin_pass(self) -> None:
-        if self._cache is not None:
-            self._cache.leave_to_graphs()
-
-    def _end_pass(self) -> None:
-        if self._cache is not None:
-            self._cache.invalidate_all()
+        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises LossIdError if there is none."""

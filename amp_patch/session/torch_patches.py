@@ -55,7 +55,7 @@ def _lists_recurrent(session: Any) -> bool:
 
 
 def _sync(original: Callable[..., Any], session: Any) -> Callable[..., Any]:
-    return gradient_patches.sync_masters(original, session.bindings.masters, session.bindings.decisions)
+    return gradient_patches.sync_masters(original, session.bindings.masters, session.bindings.ledgers.decisions)
 
 
 def _clip(original: Callable[..., Any], session: Any) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ TABLE = (
         DistributedDataParallel,
         "forward",
         lambda session: session.scales or session.casts_model,
-        lambda original, session: gradient_patches.note_forward(original, session.local),
+        lambda original, session: gradient_patches.note_forward(original, session.bindings.ledgers.local),
     ),
     *(TorchPatch(*place, _scales, _sync) for place in [SYNC_MODULE_STATES] if hasattr(*place)),
 )

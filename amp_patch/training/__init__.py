@@ -12,6 +12,5 @@ from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
 from .optimizer import OptimizerBinding as OptimizerBinding
-from .reduction import LocalGradients as LocalGradients
 from .scale_loss import LossBlock as LossBlock
 from .scale_loss import UnscaledBlock as UnscaledBlock

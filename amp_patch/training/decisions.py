@@ -22,16 +22,19 @@ class Decisions:
     Args:
         scalers: read anew at each call.
         device_type: where the flags are.
+
+    Attributes:
+        groups: the process groups that decide together; none where each process decides for itself.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], device_type: str) -> None:
         self.scalers = scalers
         self._device_type = device_type
-        self._groups: Sequence[Any] = ()
+        self.groups: Sequence[Any] = ()
 
     def share(self, groups: Sequence[Any]) -> None:
         """Decide with all ranks of these process groups from now on: one reduction over each, in this order."""
-        self._groups = groups
+        self.groups = groups
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
@@ -44,11 +47,6 @@ class Decisions:
         for scaler, state in zip(dynamic, states, strict=True):
             scaler.receive_state(state)
 
-    @property
-    def groups(self) -> Sequence[Any]:
-        """The process groups that decide together; none where each process decides for itself."""
-        return self._groups
-
     def judge(self, found_inf: dict[LossScaler, Tensor]) -> dict[LossScaler, Tensor]:
         """Update the scales of a step's scalers, and return the flags (0-dim float32) on which the step may be skipped.
 
@@ -56,7 +54,7 @@ class Decisions:
         result has one for each dynamic scaler then. Waits for nothing; a reduction of three float32 numbers for each
         dynamic scaler, none under static ones.
         """
-        dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic] if self._groups else []
+        dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic] if self.groups else []
         judged: dict[LossScaler, Tensor] = {}
         for scaler, flag in found_inf.items():
             if scaler not in dynamic:
@@ -64,7 +62,7 @@ class Decisions:
                 judged[scaler] = flag
         if dynamic:
             flags = torch.stack([self._flags_of(scaler, found_inf.get(scaler)) for scaler in dynamic])
-            for group in self._groups:
+            for group in self.groups:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             for scaler, row in zip(dynamic, flags, strict=True):
                 judged[scaler], due, is_due = row.unbind()
@@ -76,7 +74,7 @@ class Decisions:
 
         Where ranks decide together the next step does: it is what all of them have in common.
         """
-        if not self._groups:
+        if not self.groups:
             for scaler in scalers:
                 scaler.update()
 

@@ -1,27 +1,27 @@
 """`Ledger`: what is known of the gradients of one optimizer; `Block`: of one backward pass."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from .groups import Groups
 from .loss_scaler import LossScaler
-from .masters import Pair
-from .unscaling import are_surely_finite, either, is_finite, unscale_
+from .unscaling import either, unscale_
 
 
 class Ledger:
     """What is known of the gradients of one optimizer.
 
     Args:
-        read: returns what the optimizer steps on now: parameters without a master, and each 16-bit parameter with its
-            master.
+        groups: what the optimizer steps on.
 
     Attributes:
         flags: for each scaler of a pass since the last step or zeroing its found_inf: whether one of its losses
             overflowed, 0-dim float32, 0.0 or 1.0.
-        zeroed: scalers of passes since the last step whose gradients were zeroed, or were judged by nobody.
+        unchecked: scalers of passes since the last step whose gradients were zeroed, or judged by nobody: the step
+            looks at what is there by then.
         overflow: whether one of these passes has overflowed, 0-dim float32; None: there was none.
         unjudged: whether a pass that the optimizer was not passed with has left inf or NaN in gradients of its masters:
             0-dim float32; None: there was none. It counts for the next pass that the optimizer is passed with.
@@ -30,10 +30,10 @@ class Ledger:
         awaits_step: whether there was a pass since its last step or zeroing.
     """
 
-    def __init__(self, read: Callable[[], tuple[list[Tensor], list[Pair]]]) -> None:
-        self.read = read
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
         self.flags: dict[LossScaler, Tensor] = {}
-        self.zeroed: dict[LossScaler, None] = {}
+        self.unchecked: dict[LossScaler, None] = {}
         self.overflow: Tensor | None = None
         self.unjudged: Tensor | None = None
         self.partners: list[Ledger] = []
@@ -54,12 +54,12 @@ class Ledger:
         """Have the next step look at what is there by then, if one of these scalers may skip it."""
         for scaler in scalers:
             if scaler.is_dynamic:
-                self.zeroed[scaler] = None
+                self.unchecked[scaler] = None
 
     def end_window(self) -> None:
         """Forget everything: the optimizer has stepped, or skipped its step."""
         self.flags = {}
-        self.zeroed = {}
+        self.unchecked = {}
         self.overflow = None
         self.unjudged = None
         self.awaits_step = False
@@ -73,51 +73,17 @@ class Ledger:
 
         A sum that is put together of several backward passes by hand (PCGrad) may hold an overflow of any of them.
         """
-        found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.zeroed)).scale.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=next(iter(self.unchecked)).scale.device)
         no_scale = torch.ones_like(found_inf)
-        unscale_([gradient for _, gradient in self._gradients()], no_scale, found_inf)
+        gradients: list[Tensor] = []
+        for holder in self.groups.parameters():
+            if holder.grad is not None:
+                gradients.append(holder.grad)
+        unscale_(gradients, no_scale, found_inf)
         flags = dict(self.flags)
-        for scaler in self.zeroed:
+        for scaler in self.unchecked:
             flags[scaler] = either(flags.get(scaler), found_inf)
         return flags
-
-    def is_empty(self) -> bool:
-        """Tell whether no parameter and no master has a gradient."""
-        plain, pairs = self.read()
-        holders = plain + [tensor for pair in pairs for tensor in pair]
-        return all(holder.grad is None for holder in holders)
-
-    def find_nonfinite(self) -> list[Tensor]:
-        """Return the parameters (or masters) whose gradients hold inf or NaN.
-
-        Waits for the device once; where there may be one, once for each.
-        """
-        held = self._gradients()
-        if are_surely_finite([gradient for _, gradient in held]):
-            return []
-        return [holder for holder, gradient in held if not is_finite(gradient)]
-
-    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what the optimizer steps on and has a gradient, with that."""
-        held: list[tuple[Tensor, Tensor]] = []
-        for holder in self.step_parameters():
-            if holder.grad is not None:
-                held.append((holder, holder.grad))
-        return held
-
-    def step_parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps on: masters where there are masters."""
-        parameters, pairs = self.read()
-        for _, master in pairs:
-            parameters.append(master)
-        return parameters
-
-    def model_parameters(self) -> list[Tensor]:
-        """Return the parameters of the model that the optimizer steps on, by way of masters or not."""
-        parameters, pairs = self.read()
-        for parameter, _ in pairs:
-            parameters.append(parameter)
-        return parameters
 
 
 class Block:

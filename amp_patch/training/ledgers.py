@@ -32,7 +32,7 @@ from torch.nn import Module
 
 from ..errors import OptimizerError, SessionError
 from ..reporting import warn
-from ..torch_private import get_backward_id
+from ..torch_private import is_engine_thread
 from .decisions import Decisions
 from .ledger import Block, Ledger
 from .loss_scaler import LossScaler
@@ -63,23 +63,21 @@ class Ledgers:
 
     Args:
         has_masters: parameters may have masters.
-        local: tells which gradients no pass has reduced yet.
         decisions: updates the scales.
         sharded: modules that `fully_shard` has taken.
 
     Attributes:
         all: the ledgers of the optimizers that are alive.
         of_models: the parameters of the models, be they of an optimizer or not.
+        local: tells which gradients no pass has reduced yet.
     """
 
-    def __init__(
-        self, has_masters: bool, local: LocalGradients, decisions: Decisions, sharded: Collection[Module]
-    ) -> None:
+    def __init__(self, has_masters: bool, decisions: Decisions, sharded: Collection[Module]) -> None:
         self.all: list[Ledger] = []
         self.of_models: list[Tensor] = []
         self._has_masters = has_masters
-        self._local = local
-        self._decisions = decisions
+        self.local = LocalGradients()
+        self.decisions = decisions
         self._unsharded = UnshardedSums(sharded)
         self._scale: Tensor | None = None  # that the gradients carry; None: they are true sums
         self._scaler: LossScaler | None = None  # whose scale that was last
@@ -105,7 +103,7 @@ class Ledgers:
             ledger.has_begun = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
             is_due = ledger.flags or ledger.unjudged is not None
-            if is_due and not self._decisions.groups and ledger.is_empty():
+            if is_due and not self.decisions.groups and ledger.groups.is_empty():
                 self.abandon(ledger)
             ledger.awaits_step = True
 
@@ -150,7 +148,7 @@ class Ledgers:
                 self._open.remove(reference)
         if self._change.is_under_way and block.has_failed:
             return  # what comes next says so
-        self._local.end_pass(self._scale)
+        self.local.end_pass(self._scale)
         is_idle = self._scale is None and not self._has_masters and not self._waiting
         if block.scale is None and is_idle:
             return
@@ -184,7 +182,7 @@ class Ledgers:
         if self._change.is_under_way:
             self._refuse()
         open_blocks = self.open_blocks() if self._open else []
-        if open_blocks and not _is_engine_thread():
+        if open_blocks and not is_engine_thread():  # where hooks run, which may step: the block's own thread waits
             for block in open_blocks:
                 self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
@@ -196,7 +194,7 @@ class Ledgers:
             self._fold_unscaled(ledger)
             return
         with self._change:
-            found_inf = self._look(ledger, self._scale, set(self._local.ids))
+            found_inf = self._look(ledger, self._scale, set(self.local.ids))
         for block in self._blocks_with(ledger):
             block.found_inf = either(block.found_inf, found_inf)
             is_first = ledger not in block.served
@@ -208,9 +206,9 @@ class Ledgers:
         """
         self._stepping = None
         if self._open and self._scale is not None:
-            plain, _ = ledger.read()
+            plain, _ = ledger.groups.read()
             with self._change:
-                rescale_(_take(plain, set(self._local.ids)), self._scale)
+                rescale_(_take(plain, set(self.local.ids)), self._scale)
 
     def end_window(self, ledger: Ledger) -> None:
         """Take in that an optimizer has stepped, or skipped its step: the gradients that come are for the next one."""
@@ -227,17 +225,17 @@ class Ledgers:
         if self._waiting:
             self._finish_waiting(ledger)
         scalers = list(ledger.flags)
-        zeroed = ledger.zeroed
+        unchecked = ledger.unchecked
         ledger.end_window()
-        ledger.zeroed = zeroed
+        ledger.unchecked = unchecked
         ledger.look_again(scalers)
-        self._decisions.judge_outside_of_steps(scalers)
+        self.decisions.judge_outside_of_steps(scalers)
 
     def _finish_waiting(self, ledger: Ledger) -> None:
         """Look at what delayed blocks have left in gradients that are about to be zeroed."""
-        local = self._local.find(ledger.model_parameters)
+        local = self.local.find(ledger.groups.model_parameters)
         if local:  # what one rank alone has found may not change its loss scale
-            self._local.ids -= local
+            self.local.ids -= local
             for block in self._waiting:
                 block.ledgers = [other for other in block.ledgers if other is not ledger]
             self._waiting = [block for block in self._waiting if block.ledgers]
@@ -290,7 +288,7 @@ class Ledgers:
             found = self._unscale_all(scale, [*judged, *open_blocks])
             self._scale = None
             self._waiting = []
-            if self._local.ids:
+            if self.local.ids:
                 self._waiting = [block for block in judged if self._has_local(block)]
         for block in open_blocks:
             for ledger in block.ledgers:
@@ -309,7 +307,7 @@ class Ledgers:
 
     def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
         """Divide everything by a scale, and return what was found in the gradients of the optimizers of some blocks."""
-        seen = set(self._local.ids)
+        seen = set(self.local.ids)
         found: dict[Ledger, Tensor] = {}
         for block in blocks:
             for ledger in block.ledgers:
@@ -318,20 +316,28 @@ class Ledgers:
         if scale is None:
             self._fold_all_unscaled()
             return found
+        looked_at = seen - self.local.ids
         for ledger in self.all:
             if ledger not in found:
-                self._fold_unjudged(ledger, scale)
+                self._fold_unjudged(ledger, scale, looked_at)
         others = _take(self._all_parameters(), seen)
         if others:
             unscale_(others, scale, None)
         return found
 
-    def _fold_unjudged(self, ledger: Ledger, scale: Tensor) -> None:
-        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters."""
-        _, pairs = ledger.read()
-        if pairs:
+    def _fold_unjudged(self, ledger: Ledger, scale: Tensor, looked_at: set[int]) -> None:
+        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters.
+
+        Its step looks at what is there if somebody has put parameters of another one into its groups since it was
+        bound: those that were looked at, by id.
+        """
+        plain, pairs = ledger.groups.read()
+        if not looked_at.isdisjoint(map(id, plain)):
+            ledger.look_again(self.decisions.scalers)
+        reduced = self._reduced(pairs)
+        if have_gradients(reduced):
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            fold_(self._reduced(pairs), scale, found_inf)
+            fold_(reduced, scale, found_inf)
             ledger.unjudged = either(ledger.unjudged, found_inf)
 
     def _fold_all_unscaled(self) -> None:
@@ -343,12 +349,12 @@ class Ledgers:
 
         A backward pass outside of any block may have left them: the step looks at them.
         """
-        _, pairs = ledger.read()
+        _, pairs = ledger.groups.read()
         if not have_gradients(pairs):
             return
         for one in (ledger, *ledger.partners):
-            if one is ledger or have_gradients(one.read()[1]):
-                one.look_again(self._decisions.scalers)
+            if one is ledger or have_gradients(one.groups.read()[1]):
+                one.look_again(self.decisions.scalers)
                 one.awaits_step = True
         with self._change:
             fold_(self._reduced(pairs), None, None)
@@ -360,7 +366,7 @@ class Ledgers:
         Where there was one before, nobody can tell: it does not count again.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        plain, pairs = ledger.read()
+        plain, pairs = ledger.groups.read()
         unscale_(_take(plain, seen), scale, found_inf)
         before = ledger.overflow
         if before is not None:
@@ -384,15 +390,15 @@ class Ledgers:
         for ledger in block.ledgers:
             if ledger not in block.served:
                 ledger.note(block.scaler, block.found_inf)
-            elif not ledger.is_empty():
+            elif not ledger.groups.is_empty():
                 ledger.note(block.scaler, found[ledger])
         block.scaler.note(block.found_inf)
         if block.served and all(ledger in block.served for ledger in block.ledgers):
-            self._decisions.judge_outside_of_steps([block.scaler])
+            self.decisions.judge_outside_of_steps([block.scaler])
 
     def _carry(self, scale: Tensor | None) -> None:
         """Have all gradients carry a scale."""
-        if self._local.ids:
+        if self.local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
@@ -400,7 +406,7 @@ class Ledgers:
         if scale is None:
             return
         with self._change:
-            gradients = _take(self._all_parameters(), set(self._local.ids))
+            gradients = _take(self._all_parameters(), set(self.local.ids))
             if gradients:
                 rescale_(gradients, scale)
             self._scale = scale
@@ -411,16 +417,16 @@ class Ledgers:
         """
         parameters = list(self.of_models)
         for ledger in self.all:
-            parameters += ledger.model_parameters()
+            parameters += ledger.groups.model_parameters()
         return parameters
 
     def _has_local(self, block: Block) -> bool:
-        return any(self._local.find(ledger.model_parameters) for ledger in block.ledgers)
+        return any(self.local.find(ledger.groups.model_parameters) for ledger in block.ledgers)
 
     def _reduced(self, pairs: list[Pair]) -> list[Pair]:
-        if not self._local.ids:
+        if not self.local.ids:
             return pairs
-        return [(parameter, master) for parameter, master in pairs if id(parameter) not in self._local.ids]
+        return [(parameter, master) for parameter, master in pairs if id(parameter) not in self.local.ids]
 
     def _blocks_with(self, ledger: Ledger) -> list[Block]:
         return [block for block in (*self._waiting, *self.open_blocks()) if ledger in block.ledgers]
@@ -432,26 +438,26 @@ class Ledgers:
 
         Raises OptimizerError where they are on the way to masters.
         """
-        if not self._local.ids:
+        if not self.local.ids:
             return
-        local = self._local.find(ledger.model_parameters)
+        local = self.local.find(ledger.groups.model_parameters)
         if not local:
             return
-        plain, pairs = ledger.read()
+        plain, pairs = ledger.groups.read()
         if pairs:
             raise OptimizerError(
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
                 " was under no_sync(). Leave the last one of an accumulation window out of it."
             )
         gradients = [parameter.grad for parameter in plain if id(parameter) in local]
-        change_scale_(gradients, self._local.scale, self._scale)
-        self._local.ids -= local
+        change_scale_(gradients, self.local.scale, self._scale)
+        self.local.ids -= local
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Have gradients that are not reduced carry another scale. Nobody looks at them."""
-        unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self._local.ids}
-        change_scale_([parameter.grad for parameter in unique.values()], self._local.scale, scale)
-        self._local.scale = scale
+        unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self.local.ids}
+        change_scale_([parameter.grad for parameter in unique.values()], self.local.scale, scale)
+        self.local.scale = scale
 
     # ---- interrupts --------------------------------------------------------------------------------------------------
 
@@ -465,7 +471,7 @@ class Ledgers:
         """Drop gradients that an interrupt left half changed: no step may use them."""
         holders = self._all_parameters()
         for ledger in self.all:
-            holders += ledger.step_parameters()
+            holders += ledger.groups.parameters()
         for holder in holders:
             holder.grad = None
         self._scale, self._waiting, self._change = None, [], _Change()
@@ -481,13 +487,6 @@ def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
             seen.add(id(parameter))
             gradients.append(gradient)
     return gradients
-
-
-def _is_engine_thread() -> bool:
-    """Tell whether this is a thread of torch's own, in which a backward pass on a device calls hooks: one that steps
-    there is in the thread of the block, which waits meanwhile.
-    """
-    return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _is_set(found_inf: Tensor) -> bool:

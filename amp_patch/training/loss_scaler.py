@@ -14,8 +14,6 @@ from ..config import presets
 from ..multi_tensor import clone
 from ..torch_private import update_scale_
 from .unscaling import either
-from .unscaling import rescale_ as rescale_
-from .unscaling import unscale_ as unscale_
 
 
 class LossScaler:

@@ -1,15 +1,11 @@
 """`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
 
-import contextlib
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..dtypes import LOW_DTYPES, is_opaque
 from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
@@ -31,18 +27,23 @@ class _State:
         self.addresses = list(map(Tensor.data_ptr, tensors))
         # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
         # first
-        is_same = before is not None and before.addresses == self.addresses
-        self.aliases: list[Tensor] = (
-            before.aliases if before is not None and is_same else [tensor.detach() for tensor in tensors]
-        )
+        self.aliases: list[Tensor]
+        if before is not None and before.addresses == self.addresses:
+            self.aliases = before.aliases
+        else:
+            self.aliases = [tensor.detach() for tensor in tensors]
+
+    def append(self, tensor: Tensor) -> None:
+        """Add the state of one more tensor."""
+        self.versions.append(get_version(tensor))
+        self.addresses.append(tensor.data_ptr())
+        self.aliases.append(tensor.detach())
 
     def see(self, index: int, tensor: Tensor) -> None:
         """Take over the state of one tensor."""
-        self.versions[index], self.addresses[index], self.aliases[index] = (
-            get_version(tensor),
-            tensor.data_ptr(),
-            tensor.detach(),
-        )
+        self.versions[index] = get_version(tensor)
+        self.addresses[index] = tensor.data_ptr()
+        self.aliases[index] = tensor.detach()
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _State) and self.versions == other.versions and self.addresses == other.addresses
@@ -57,37 +58,51 @@ class Masters:
     An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight
     clipping) by themselves. Both sides' version counters and addresses as of the last copy tell which side moved; if
     both did, the master counts.
+
+    Attributes:
+        pairs: each 16-bit parameter with its master, by the master's id.
+        has_warned_of_copy: a copied model was warned of.
+        is_compiled: a model runs in compiled code, which brings the two sides together no more.
     """
 
     def __init__(self) -> None:
+        self.pairs: dict[int, Pair] = {}
         self._parameters: list[Tensor] = []
         self._masters: list[Tensor] = []
         self._index: dict[int, int] = {}  # by the parameter's id
-        self._index_of_master: dict[int, int] = {}
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
         self._pushed: dict[int, Tensor] = {}  # by index: the master at the last push, of parameters edited since
         self._groups: list[Group] | None = None  # of all, for pushing
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self.has_warned_of_copy = False
-        self.is_compiled = False  # a model runs in compiled code, which brings the two sides together no more
+        self.is_compiled = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
-        """Register `master` (float32, same shape) as the master of `parameter`, in the place of one it had."""
-        index = self._index.setdefault(id(parameter), len(self._parameters))
-        if index == len(self._parameters):
-            self._parameters.append(parameter)
-            self._masters.append(master)
-            for seen in self._seen:
-                seen.versions.append(-1)
-                seen.addresses.append(-1)
-                seen.aliases.append(parameter)
-        else:
-            del self._index_of_master[id(self._masters[index])]
-            self._masters[index] = master
-        self._index_of_master[id(master)] = index
+        """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
+        self.pairs[id(master)] = parameter, master
+        self._index[id(parameter)] = len(self._parameters)
+        self._parameters.append(parameter)
+        self._masters.append(master)
+        for seen, tensor in zip(self._seen, (parameter, master), strict=True):
+            seen.append(tensor)
         self._groups = None
-        self._pushed.pop(index, None)
-        self._see(index)
+
+    def clear(self) -> None:
+        """Forget all masters."""
+        self.pairs.clear()
+        self._parameters, self._masters = [], []
+        self._index.clear()
+        self._seen = (_State([]), _State([]))
+        self._pushed.clear()
+        self._groups = None
+
+    def keep_only(self, parameter_ids: Collection[int]) -> None:
+        """Forget the masters of all parameters but these. Brings both sides together, whichever moved."""
+        self.sync()
+        kept = [pair for pair in self.pairs.values() if id(pair[0]) in parameter_ids]
+        self.clear()
+        for parameter, master in kept:
+            self.add(parameter, master)
 
     def keep_gradient(self, parameter: Tensor) -> None:
         """Take the gradient of a parameter that is about to be cast: its master is to have it as it is."""
@@ -105,20 +120,6 @@ class Masters:
             else:
                 master.grad = gradient
 
-    def keep_only(self, parameter_ids: Collection[int]) -> None:
-        """Forget the masters of all parameters but these."""
-        kept = [index for index, parameter in enumerate(self._parameters) if id(parameter) in parameter_ids]
-        self._parameters = [self._parameters[index] for index in kept]
-        self._masters = [self._masters[index] for index in kept]
-        for seen in self._seen:
-            seen.versions = [seen.versions[index] for index in kept]
-            seen.addresses = [seen.addresses[index] for index in kept]
-            seen.aliases = [seen.aliases[index] for index in kept]
-        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._index_of_master = {id(master): index for index, master in enumerate(self._masters)}
-        self._groups = None
-        self._pushed.clear()
-
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the master of `parameter`, or None."""
         index = self._index.get(id(parameter))
@@ -129,9 +130,9 @@ class Masters:
         if not self._masters:
             return
         for master in masters:
-            index = self._index_of_master.get(id(master))
-            if index is not None:
-                self._seen[1].versions[index] = -1
+            pair = self.pairs.get(id(master))
+            if pair is not None:
+                self._seen[1].versions[self._index[id(pair[0])]] = -1
 
     def push(self, pairs: Collection[Pair] | None = None) -> None:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
@@ -223,152 +224,3 @@ def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:
     copy_([([rounded], [master])])
     is_rounded: Tensor = eq(parameter, rounded)
     return is_rounded
-
-
-# ---- in an optimizer -------------------------------------------------------------------------------------------------
-
-
-class OptimizerMasters:
-    """The masters of one optimizer, in the place of the 16-bit parameters of its groups.
-
-    Args:
-        masters: where the session keeps all masters.
-        get_optimizer: returns the optimizer, or None once it is gone.
-        use_masters: give every 16-bit parameter a float32 master; without, only cast its state.
-    """
-
-    def __init__(self, masters: Masters, get_optimizer: Callable[[], Optimizer | None], *, use_masters: bool) -> None:
-        self.masters = masters
-        self._get_optimizer = get_optimizer
-        self.use_masters = use_masters
-        self._pairs: dict[int, Pair] = {}  # by the master's id
-        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
-
-    def pairs(self) -> Collection[Pair]:
-        """Return each 16-bit parameter with its master."""
-        return self._pairs.values()
-
-    def parameter_of(self, tensor: Tensor) -> Tensor:
-        """Return the parameter that a master stands for; any other tensor itself."""
-        return self._pairs[id(tensor)][0] if id(tensor) in self._pairs else tensor
-
-    def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put a master in the place of each 16-bit parameter of a group, with the optimizer state that it had.
-
-        `float32_data` holds values of parameters from before they were cast, by the parameter's id.
-        """
-        for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
-                continue
-            if not self.use_masters:
-                if id(parameter) in float32_data:
-                    self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
-                    _cast_state(optimizer, parameter, parameter.dtype)
-                continue
-            master = self.masters.get(parameter)  # another optimizer of the session may have made it
-            if master is None:
-                data = float32_data.get(id(parameter))
-                data = parameter.detach().float() if data is None else data
-                master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                self.masters.add(parameter, master)
-            self._pairs[id(master)] = (parameter, master)
-            group["params"][index] = master
-            if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state[parameter]
-                del optimizer.state[parameter]
-
-    def find(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return what is in the groups of the optimizer now: parameters without a master, and those with one."""
-        plain: list[Tensor] = []
-        pairs: list[Pair] = []
-        optimizer = self._get_optimizer()
-        if optimizer is None:
-            return plain, pairs
-        for param_group in optimizer.param_groups:
-            for parameter in param_group["params"]:
-                pair = self._pairs.get(id(parameter))
-                if pair is None:
-                    plain.append(parameter)
-                else:
-                    pairs.append(pair)
-        return plain, pairs
-
-    def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Like `find`, but 16-bit parameters that somebody has put into a group get masters first."""
-        plain, pairs = self.find()
-        for parameter in plain:
-            if parameter.dtype in LOW_DTYPES and not is_opaque(parameter):
-                self._place_in_all()
-                return self.find()
-        return plain, pairs
-
-    def _place_in_all(self) -> None:
-        optimizer = self._get_optimizer()
-        if optimizer is not None:
-            for param_group in optimizer.param_groups:
-                self.place(optimizer, param_group, {})
-
-    def restore(self, optimizer: Any) -> None:
-        """Put the parameters back into the groups of an optimizer (None if it is gone), and its state into the dtype
-        that it had.
-
-        Interrupted, it is to be called again.
-        """
-        if optimizer is not None:
-            self._put_parameters_back(optimizer)
-        self._pairs.clear()
-        self.masters = Masters()  # whoever wraps `step` for good (an LR scheduler) may keep this object
-        for reference, parameter, dtype in self._cast:
-            if (owner := reference()) is not None:
-                _cast_state(owner, parameter, dtype)
-        self._cast.clear()
-
-    def _put_parameters_back(self, optimizer: Any) -> None:
-        for param_group in optimizer.param_groups:
-            for index, master in enumerate(param_group["params"]):
-                if id(master) in self._pairs:
-                    parameter, _ = self._pairs[id(master)]
-                    if master in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state[master]
-                    param_group["params"][index] = parameter
-        for _, master in self._pairs.values():
-            optimizer.state.pop(master, None)
-
-    @contextlib.contextmanager
-    def presented(self, optimizer: Optimizer) -> Iterator[None]:
-        """Have the groups and the state of an optimizer show the model's parameters inside the block."""
-        parameters = {key: parameter for key, (parameter, _) in self._pairs.items()}
-        masters = {id(parameter): master for parameter, master in self._pairs.values()}
-        _exchange(optimizer, parameters)
-        try:
-            yield
-        finally:
-            _exchange(optimizer, masters)
-
-    def drop_gradients(self, but: Collection[int] = ()) -> None:
-        """Forget the gradients of these masters, but for some, by id."""
-        for key, (_, master) in self._pairs.items():
-            if key not in but:
-                master.grad = None
-
-    def push(self) -> None:
-        """Copy these masters to their parameters. Places none: helpers of torch may have groups show parameters."""
-        _, pairs = self.find()
-        if pairs:
-            self.masters.push(pairs)
-
-
-def _exchange(optimizer: Optimizer, others: dict[int, Tensor]) -> None:
-    """Put other tensors in the place of those with some ids, in the groups and in the state, which stay in order."""
-    for param_group in optimizer.param_groups:
-        param_group["params"][:] = [others.get(id(tensor), tensor) for tensor in param_group["params"]]
-    entries = [(others.get(id(tensor), tensor), entry) for tensor, entry in optimizer.state.items()]
-    optimizer.state.clear()
-    optimizer.state.update(entries)
-
-
-def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
-    """Cast a parameter's state as torch does when it loads one: all floating tensors but the step count."""
-    for name, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-            optimizer.state[parameter][name] = value.to(dtype)

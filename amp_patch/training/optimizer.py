@@ -5,25 +5,30 @@ Nothing is patched in the training loop: a skip is a flag that `step` reads.
 """
 
 import contextlib
+import functools
+import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..casting import Switch, WeightCache
+from ..casting import Mode, Switch, WeightCache
+from ..errors import OptimizerError
+from ..events import tell, watchers
 from ..interrupts import UndoStack
-from ..torch_private import STEP_POST_HOOKS, put_first, remove_step_hook
-from .attributes import Attributes
-from .decisions import Decisions
-from .fused_skip import DeviceSkip, PushHook
+from ..reporting import warn
+from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
+from .fused_skip import DeviceSkip, PushHook, evaluates_closure_first, skip_by
+from .groups import Groups
 from .ledger import Ledger
 from .ledgers import Ledgers
-from .masters import Masters, OptimizerMasters, Pair
-from .stepper import Stepper
-from .steps import Steps
-from .unscaling import fold_
+from .loss_scaler import LossScaler
+from .masters import Masters
+from .steps import Outcome, Steps, waits_for_each
+from .unscaling import either, find_nonfinite, fold_
 
 
 class OptimizerBinding:
@@ -35,10 +40,14 @@ class OptimizerBinding:
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: turned off while the optimizer steps.
         cache: the weight cache, or None.
-        decisions: updates the loss scales.
         ledgers: of the session.
         get_names: names for parameters, for messages.
         on_new_parameters: called after the optimizer got more parameters.
+
+    Attributes:
+        groups: what it steps on.
+        ledger: what is known of its gradients.
+        steps: what became of its steps.
     """
 
     def __init__(
@@ -49,47 +58,33 @@ class OptimizerBinding:
         use_masters: bool,
         switch: Switch,
         cache: WeightCache | None,
-        decisions: Decisions,
         ledgers: Ledgers,
         get_names: Callable[[Iterable[Tensor]], list[str]],
         on_new_parameters: Callable[[], None],
     ) -> None:
         self.reference = weakref.ref(optimizer)
-        self._masters = OptimizerMasters(masters, self.reference, use_masters=use_masters)
+        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=on_new_parameters)
+        self.ledger = Ledger(self.groups)
+        self._masters = masters
+        self._use_masters = use_masters
+        self._switch = switch
         self._cache = cache
+        self._ledgers = ledgers
+        self._decisions = ledgers.decisions
+        self.steps = Steps(self._decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
-        self.cached: list[Tensor] = []  # every parameter whose cached copy this optimizer keeps alive
+        self._device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
         self._undo = UndoStack()
-        self._attributes = Attributes(self, self._undo)
-        self.steps = Steps(decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
-        self.ledger = Ledger(self._masters.read if use_masters else self._masters.find)
-        self._ledgers = ledgers
-        self.stepper = Stepper(
-            self.reference,
-            self.ledger,
-            ledgers,
-            self._masters,
-            self.steps,
-            switch,
-            decisions,
-        )
+        self._is_bound = False  # else the methods are the optimizer's own
+        self._is_stepping = False
+        self._is_pushed = False  # by a hook of the step under way
+        self._has_looked_for_gradients = False
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer, or None once it is gone."""
         return self.reference()
-
-    def parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps on: masters where there are masters. Read from its groups each time."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return []
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def model_parameters(self) -> Iterator[Tensor]:
-        """Yield the model's parameters: those the masters stand for, not the masters."""
-        return map(self._masters.parameter_of, self.parameters())
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 
@@ -99,22 +94,24 @@ class OptimizerBinding:
         `float32_data` holds parameters' values from before they were cast, by id.
         """
         optimizer: Any = self.optimizer
-        self.stepper.is_bound = True
-        self._undo.callback(lambda: self._masters.restore(self.optimizer))
+        inner_optimizers = _find_inner_optimizers(optimizer)
+        self._is_bound = True
+        self._undo.callback(self.groups.restore)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
-        fold_(self._masters.pairs(), None, None)
-        inner_optimizers = _find_inner_optimizers(optimizer)
-        self.stepper.device_skip = None if inner_optimizers else DeviceSkip(optimizer, optimizer.step)
-        replaced = {"step": self.stepper.step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
+        fold_(self.groups.placed.values(), None, None)
+        if not inner_optimizers:
+            self._device_skip = DeviceSkip(optimizer, optimizer.step)
+        replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
         for name, method in replaced.items():
-            self._attributes.replace(optimizer, name, method)
+            self._replace(optimizer, name, method)
         for inner in inner_optimizers:
+            self.groups.adopt_inner(inner)
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
-            self._attributes.replace(inner, "step", self.stepper.step)
-        if self._masters.use_masters:
-            hook = PushHook(self.stepper.push)
+            self._replace(inner, "step", self._step)
+        if self._use_masters:
+            hook = PushHook(self._push_in_step)
             self._undo.callback(_remove_step_hook, self.reference, hook)
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
@@ -122,73 +119,81 @@ class OptimizerBinding:
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until the binding is undone.
+        """Set an attribute of the optimizer, until the binding is undone; one that its class computes hides it.
 
         A later value takes the place of an earlier one.
         """
-        self._attributes.attach(self.optimizer, name, value)
+        self._undo.callback(_delete, self.reference, name)
+        vars(self.optimizer)[name] = value
+
+    def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        """Have `target.name(...)` call `method(original, ...)`, until the binding is undone."""
+        original = getattr(target, name)
+        had_own = name in vars(target)
+
+        @functools.wraps(original)
+        def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
+        vars(replacement)["_amp_stash"] = self  # by which it is known again, also without what holds the target
+        self._undo.callback(_restore, weakref.ref(target), self, name, had_own)
+        setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
         """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
-        if self.stepper.is_bound and self.optimizer is not None:
+        if self._is_bound and self.optimizer is not None:
             self.steps.resolve()
-        self.stepper.is_bound = False
+        self._is_bound = False
         self._undo.close()
 
     def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
         """Put masters into a group, and cache the others: the other parameters."""
-        self._masters.place(optimizer, group, float32_data)
+        self.groups.place(optimizer, group, float32_data)
         if self._cache is not None:
-            self.cached.extend(group["params"])
             self._cache.own(group["params"])
-
-    def pairs(self) -> Collection[Pair]:
-        """Return each 16-bit parameter with its master."""
-        return self._masters.pairs()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Have the optimizer step and zero its gradients as plain torch does, inside the block."""
-        self.stepper.is_bound = False
+        self._is_bound = False
         try:
             yield
         finally:
-            self.stepper.is_bound = True
-
-    def presented(self) -> contextlib.AbstractContextManager[None]:
-        """Have the optimizer show the model's parameters instead of their masters inside a block."""
-        optimizer = self.optimizer
-        return contextlib.nullcontext() if optimizer is None else self._masters.presented(optimizer)
+            self._is_bound = True
 
     def push_masters(self) -> None:
-        """Copy the masters of this optimizer to their parameters."""
-        self._masters.push()
-
-    # ---- the replaced methods ----------------------------------------------------------------------------------------
+        """Copy the masters of this optimizer to their parameters. Places none: helpers of torch may have the groups
+        show parameters.
+        """
+        pairs = self.groups.pairs()
+        if pairs:
+            self._masters.push(pairs)
 
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
-        return self._get_names(self.ledger.find_nonfinite())
+        return self._get_names(find_nonfinite(self.groups.parameters()))
 
     def _tell_skipped(self, is_skip: bool) -> None:
         optimizer = self.reference()
         if optimizer is not None:
             vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
 
+    # ---- zero_grad and add_param_group -------------------------------------------------------------------------------
+
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.stepper.is_bound:
+        if self._is_bound:
             self._ledgers.abandon(self.ledger)
-            for parameter, _ in self._masters.pairs():
+            for parameter, _ in self.groups.placed.values():
                 parameter.grad = None
         return original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any]) -> Any:
-        if not self.stepper.is_bound:
+        if not self._is_bound:
             return original(group)
-        if isinstance(group, dict) and self._masters.pairs():
+        if isinstance(group, dict) and self._use_masters:
             given = group.get("params")
             given = [given] if isinstance(given, Tensor) else given
-            known = {id(parameter) for parameter in self.model_parameters()}
+            known = {id(parameter) for parameter in self.groups.model_parameters()}
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._ledgers.make_true()
@@ -197,6 +202,183 @@ class OptimizerBinding:
         self._adopt(optimizer, optimizer.param_groups[-1], {})
         self._on_new_parameters()
         return result
+
+    # ---- step --------------------------------------------------------------------------------------------------------
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
+        if self._is_stepping or not self._is_bound:  # wrappers step optimizers they hold
+            return original(*args, **kwargs)
+        closure = kwargs.get("closure", args[0] if args else None)
+        if not callable(closure):
+            return self._step_once(original, args, kwargs)
+        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+            return self._step_after(closure, original, args, kwargs)
+        args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+        return self._step_once(original, args, kwargs, has_closure=True)
+
+    def _step_once(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool = False
+    ) -> Any:
+        self._ledgers.release_unreduced(self.ledger)
+        if self._use_masters:
+            self._masters.pull()
+        self._ledgers.prepare_step(self.ledger)
+        try:
+            if watchers and not has_closure:
+                self._tell("step_begun")
+            self._is_stepping = True
+            result = self._step_or_skip(original, args, kwargs)
+        finally:
+            self._is_stepping = False
+            self._ledgers.resume(self.ledger)
+        if watchers:
+            self._tell("step_ended")
+        return result
+
+    def _tell(self, event: str) -> None:
+        tell(self._switch.region(Mode.OFF), event, self.reference())
+
+    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        optimizer: Any = self.reference()
+        if not self._has_looked_for_gradients:
+            self._look_for_gradients()
+        found_inf = self.ledger.flags
+        if self.ledger.unchecked:
+            found_inf = self.ledger.find_again()
+        found_inf = self._decisions.judge(found_inf)
+        outcome = flag = result = None
+        is_skip = False
+        if found_inf:
+            outcome = Outcome(found_inf)
+            if outcome.may_skip:
+                flag = self._find_flag(found_inf, outcome)
+                if flag is None:
+                    outcome.read()
+                    is_skip = outcome.is_skip
+        if is_skip:
+            mark_step_called(optimizer)
+        else:
+            result = self._take_step(flag, original, args, kwargs)
+        self._ledgers.end_window(self.ledger)
+        try:
+            if outcome is None:
+                self.steps.add_taken()
+            else:
+                self.steps.add(outcome)
+        finally:
+            if self._use_masters:
+                self._drop_gradients()
+        return result
+
+    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
+        """Return the flag that the optimizer is to skip by on the device: 0-dim float32, 0.0 or 1.0. None where the
+        host decides, which waits for it.
+        """
+        if outcome.is_known() or waits_for_each():
+            return None
+        if self._device_skip is None or not self._device_skip.is_possible(self.reference()):
+            return None
+        flag: Tensor | None = None
+        for scaler, found in found_inf.items():
+            if scaler.is_dynamic:
+                flag = either(flag, found)
+        return flag
+
+    def _take_step(
+        self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._is_pushed = False
+        run = original
+        if flag is not None:
+            run = functools.partial(skip_by, flag, self.reference(), original)
+        if self._switch.on:
+            with self._switch.region(Mode.OFF):
+                result = run(*args, **kwargs)
+        else:
+            result = run(*args, **kwargs)
+        if self._use_masters and not self._is_pushed:
+            self.push_masters()
+        return result
+
+    def _push_in_step(self) -> None:
+        """Push the masters at the end of the optimizer's own step, before its hooks run."""
+        self.push_masters()
+        self._is_pushed = True
+
+    def _drop_gradients(self) -> None:
+        """Forget the gradients of the masters, but for those that another optimizer is yet to step on."""
+        shared: set[int] = set()
+        for partner in self.ledger.partners:
+            if partner.awaits_step:
+                shared.update(map(id, partner.groups.parameters()))
+        for _, master in self.groups.placed.values():
+            if id(master) not in shared:
+                master.grad = None
+
+    def _look_for_gradients(self) -> None:
+        """Warn, once, of a first step without any gradient, or without a loss that was scaled."""
+        name = type(self.reference()).__name__
+        if self.ledger.has_begun:
+            self._has_looked_for_gradients = True
+            if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
+                warn(
+                    f"step() of {name} after a backward pass of a loss that it was passed with, but none of its"
+                    " parameters has a gradient: it trains nothing. Does it hold parameters that the model has no more?"
+                    " Move, shard or wrap the model first, then make the optimizer, then call initialize."
+                )
+        elif all(scaler.awaits_loss for scaler in self._decisions.scalers) and not self.groups.is_empty():
+            self._has_looked_for_gradients = True
+            for scaler in self._decisions.scalers:
+                scaler.awaits_loss = False
+            warn(
+                f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
+                " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
+                " scaled_loss.backward()`, or give initialize loss_scale=1.0."
+            )
+
+    # ---- step(closure) -----------------------------------------------------------------------------------------------
+
+    def _step_after(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the closure, then step or skip: which of them must be known before the optimizer's own step begins."""
+        if not evaluates_closure_first(original):
+            raise OptimizerError(
+                f"step(closure) of {type(self.reference()).__name__} does not work with a dynamic loss scale:"
+                " whether to skip must be known before the optimizer calls the closure, and only those of torch.optim"
+                " but LBFGS are known to call it once, at first. Call step() without a closure, or give initialize a"
+                " static loss_scale, or use a bfloat16 level (O4, O5)."
+            )
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = _replace_closure(None, args, kwargs)
+        self._step_once(original, args, kwargs)
+        return loss
+
+    def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure as it is to be called in the step: by the lists, on what the step has made so far."""
+
+        def evaluate() -> Any:
+            with self._switch.region(Mode.BY_LISTS):
+                self.push_masters()
+                loss = closure()
+            self._masters.pull()
+            self._ledgers.prepare_step(self.ledger)
+            self._ledgers.resume(self.ledger)
+            self._decisions.judge_outside_of_steps(self.ledger.flags)
+            return loss
+
+        return evaluate
+
+
+def _replace_closure(
+    closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a `step` with another closure."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (closure, *args[1:]), kwargs
 
 
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -215,6 +397,26 @@ def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _ids_of(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _delete(reference: "weakref.ref[Any]", name: str) -> None:
+    target = reference()
+    if target is not None:
+        vars(target).pop(name, None)
+
+
+def _restore(reference: "weakref.ref[Any]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
+    """Take a method off, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight
+    through.
+    """
+    target = reference()
+    current = None if target is None else vars(target).get(name)
+    if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
+        return
+    if had_own:
+        setattr(target, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
+    else:
+        delattr(target, name)
 
 
 def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:

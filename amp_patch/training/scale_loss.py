@@ -2,12 +2,12 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from ..casting import Mode, Switch
+from ..casting import Mode, Switch, WeightCache
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
 from .ledger import Block, Ledger
@@ -27,7 +27,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         all_ledgers: of the session.
         is_delayed: leave the gradients scaled, and nobody looks at them yet.
         switch: of the casts.
-        on_begin, on_end: called before an outermost block that is not delayed, and after each that is not delayed.
+        cache: the weight cache, or None.
     """
 
     def __init__(
@@ -38,23 +38,21 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         all_ledgers: Ledgers,
         is_delayed: bool,
         switch: Switch,
-        on_begin: Callable[[], None],
-        on_end: Callable[[], None],
+        cache: WeightCache | None,
     ) -> None:
         super().__init__(scaler, ledgers)
         self._loss: Tensor | None = loss
         self._all_ledgers = all_ledgers
         self._is_delayed = is_delayed
         self._switch = switch
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._cache = cache if not is_delayed else None
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
-        if not self._is_delayed and not self._all_ledgers.open_blocks():
-            self._on_begin()
+        if self._cache is not None and not self._all_ledgers.open_blocks():
+            self._cache.leave_to_graphs()
         self._all_ledgers.abandon_empty(self)
         scaled_loss = loss
         if loss.dtype is not torch.float32:
@@ -80,8 +78,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
-        if not self._is_delayed:
-            self._on_end()
+        if self._cache is not None:
+            self._cache.invalidate_all()
 
 
 class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):

@@ -67,20 +67,23 @@ def either(left: Tensor | None, right: Tensor) -> Tensor:
     return right if left is None else torch.maximum(left, right.to(left.device))
 
 
-def are_surely_finite(gradients: Sequence[Tensor]) -> bool:
-    """Tell whether the sums of all gradients are finite, and so the gradients. Waits for the device once."""
-    if not gradients:
-        return True
-    device = gradients[0].device
-    sums = [dense_values(gradient).sum().to(device, torch.float32) for gradient in gradients]
-    return bool(torch.isfinite(torch.stack(sums)).all())
+def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients hold inf or NaN.
 
-
-def is_finite(gradient: Tensor) -> bool:
-    """Tell whether a gradient holds neither inf nor NaN. Waits for the device."""
-    values = dense_values(gradient)
-    # a sum with one of them is one itself, and takes a tenth of the time; finite values can sum up to inf, too
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+    Waits for the device once; where there may be one, once for each.
+    """
+    held: list[tuple[Tensor, Tensor]] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.append((parameter, dense_values(parameter.grad)))
+    if not held:
+        return []
+    # a sum with inf or NaN is one itself, and takes a tenth of the time; finite values can sum up to inf, too
+    device = held[0][1].device
+    sums = torch.stack([values.sum().to(device, torch.float32) for _, values in held])
+    if bool(torch.isfinite(sums).all()):
+        return []
+    return [parameter for parameter, values in held if not bool(torch.isfinite(values).all())]
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

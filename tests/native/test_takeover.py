@@ -16,6 +16,7 @@ from amp_patch import insight, native
 from amp_patch.errors import OpListError, PolicyError, SessionError
 from amp_patch.insight.tracer import tracing
 from amp_patch.script_settings import NoRegionError
+from amp_patch.session import current
 
 Run = tuple[list[float], list[Tensor]]
 DTYPES = (torch.bfloat16, torch.float16)
@@ -82,6 +83,20 @@ def test_with_the_rules_of_autocast_a_training_is_bitwise_the_same(dtype: torch.
     assert recording.ops
     with tracing():
         assert is_same(train(dtype), expected)
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    with native.install(), tracing():
+        for factor in (1.0, float("inf")):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = table(torch.tensor([0, 1])).sum() * factor
+            loss.backward()
+            optimizer.step()
+        session = current.require()
+        assert session.find_nonfinite_gradients(optimizer) == session.names_of([table.weight])
 
 
 def dtypes_seen(act: Callable[[], Any], names: tuple[str, ...] = ("linear", "softmax")) -> dict[str, set[str]]:

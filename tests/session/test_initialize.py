@@ -13,7 +13,7 @@ from amp_patch import hardware, reporting
 from amp_patch.config import policy
 from amp_patch.patching import references
 from amp_patch.training import gradient_patches
-from amp_patch.training.attributes import Attributes
+from amp_patch.training.optimizer import OptimizerBinding
 
 
 def make(seed=0):
@@ -244,7 +244,7 @@ def test_a_failure_half_way_is_undone(level, monkeypatch):
     where = {
         "O1": (references, "redirect"),
         "O2": (gradient_patches, "resolve_before_reading"),
-        "O3": (Attributes, "replace"),
+        "O3": (OptimizerBinding, "_replace"),
     }
     monkeypatch.setattr(*where[level], fail)
     with pytest.raises(KeyboardInterrupt, match="in the middle"):

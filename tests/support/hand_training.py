@@ -351,7 +351,7 @@ class ByHand:
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}  # 16-bit parameter and master, by the parameter's id
         self.masters: dict[int, Tensor] = {}
         self.pushed: dict[int, Tensor] = {}  # each master when it was copied to its parameter
-        self.known: dict[int, Tensor] = {}  # each master when it was last looked at
+        self.known: dict[int, tuple[Tensor, Tensor, int]] = {}  # each master when it was last looked at
         self.full: dict[int, Tensor] = {}  # parameters before they were cast
         self.window: Any = None  # what gradients are scaled by now, and its number
         self.scale_of_gradients = 1.0
@@ -412,7 +412,8 @@ class ByHand:
             master = value.clone().requires_grad_()
             self.masters[id(parameter)] = master
             self.pairs[id(parameter)] = parameter, master
-            self.pushed[id(parameter)] = self.known[id(parameter)] = master.detach().clone()
+            self.pushed[id(parameter)] = master.detach().clone()
+            self.look_at(id(parameter), master)
         return self.masters[id(parameter)]
 
     def reset(self) -> None:
@@ -685,22 +686,31 @@ class ByHand:
     def push(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for parameter, master in pairs:
             parameter.copy_(master)
-            self.pushed[id(parameter)] = self.known[id(parameter)] = master.detach().clone()
+            self.pushed[id(parameter)] = master.detach().clone()
+            self.look_at(id(parameter), master)
+
+    def look_at(self, key: int, master: Tensor) -> None:
+        self.known[key] = master.detach().clone(), master.detach(), master._version
+
+    def is_written(self, key: int, master: Tensor) -> bool:
+        """Whether somebody wrote to a master since it was last looked at, be it what was there."""
+        value, alias, version = self.known[key]
+        return master._version != version or master.data_ptr() != alias.data_ptr() or not equal(master, value)
 
     @torch.no_grad()
     def bring_together(self) -> None:
-        """A master that was edited goes to its parameter. Of a parameter that was edited, the elements that differ go
-        to the master; an edit that is taken back leaves no trace.
+        """A master that was written to goes to its parameter. Of a parameter that was edited, the elements that differ
+        go to the master; an edit that is taken back leaves no trace.
         """
         for key, (parameter, master) in self.pairs.items():
-            if not equal(master, self.known[key]):
+            if self.is_written(key, master):
                 parameter.copy_(master)
                 self.pushed[key] = master.detach().clone()
             else:
                 pushed = self.pushed[key]
                 edited = torch.where(parameter == master.to(parameter.dtype), master, parameter.float())
                 master.copy_(torch.where(parameter == pushed.to(parameter.dtype), pushed, edited))
-            self.known[key] = master.detach().clone()
+            self.look_at(key, master)
 
 
 @torch.no_grad()

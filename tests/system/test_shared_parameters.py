@@ -4,6 +4,7 @@ every level what plain torch gives.
 
 import copy
 import gc
+import math
 import threading
 import warnings
 
@@ -82,6 +83,23 @@ def encoder_with_two_heads(net, initialize, backward):
         both.zero_grad()
 
 
+def a_parameter_put_into_a_second_group_by_hand(net, initialize, backward):
+    first = torch.optim.SGD(net[0].parameters(), lr=0.25)
+    other = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(other.weight, 0.5)
+    second = torch.optim.SGD(other.parameters(), lr=0.25)
+    initialize([net, other], [first, second])
+    for optimizer in (first, second):
+        optimizer.param_groups[0]["params"] += net[2].parameters()
+    for _ in range(2):
+        hidden = net[0](X)
+        backward(net[2](hidden).float().mean() + other(hidden).float().mean(), [first, second])
+        first.step()
+        second.step()
+        net.zero_grad()
+        other.zero_grad()
+
+
 def optimizers_joined_by_a_third(net, initialize, backward):
     first = torch.optim.SGD(net[0].parameters(), lr=0.5)
     second = torch.optim.SGD(net[2].parameters(), lr=0.5)
@@ -124,6 +142,7 @@ def an_optimizer_deleted_between_delayed_passes(net, initialize, backward):
 SCRIPTS = [
     second_optimizer_of_a_later_stage,
     encoder_with_two_heads,
+    a_parameter_put_into_a_second_group_by_hand,
     optimizers_joined_by_a_third,
     a_group_added_between_delayed_passes,
 ]
@@ -204,6 +223,20 @@ def test_parameters_put_into_a_group_by_hand_stand_for_their_masters():
         found.append([master.detach().clone() for master in amp.master_params(optimizer)])
         amp.reset()
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_counts_for_parameters_put_into_a_second_group_by_hand(level):
+    net, other = make_net(), nn.Linear(2, 2)
+    first = torch.optim.SGD(net.parameters(), lr=0.25)
+    second = torch.optim.SGD(other.parameters(), lr=0.25)
+    amp.initialize([net, other], [first, second], opt_level=level, loss_scale="dynamic", verbosity=0)
+    second.param_groups[0]["params"] = list(net[2].parameters())
+    backward(net(X).float().mean() * math.inf, first)
+    first.step()
+    second.step()
+    assert first.step_was_skipped
+    assert all(torch.isfinite(weight).all() for weight in weights_of(net))
 
 
 def test_the_copy_of_a_model_says_what_a_copied_optimizer_is():

@@ -487,6 +487,30 @@ def test_hooks_on_a_step_see_the_weights_of_that_step(level, name, is_early, is_
     assert not optimizer._optimizer_step_post_hooks
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer in its stead, as SAM does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_state_of_an_optimizer_inside_of_another_outlives_the_session(level):
+    model = make_model()
+    optimizer = Wrapper(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    train(model, optimizer, make_batches(2))
+    momentum = [optimizer.base.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
+    amp.reset()
+    assert [optimizer.base.state[p]["momentum_buffer"] for p in model.parameters()] == momentum
+    assert len(optimizer.base.state) == len(momentum)
+
+
 def test_masters_are_pushed_once_in_a_step(monkeypatch):
     model, optimizer = initialize("O2", MAKERS["fused"])
     pushes = []

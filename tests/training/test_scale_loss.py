@@ -237,6 +237,18 @@ def test_all_optimizers_of_the_loss_are_skipped_and_no_other():
     }
 
 
+def test_delayed_gradients_stay_scaled_while_another_optimizer_has_a_delayed_pass():
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=4.0, verbosity=0)
+    for index, delay_unscale in ((0, False), (0, True), (1, True)):
+        loss = models[index](torch.ones(1, 2)).float().sum()
+        with amp.scale_loss(loss, optimizers[index], delay_unscale=delay_unscale) as scaled_loss:
+            scaled_loss.backward()
+    assert models[0].bias.grad.tolist() == [4.0, 4.0]
+    assert list(amp.master_params(optimizers[0]))[-1].grad.tolist() == [1.0, 1.0]
+
+
 def test_a_delayed_overflow_is_seen_by_every_optimizer_of_the_loss():
     first, first_optimizer = make(0)
     second, second_optimizer = make(1)

@@ -1,0 +1,190 @@
+"""`Groups`: what an optimizer steps on, with masters in the place of 16-bit parameters."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dtypes import LOW_DTYPES, is_opaque
+from .masters import Masters, Pair
+
+
+class Groups:
+    """The parameter groups of one optimizer, read each time: scripts change them.
+
+    Args:
+        optimizer: held weakly.
+        masters: where the session keeps all masters.
+        use_masters: give every 16-bit parameter a float32 master; without, only cast its state.
+        on_new_parameters: called after parameters have come that somebody has put into a group.
+
+    Attributes:
+        placed: each parameter that got a master here, with it, by the master's id: also those that have left since.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: Masters, *, use_masters: bool, on_new_parameters: Callable[[], None]
+    ) -> None:
+        self.use_masters = use_masters
+        self.placed: dict[int, Pair] = {}
+        self._on_new_parameters = on_new_parameters
+        self._masters = masters
+        self._optimizer = weakref.ref(optimizer)
+        self._inner: list[weakref.ref[Optimizer]] = []  # that it steps in its stead
+        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[Tensor]:
+        """Return what the optimizer steps on: masters where there are masters."""
+        found: list[Tensor] = []
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                found += group["params"]
+        return found
+
+    def model_parameters(self) -> list[Tensor]:
+        """Return the parameters of the model that the optimizer steps on, by way of masters or not, in the same
+        order.
+        """
+        found: list[Tensor] = []
+        for tensor in self.parameters():
+            pair = self._masters.pairs.get(id(tensor))
+            found.append(tensor if pair is None else pair[0])
+        return found
+
+    def pairs(self) -> list[Pair]:
+        """Return what is in the groups and has a master: the 16-bit parameter with its master."""
+        found: list[Pair] = []
+        for tensor in self.parameters():
+            pair = self._masters.pairs.get(id(tensor))
+            if pair is not None:
+                found.append(pair)
+        return found
+
+    def read(self) -> tuple[list[Tensor], list[Pair]]:
+        """Return the parameters without a master, and the others with theirs. 16-bit parameters that somebody has put
+        into a group get masters first.
+        """
+        plain: list[Tensor] = []
+        pairs: list[Pair] = []
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return plain, pairs
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                pair = self._masters.pairs.get(id(tensor))
+                if pair is not None:
+                    pairs.append(pair)
+                elif self.use_masters and tensor.dtype in LOW_DTYPES and not is_opaque(tensor):
+                    self._place_in_all()
+                    self._on_new_parameters()
+                    return self.read()
+                else:
+                    plain.append(tensor)
+        return plain, pairs
+
+    def is_empty(self) -> bool:
+        """Tell whether no parameter and no master has a gradient."""
+        return all(tensor.grad is None for tensor in (*self.parameters(), *self.model_parameters()))
+
+    # ---- putting masters in, and taking them out ---------------------------------------------------------------------
+
+    def adopt_inner(self, optimizer: Optimizer) -> None:
+        """Take in an optimizer that this one steps in its stead."""
+        self._inner.append(weakref.ref(optimizer))
+
+    def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
+        """Put a master in the place of each 16-bit parameter of a group, with the optimizer state that it had.
+
+        `float32_data` holds values of parameters from before they were cast, by the parameter's id.
+        """
+        for index, parameter in enumerate(group["params"]):
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
+                continue
+            if self.use_masters:
+                master = self._find_master(parameter, float32_data.get(id(parameter)))
+                self.placed[id(master)] = parameter, master
+                group["params"][index] = master
+            elif id(parameter) in float32_data:
+                self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
+                _cast_state(optimizer, parameter, parameter.dtype)
+        if self.use_masters:
+            for key in list(optimizer.state):
+                _move_state(optimizer, key, self._masters.get(key))
+
+    def _find_master(self, parameter: Tensor, data: Tensor | None) -> Tensor:
+        """Return the master of a parameter, which another optimizer of the session may have made already."""
+        master = self._masters.get(parameter)
+        if master is None:
+            if data is None:
+                data = parameter.detach().float()
+            master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            self._masters.add(parameter, master)
+        return master
+
+    def restore(self) -> None:
+        """Put the parameters back into the groups, and the state into the dtype that it had.
+
+        Interrupted, it is to be called again.
+        """
+        self._take_out()
+        self.placed.clear()
+        for reference, parameter, dtype in self._cast:
+            if (owner := reference()) is not None:
+                _cast_state(owner, parameter, dtype)
+        self._cast.clear()
+
+    @contextlib.contextmanager
+    def presented(self) -> Iterator[None]:
+        """Have groups and state show the model's parameters inside the block."""
+        self._take_out()
+        try:
+            yield
+        finally:
+            if self.use_masters:
+                self._place_in_all()
+
+    def _all(self) -> list[Optimizer]:
+        """Return the optimizer and those that it steps in its stead, but for those that are gone."""
+        found: list[Optimizer] = []
+        for reference in (self._optimizer, *self._inner):
+            optimizer = reference()
+            if optimizer is not None:
+                found.append(optimizer)
+        return found
+
+    def _place_in_all(self) -> None:
+        for optimizer in self._all():
+            for group in optimizer.param_groups:
+                self.place(optimizer, group, {})
+
+    def _take_out(self) -> None:
+        pairs = self._masters.pairs
+        for optimizer in self._all():
+            for group in optimizer.param_groups:
+                for index, tensor in enumerate(group["params"]):
+                    if id(tensor) in pairs:
+                        group["params"][index] = pairs[id(tensor)][0]
+            for key in list(optimizer.state):
+                if id(key) in pairs:
+                    _move_state(optimizer, key, pairs[id(key)][0])
+
+
+def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> None:
+    """Have the state of one tensor be that of another, if there is one."""
+    if target is not None:
+        optimizer.state[target] = optimizer.state[key]
+        del optimizer.state[key]
+
+
+def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
+    """Cast a parameter's state as torch does when it loads one: all floating tensors but the step count."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            optimizer.state[parameter][name] = value.to(dtype)
