@@ -212,11 +212,11 @@ class Tracer(Recorder):
         if self._session is None or not self._is_loss_seen:
             return False
         weights = [one for model in self._session.models() for one in model.parameters()]
-        gradients = [(one, one.grad) for one in weights if one.grad is not None]
-        bad = [(one, gradient) for one, gradient in gradients if not unscaling.is_finite(gradient)]
-        self._gradients, self._of = self._session.names_of([one for one, _ in bad]), len(gradients)
-        self._reaching["gradients"] |= self._finder.find_faults(gradient for _, gradient in bad)
-        return bool(gradients)
+        self._of = sum(one.grad is not None for one in weights)
+        bad = unscaling.find_nonfinite(weights)
+        self._gradients = self._session.names_of(bad)
+        self._reaching["gradients"] |= self._finder.find_faults(one.grad for one in bad if one.grad is not None)
+        return self._of > 0
 
     def _add_remedies(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
         """Enter into the faults of a step what would have made its values fit: all of them need the same."""
