@@ -55,7 +55,7 @@ test: lint sim
 
 # a process of its own: the device cannot be unregistered
 sim: $(STAMP)
-	AMP_PATCH_DEVICE=sim OMP_NUM_THREADS=1 $(PY) -m pytest tests/devices
+	AMP_PATCH_DEVICE=sim OMP_NUM_THREADS=1 $(PY) -m pytest tests/devices tests/training tests/session
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)

@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from devices import DEVICE, IS_SIM
 from fork_server import ForkServer
 from ranks import Ranks
 from torch_state import find_changes
@@ -65,6 +66,17 @@ def torch_is_left_as_found():
     reporting._said.clear()
     current.state.registered.clear()
     assert find_changes() == []
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_made_on_the_device(request, torch_is_left_as_found):
+    """Under `make sim`, run the tests of training and of sessions on the simulated device."""
+    is_meant = IS_SIM and {"training", "session"} & {*request.path.parts}
+    if is_meant:
+        torch.set_default_device(DEVICE)
+    yield
+    if is_meant:
+        torch.set_default_device(None)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from torch_state import find_changes
@@ -265,6 +266,7 @@ def test_an_exception_of_any_kind_closes_the_regions_it_passes(error, run, tmp_p
     assert part(logits).dtype is (torch.float32 if run == "float32" else torch.bfloat16)
 
 
+@requires_cpu("the model has no parameter, and so no device")
 def test_a_region_outlives_an_interrupt_that_was_caught_inside_it(tmp_path):
     """An inner module is interrupted and the outer one goes on: only the inner region is over."""
     (tmp_path / "list.yaml").write_text(

@@ -15,6 +15,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
 from torch_state import find_changes
@@ -263,6 +264,7 @@ def test_disable_casts_as_a_decorator_works_again_and_again():
     assert [decorated(), product_dtype(), decorated()] == [torch.float32, torch.bfloat16, torch.float32]
 
 
+@requires_cpu("a default device is of one thread")
 def test_disable_casts_leaves_other_threads_alone():
     _model, _optimizer = initialize("O4")
     dtypes = []
@@ -333,6 +335,7 @@ def test_tensors_of_other_kinds_are_never_touched():
 # ---- code without a model --------------------------------------------------------------------------------------------
 
 
+@requires_cpu("the session is of the CPU")
 def test_a_session_block_casts_code_without_a_model():
     with amp.session(opt_level="O4", device="cpu"):
         assert product_dtype() is torch.bfloat16
@@ -348,6 +351,7 @@ def test_a_session_block_ends_with_an_exception_and_can_be_entered_again():
         assert find_changes() == []
 
 
+@requires_cpu("the session is of the CPU")
 def test_a_session_block_is_not_entered_inside_another():
     with amp.session(opt_level="O4", device="cpu"):
         with pytest.raises(amp.SessionError, match="O4 is in force already"), amp.session(opt_level="O1"):

@@ -27,7 +27,24 @@ def _find() -> tuple[str, str]:
 DEVICE, WHY_NOT = _find()
 IS_SIM = DEVICE == "sim"
 
+if IS_SIM:
+
+    class Generator(torch._C.Generator):
+        """One of the default device where nothing else is said: tensors are made there, too."""
+
+        def __new__(cls, device=None):
+            return super().__new__(cls, device or torch.get_default_device())
+
+    torch.Generator = Generator
+
 requires_device = pytest.mark.skipif(not DEVICE, reason=WHY_NOT)
+
+
+def requires_cpu(reason):
+    """Mark a test of training or sessions that the simulated device cannot run, and say why."""
+    return pytest.mark.skipif(IS_SIM, reason=reason)
+
+
 requires_sim = pytest.mark.skipif(not IS_SIM, reason=WHY_NOT or "counts what the simulated device does")
 
 

@@ -61,7 +61,9 @@ def find_changes() -> list[str]:
         torch.set_autocast_enabled("cpu", False)  # so that one test alone fails
         torch.set_autocast_enabled("cuda", False)
         return ["autocast was left enabled"]
-    if modes := torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack():
+    functions = torch.overrides._get_current_function_mode_stack()
+    left = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]  # a default device
+    if modes := len(left) + torch._C._len_torch_dispatch_stack():
         return [f"{modes} modes were left"]
     values = [value for owner in NAMESPACES for value in vars(owner).values()]
     if len(values) == len(seen_unchanged) and all(map(operator.is_, values, seen_unchanged)):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from devices import requires_cpu
 from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from torch_state import find_changes
@@ -123,6 +124,7 @@ def test_an_overflow_left_by_a_pass_for_another_optimizer_ends_when_it_is_zeroed
     assert not second.step_was_skipped
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sums_of_losses_for_different_optimizers_are_sums(sparse):
     torch.manual_seed(0)
@@ -330,6 +332,7 @@ def test_models_are_not_brought_under_a_session_inside_a_block():
     assert model.weight.grad.item() == 1.0
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 def test_sparse_sums_keep_their_dtype():
     table = nn.Embedding(3, 1, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)

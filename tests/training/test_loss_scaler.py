@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import requires_cpu
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -380,6 +381,7 @@ def test_unscaling_by_any_scale_is_division_to_the_last_place(dtype: torch.dtype
         )
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 @pytest.mark.parametrize("is_coalesced", [True, False], ids=["coalesced", "uncoalesced"])
 def test_sparse_gradients_are_divided_like_dense_ones(is_coalesced: bool) -> None:
     for dtype in (*REAL_DTYPES, torch.complex64):
@@ -416,6 +418,7 @@ def is_found(*gradients: Tensor) -> bool:
     return bool(found_inf)
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 @pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
 def test_one_bad_element_is_found_wherever_it_is(bad: float) -> None:
     for dtype in REAL_DTYPES:

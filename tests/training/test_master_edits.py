@@ -5,6 +5,7 @@ changes nothing, costs a master none of its low bits; one that lasts reaches the
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from torch import nn
 
 import amp_patch as amp
@@ -129,11 +130,13 @@ def clamp_where_nothing_is(model):
 TOUCHES = [touch_in_place, attack, attack_in_place, swap_averages_in_and_out, clamp_where_nothing_is]
 
 
+@requires_cpu("its inputs are made as the file is read")
 @pytest.mark.parametrize("touch", TOUCHES, ids=lambda one: one.__name__)
 def test_an_edit_that_leaves_the_values_leaves_the_masters(level, touch):
     assert_equal(train(level, touch), train_by_hand(level))
 
 
+@requires_cpu("its inputs are made as the file is read")
 def test_an_embedding_whose_norms_are_within_bounds_is_trained_as_one_without(level):
     assert_equal(train(level, model=make_model(max_norm=100.0)), train_by_hand(level))
 
@@ -158,6 +161,7 @@ def test_an_edit_reaches_the_elements_that_it_changes_and_no_others(level):
     assert_equal(amp.master_params(optimizer), expected)
 
 
+@requires_cpu("its inputs are made as the file is read")
 def test_an_embedding_bounds_the_rows_that_are_too_long_and_trains_the_others(level):
     bounded, free = make_model(max_norm=1.5), make_model()
     long = set((free.table.weight.detach().norm(dim=1) > 1.5).nonzero().flatten().tolist())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
 
@@ -181,6 +182,7 @@ def test_o0_takes_low_inputs():
     assert model(torch.ones(1, 2).half()).dtype is torch.float32
 
 
+@requires_cpu("the simulated device has no recurrent kernels")
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_recurrent_networks_train(level):
     torch.manual_seed(0)
@@ -312,6 +314,7 @@ def floating(value):
     return [value] if isinstance(value, torch.Tensor) else [tensor for item in value for tensor in floating(item)]
 
 
+@requires_cpu("its inputs are made as the file is read")
 @pytest.mark.parametrize(("name", "level"), [*((name, "O5") for name in PARTS), ("linear", "O3")])
 def test_parts_that_are_called_directly_take_float32_inputs(level, name):
     make, inputs = PARTS[name]

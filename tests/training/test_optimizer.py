@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -316,6 +317,7 @@ def test_freezing_and_unfreezing(level):
     assert not torch.equal(model.state_dict()["fc.weight"], frozen)
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 def test_sparse_gradients():
     for level, options in (("O1", {}), ("O2", {"max_loss_scale": 1024.0}), ("O5", {}), ("O0", {"loss_scale": 8.0})):
         torch.manual_seed(0)
@@ -334,6 +336,7 @@ def test_sparse_gradients():
         amp.reset()
 
 
+@requires_cpu("the simulated device has no sparse tensors")
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("is_sparse_first", [True, False], ids=["sparse first", "dense first"])
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(scale, is_sparse_first):

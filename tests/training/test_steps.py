@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import requires_cpu
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_state import VERSION
@@ -380,6 +381,7 @@ def count_calls(level, layers):
     return counts
 
 
+@requires_cpu("an accelerator sums its flags with other functions")
 @pytest.mark.parametrize(
     ("level", "most"),
     [
