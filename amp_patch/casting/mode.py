@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ..interrupts import is_running
-from ..torch_private import is_engine_thread
 from . import compiling
 from .compiling import is_dynamo_compiling
 
@@ -160,7 +159,7 @@ class Switch:
             return Mode.OFF if is_waiting else regions[-1].mode
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
-        if is_engine_thread():
+        if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:
                     return self._open[-1].mode
