@@ -25,7 +25,7 @@ def read_tables(text: str) -> tuple[dict[tuple[str, str], float], dict[tuple[str
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[:2] in (["workload", "autocast, ms"], ["workload", "mode"]):
             header = cells
-        if "O4+fast" in header and cells[0].removesuffix(" x1") in WORKLOADS:
+        if "O4+native" in header and cells[0].removesuffix(" x1") in WORKLOADS:
             row = dict(zip(header, cells, strict=True))
             times.update({(cells[0][:-3], mode): float(row[mode].split()[0]) for mode in MODES})
         if header[-1:] == ["to autocast"] and cells[0] in WORKLOADS and cells[1] in MODES:
@@ -54,8 +54,8 @@ def draw(text: str) -> str:
         middle = TOP + index * (len(MODES) * BAR + GAP) + 1.5 * BAR + 4
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#222">{name}</text>')
     lines.append(
-        f'<text x="12" y="{height - 10}" font-size="11" fill="#555">AdamW, two threads of a virtual x86 CPU with AVX512'
-        " and bfloat16 products, torch 2.13.0; the line is torch.autocast in bfloat16</text>"
+        f'<text x="12" y="{height - 10}" font-size="11" fill="#555">AdamW, one thread of a virtual x86 CPU with bfloat16'
+        " products, torch 2.13.0; the line is torch.autocast in bfloat16</text>"
     )
     return "\n".join([*lines, "</svg>", ""])
 
