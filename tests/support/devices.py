@@ -33,7 +33,7 @@ if IS_SIM:
         """One of the default device where nothing else is said: tensors are made there, too."""
 
         def __new__(cls, device=None):
-            return super().__new__(cls, device or torch.get_default_device())
+            return super().__new__(cls, device or torch.empty(0).device)
 
     torch.Generator = Generator
 

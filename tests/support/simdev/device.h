@@ -1,6 +1,7 @@
 // The device as torch asks for it: current device, streams, events, random numbers.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -116,6 +117,14 @@ struct Generator final : c10::GeneratorImpl {
     }
 };
 
+at::Generator make_generator(c10::DeviceIndex device) {
+    return at::make_generator<Generator>(index_or_current(device));
+}
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 7  // it asks this instead of the hooks
+REGISTER_GENERATOR_PRIVATEUSE1(make_generator)
+#endif
+
 at::Generator& default_generator(int device) {
     static std::array<at::Generator, kDevices> all{at::make_generator<Generator>(0), at::make_generator<Generator>(1)};
     return all.at(index_or_current(device));
@@ -140,9 +149,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
         return default_generator(device);
     }
-    at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-        return at::make_generator<Generator>(index_or_current(device));
-    }
+    at::Generator getNewGenerator(c10::DeviceIndex device) const override { return make_generator(device); }
     at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
     at::Device getDeviceFromPtr(void* pointer) const override {
         TORCH_CHECK((uintptr_t)pointer & kDeviceBit, "sim: this memory is not the device's");
