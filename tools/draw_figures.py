@@ -54,8 +54,8 @@ def draw(text: str) -> str:
         middle = TOP + index * (len(MODES) * BAR + GAP) + 1.5 * BAR + 4
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#222">{name}</text>')
     lines.append(
-        f'<text x="12" y="{height - 10}" font-size="11" fill="#555">AdamW, one thread of a virtual x86 CPU with bfloat16'
-        " products, torch 2.13.0; the line is torch.autocast in bfloat16</text>"
+        f'<text x="12" y="{height - 10}" font-size="11" fill="#555">AdamW, one thread of a virtual x86 CPU with'
+        " bfloat16 products, torch 2.13.0; the line is torch.autocast in bfloat16</text>"
     )
     return "\n".join([*lines, "</svg>", ""])
 

@@ -180,9 +180,9 @@ class Switch:
         self.add(region)
         return region
 
-    def enter_module(self, mode: Mode, owner: object) -> bool:
+    def enter_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
         """Open a region for the forward of a module, and tell whether casts act in it. Called by a forward pre-hook;
-        `leave_module` closes it.
+        `leave_module` closes it. `frame`: what calls the forward, if that is not what calls the hook.
         """
         if is_dynamo_compiling():
             compiling.tell_of_break()
@@ -193,10 +193,14 @@ class Switch:
                 waits = not is_on and self._mode_outside() is Mode.OFF  # autocast may be entered inside of the forward
                 self._leave_stale()
                 chosen = mode if is_on or waits else Mode.OFF
-                region = Region(self, chosen, owner, sys._getframe(2), waits=waits)
+                region = Region(self, chosen, owner, frame or sys._getframe(2), waits=waits)
                 self.pause(region)
                 self.add(region)
             return is_on
+
+    def has_paused_autocast(self) -> bool:
+        """Tell whether a region of this thread holds back torch.autocast, which is enabled around it."""
+        return any(region.has_paused for region in self._local.regions)
 
     def leave_module(self, owner: object) -> None:
         """Close the innermost region of an owner that is open in this thread, if there is one."""

@@ -111,7 +111,7 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
     path: Path = arguments.fix
     remedy = remedies.find_remedy(fault, recording.run)
     if not remedy.has_list:
-        print("\nno list was written: none helps against this", flush=True)
+        print("\nno list was written: none is known against this; amp-patch tune --units both may find one", flush=True)
         return FAULT
     remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
     first, last = arguments.steps or (0, fault.step + 1 + FURTHER)

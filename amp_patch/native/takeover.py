@@ -6,6 +6,7 @@ way to one of `amp.initialize`.
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -243,16 +244,16 @@ class Takeover:
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
-    def _note_module(self, module: nn.Module, args: Any) -> None:
+    def _note_module(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A module is called: perhaps a model that nobody has seen yet."""
         if compiling.is_dynamo_compiling() or self._is_of_amp():
-            return
+            return None
         session = self.session()
         if session is not None and session.knows(module):
-            return
+            return None
         root = find_root(module)
         if root is None:
-            return
+            return None
         device_type = next(root.parameters()).device.type
         self._called_at = self._called_at or find_line()
         if self._everywhere and self._region is None:
@@ -261,9 +262,14 @@ class Takeover:
         if session is None and device_type != "meta":
             is_in_region = torch.is_autocast_enabled(device_type)
             session = self._ensure(device_type, torch.get_autocast_dtype(device_type) if is_in_region else None)
-        if session is not None:
-            session.add_root(root)
-            events.tell(session.without_casts(), "session_opened", session)
+        if session is None:
+            return None
+        session.add_root(root)
+        events.tell(session.without_casts(), "session_opened", session)
+        hooks = session.find_region_hooks(module)
+        if hooks is not None:  # torch does not call what is set while it calls hooks
+            return hooks.catch_up(module, args, sys._getframe(1))
+        return None
 
     def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(scaler: Any, *args: Any, **kwargs: Any) -> None:

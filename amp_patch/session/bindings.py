@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError
 from ..reporting import warn
-from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding
+from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding, RegionHooks
 
 
 class Bindings:
@@ -24,6 +24,9 @@ class Bindings:
         cache: the weight cache, or None.
         decisions: updates the loss scales.
         sharded: modules that `fully_shard` has taken.
+
+    Attributes:
+        tells_unused: warn of rules that choose nothing as soon as models are bound.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Bindings:
         self._switch = switch
         self._cache = cache
         self.masters = Masters()
+        self.tells_unused = True
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
@@ -52,6 +56,13 @@ class Bindings:
     def find_rule(self, module: nn.Module) -> ModuleRule | None:
         """Return the module rule that decides how a module of a bound model runs, or None."""
         return next((binding.rules[module] for binding in self._models if module in binding.rules), None)
+
+    def find_region_hooks(self, module: nn.Module) -> RegionHooks | None:
+        """Return the hooks by which a module rule acts in a module, None where it needs none."""
+        for binding in self._models:
+            if module in binding.regions:
+                return binding.regions[module]
+        return None
 
     def optimizers(self) -> list[OptimizerBinding]:
         """Return the bindings of the optimizers that are still alive."""
@@ -78,6 +89,14 @@ class Bindings:
             )
         return binding
 
+    def tell_unused_rules(self) -> None:
+        """Warn of each module rule that chooses no module of any model."""
+        used = {rule for binding in self._models for rule in binding.used_rules}
+        for rule in self._rules:
+            if rule not in used:
+                place = f"{rule.path}:{rule.line}:{rule.column}"
+                warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
+
     # ---- binding and letting go --------------------------------------------------------------------------------------
 
     def bind(
@@ -88,16 +107,13 @@ class Bindings:
         `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is
         cleared.
         """
-        unused = dict.fromkeys(self._rules)
         for model in models:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
             binding.bind(float32_data)
             self._watch(binding, model, self._tell_ledgers)
-            unused = {rule: None for rule in unused if rule not in binding.used_rules}
-        for rule in unused if models else ():
-            place = f"{rule.path}:{rule.line}:{rule.column}"
-            warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
+        if models and self.tells_unused:
+            self.tell_unused_rules()
         self.ledgers.make_true()  # new optimizers may have parameters of others
         added = [self._make_binding(optimizer) for optimizer in optimizers]
         self._optimizers = [*self._optimizers, *added]

@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
-from ..training import Decisions, LossBlock, OptimizerBinding, loss_scaler
+from ..training import Decisions, LossBlock, OptimizerBinding, RegionHooks, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -208,6 +208,10 @@ class Session:
     def find_rule(self, module: nn.Module) -> ModuleRule | None:
         """Return the module rule that decides how a module runs, or None."""
         return self._bindings.find_rule(module)
+
+    def find_region_hooks(self, module: nn.Module) -> RegionHooks | None:
+        """Return the hooks by which a module rule acts in a module, None where it needs none."""
+        return self._bindings.find_region_hooks(module)
 
     def bindings(self) -> list[OptimizerBinding]:
         """Return the bindings of the optimizers that are still alive."""

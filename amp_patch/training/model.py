@@ -55,6 +55,7 @@ class ModelBinding:
         decided, self.used_rules = decide_rules(model, rules)
         self._runs = {module: rule.run for module, rule in decided.items()}
         self.rules: Mapping[nn.Module, ModuleRule] = weakref.WeakKeyDictionary(decided)
+        self.regions: weakref.WeakKeyDictionary[nn.Module, RegionHooks] = weakref.WeakKeyDictionary()
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
         }
@@ -126,6 +127,7 @@ class ModelBinding:
             if run == "low":
                 mode, dtype = Mode.LOW, low
             hooks = RegionHooks(self._switch, mode, dtype)
+            self.regions[module] = hooks
             self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)
             self._add(module.register_forward_hook, hooks.leave, always_call=True)
 

@@ -3,6 +3,7 @@
 A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
+import types
 import weakref
 from typing import Any
 
@@ -89,6 +90,12 @@ class RegionHooks:
         if self.switch.enter_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
+
+    def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
+        """Do the same for a call that had begun when the hooks were set, to its positional inputs. `frame` runs it."""
+        if self.switch.enter_module(self.mode, self, frame):
+            return self.cast(module, args, {})[0]
+        return args
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""

@@ -1,6 +1,7 @@
 """Op lists over the regions of torch.autocast: what changes, what does not, and that torch is found as it was."""
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,35 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         native.install(lists="no_such_list")
     with native.install("O4"), pytest.raises(SessionError, match="installed already"):
         native.install("O1")
+
+
+class Encoder(nn.Module):
+    """Is called by a method of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Sequential(nn.Linear(2, 2)))
+        self.name = name
+
+    def encode(self, x: Tensor) -> Tensor:
+        return getattr(self, self.name)(x)
+
+
+def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_has_its_module(tmp_path: Path) -> None:
+    path = write(tmp_path, "modules: [{match: text, run: float32}, {match: image, run: float32}, {match: x, run: low}]")
+    encoders = [Encoder("text"), Encoder("image")]
+    optimizer = torch.optim.SGD([weight for one in encoders for weight in one.parameters()], 0.1)
+    with native.install(lists=path), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = [one.encode(torch.ones(1, 2)) for one in encoders]
+                assert [one.dtype for one in outputs] == [torch.float32] * 2
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+            sum(one.sum() for one in outputs).backward()
+            optimizer.step()
+    told = [str(one.message) for one in caught]
+    assert len(told) == 1 and "'x' chooses no module" in told[0]
 
 
 class InRegion(nn.Module):

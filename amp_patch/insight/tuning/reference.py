@@ -188,8 +188,8 @@ class _Shadowing:
         run = "" if module is None else self._runs[id(module)]
         if self._session.casts is None:
             return module is not None and run != "float32"
-        autocast = self._session.switch.autocast
-        if autocast is not None and not autocast.is_here():
+        switch = self._session.switch
+        if switch.autocast is not None and not switch.autocast.is_here() and not switch.has_paused_autocast():
             return False
         if kind in ("whitelist", "blacklist"):
             return run == "low" or (kind == "whitelist" and run != "float32")
