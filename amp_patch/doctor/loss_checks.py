@@ -256,13 +256,14 @@ def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:
 def trains_in_float32(context: Context) -> Iterator[Fault]:
     """A script without amp of any kind trains in the dtype of its weights, most often float32."""
     script = context.script
-    steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))
-    if "torch" not in script.text or _OTHER_AMP.search(script.text) or not steps:
+    if "torch" not in script.text or _OTHER_AMP.search(script.text):
         return
-    for call, _ in list(script.method_calls("backward"))[:1]:
+    steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))
+    first = next((call for call, _ in script.method_calls("backward")), None)
+    if steps and first is not None:
         message = "the script trains in the dtype of its weights: nothing in it casts"
         advice = (
             "Put torch.autocast around the model and the loss, or call amp.initialize; to try it on the script as it"
             " is: amp-patch run --everywhere --opt-level O4."
         )
-        yield Fault(call, "note", message, advice)
+        yield Fault(first, "note", message, advice)
