@@ -58,7 +58,7 @@ _GONE = {
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
 }
 
-_COMPILED = {
+COMPILED = {
     "fused_dense_cuda": "the kernels behind apex.fused_dense: use torch.nn.Linear and torch.nn.GELU",
     "mlp_cuda": "the kernels behind apex.mlp: use apex.mlp.MLP",
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
@@ -69,12 +69,23 @@ there.
 """
 
 
-def advise(name: str) -> str | None:
-    """Return what a part of Apex was and what to use today; None for what Apex never had, or is here.
-
-    `name` is dotted, such as "apex.transformer.parallel_state".
+def describe(name: str) -> tuple[str, str] | None:
+    """Return the part of Apex that a dotted name is in, such as "apex.transformer", with what it was and what to use
+    today; None for what Apex never had, or is here.
     """
     for part in sorted(_GONE, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
-            return f"the apex of amp_patch has no {part} ({_GONE[part]})"
+            return part, _GONE[part]
+    root = name.partition(".")[0]
+    if root in COMPILED:
+        return root, COMPILED[root]
     return None
+
+
+def advise(name: str) -> str | None:
+    """Return the sentence for an error that names a part of Apex which is not here; None as `describe` does."""
+    found = describe(name)
+    if found is None:
+        return None
+    part, what = found
+    return f"the apex of amp_patch has no {part} ({what})"

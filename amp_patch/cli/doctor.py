@@ -42,7 +42,7 @@ def _judge(arguments: argparse.Namespace) -> int:
     """Read and report."""
     selection = doctor.Selection(arguments.select or ("AMP",), arguments.ignore)
     files = doctor.find_files(arguments.paths)
-    project = doctor.Project(files, doctor.get_coverage())
+    project = doctor.Project(files)
     findings = [one for one in doctor.machine_findings() if selection.has(one.code)] + project.diagnose(selection)
     machine = None if arguments.paths else doctor.get_machine()
     report = doctor.Report(findings, len(files), machine)

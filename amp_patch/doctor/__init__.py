@@ -4,7 +4,6 @@ A file becomes a `Script` (its tree, and where nodes stand in it), and each of t
 comment `# amp-patch: ignore[CODE]` on a line silences one.
 """
 
-from .coverage import get_coverage as get_coverage
 from .machine import get_advice as get_advice
 from .machine import get_machine as get_machine
 from .machine import machine_findings as machine_findings

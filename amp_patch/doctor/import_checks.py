@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+from ..apex import _gone
 from ..errors import did_you_mean
-from .coverage import EXTENSIONS, public_names
+from .coverage import EXTENSIONS, covers, find_missing, public_names
 from .rules import Context, Fault, rule
 from .script import Script
 
@@ -21,7 +22,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
-        if names and all(map(context.coverage.has, names)):
+        if names and all(map(covers, names)):
             advice = f"Run it by `amp-patch run {context.script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
@@ -47,9 +48,9 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
     script, told = context.script, set[str]()
     for node in _import_statements(script):
         for name in _apex_names(node):
-            if not context.coverage.has(name):
+            if not covers(name):
                 told.add(name)
-                yield _uncovered(context, node, name)
+                yield _uncovered(script, node, name)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
                 if alias.name != "*" and alias.name not in public_names():
@@ -62,9 +63,9 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         if len(names) != 1 or any(f"{name}.".startswith(f"{one}.") for one in told):
             continue
         root, _, rest = name.partition(".")
-        if root in {"apex", *EXTENSIONS} and not context.coverage.has(name, is_imported=False):
+        if root in {"apex", *EXTENSIONS} and not covers(name, is_imported=False):
             told.add(name)
-            yield _uncovered(context, attribute, name)
+            yield _uncovered(script, attribute, name)
         elif root == "amp_patch" and rest.partition(".")[0] not in public_names():
             told.add(name)
             yield _absent(attribute, rest.partition(".")[0])
@@ -86,11 +87,13 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [name for name in names if name.partition(".")[0] in {"apex", *EXTENSIONS}]
 
 
-def _uncovered(context: Context, node: ast.AST, name: str) -> Fault:
-    known, (wrong, allowed) = context.coverage.advice(name), context.coverage.missing(name)
-    advice = f"It was {known}." if known else did_you_mean(wrong, allowed).strip()
-    advice = advice or "Nothing stands in for it: look in today's torch."
-    if _has_fallback(context.script, node):
+def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
+    known = _gone.describe(name)
+    if known is not None:
+        advice = f"It was {known[1]}."
+    else:
+        advice = did_you_mean(*find_missing(name)).strip() or "Nothing stands in for it: look in today's torch."
+    if _has_fallback(script, node):
         message = f"{name}: not in the stand-in for apex, so the script takes its own way round"
         return Fault(node, "note", message, advice)
     return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from . import import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
-from .coverage import Coverage
 from .documents import Document
 from .rules import RETIRED, RULES, Context, Finding, Selection
 from .script import Script, expect
@@ -52,8 +51,7 @@ class Project:
     Nothing of them is run or imported.
     """
 
-    def __init__(self, files: Sequence[Path], coverage: Coverage) -> None:
-        self._coverage = coverage
+    def __init__(self, files: Sequence[Path]) -> None:
         self._documents: list[tuple[Script, Document]] = []
         self._unreadable: list[Finding] = []
         for file in files:
@@ -97,7 +95,7 @@ class Project:
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
         """Yield the findings of every rule in one script, but for those that a comment silences."""
         expected = expect([script]) if script.initializations else self._expected
-        context = Context(script, expected, self._coverage)
+        context = Context(script, expected)
         ignored = _read_ignore_comments(script.text)
         for rule in RULES.values():
             if rule.find is None or not selection.has(rule.code):

@@ -13,7 +13,6 @@ from textwrap import indent
 from typing import Literal, NamedTuple
 
 from ..errors import SettingsError, did_you_mean
-from .coverage import Coverage
 from .script import Expected, Script
 
 Severity = Literal["error", "warning", "note"]
@@ -23,14 +22,13 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Context(NamedTuple):
-    """One script to check, what amp may do in it, and what the stand-in for `apex` has.
+    """One script to check, and what amp may do in it.
 
     `expected` comes from the script's own calls of `initialize`, or from those of the files that were given with it.
     """
 
     script: Script
     expected: Expected
-    coverage: Coverage
 
 
 class Fault(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import amp_patch
-from amp_patch.doctor import Project, Selection, explain, get_coverage, sorted_rules
+from amp_patch.doctor import Project, Selection, explain, sorted_rules
 from amp_patch.doctor.rules import RETIRED
 from amp_patch.doctor.script import LEVELS, Script, expect
 from amp_patch.errors import SettingsError
@@ -23,7 +23,7 @@ def diagnose(tmp_path: Path, *sources: str) -> list[tuple[str, int | None]]:
     files = [tmp_path / f"script{number}.py" for number in range(len(sources))]
     for file, source in zip(files, sources, strict=True):
         file.write_text(source)
-    found = Project(files, get_coverage()).diagnose(Selection())
+    found = Project(files).diagnose(Selection())
     return [(one.code, one.line) for one in found if one.code != "AMP101" or "# AMP101" in sources[0]]
 
 
@@ -185,7 +185,7 @@ def test_what_only_looks_like_a_fault_is_left_alone(source, tmp_path):
 def test_a_name_with_a_fallback_is_a_note(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("try:\n    from apex.contrib.sparsity import ASP\nexcept ImportError:\n    ASP = None\n")
-    (finding,) = Project([path], get_coverage()).diagnose(Selection())
+    (finding,) = Project([path]).diagnose(Selection())
     assert (finding.code, finding.severity) == ("AMP102", "note")
 
 
@@ -204,7 +204,7 @@ def test_a_name_with_a_fallback_is_a_note(tmp_path):
 def test_a_missing_name_is_told_the_right_one_or_what_to_use_today(source, advice, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(source)
-    (finding,) = Project([path], get_coverage()).diagnose(Selection())
+    (finding,) = Project([path]).diagnose(Selection())
     assert finding.code == "AMP102" and advice in finding.advice
 
 
@@ -223,7 +223,7 @@ def test_a_missing_name_is_told_the_right_one_or_what_to_use_today(source, advic
 def test_a_covered_import_is_a_note_with_the_way_to_run_it(line, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(line)
-    (finding,) = Project([path], get_coverage()).diagnose(Selection())
+    (finding,) = Project([path]).diagnose(Selection())
     assert (finding.code, finding.severity) == ("AMP101", "note")
     assert "amp-patch run" in finding.advice
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from amp_patch.doctor import Project, Selection, find_files, get_coverage
+from amp_patch.doctor import Project, Selection, find_files
 
 SETUP = 'import amp_patch as amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
 FAULT = "optimizer.load_state_dict(checkpoint)"
 
 
 def diagnose(*files: Path):
-    return Project(files, get_coverage()).diagnose(Selection())
+    return Project(files).diagnose(Selection())
 
 
 @pytest.fixture
