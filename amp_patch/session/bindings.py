@@ -212,7 +212,10 @@ class Bindings:
     def prune(self) -> None:
         """Let go of the parameters and masters of models and optimizers that are gone."""
         self._models = [binding for binding in self._models if binding.model is not None]
-        held = {id(parameter) for model in self.models() for parameter in model.parameters()}
+        held: set[int] = set()
+        for model in self.models():
+            held.update(map(id, model.parameters()))
+            held.update(map(id, model.buffers()))
         held.update(id(parameter) for binding in self.optimizers() for parameter in binding.groups.model_parameters())
         self.masters.keep_only(held)
 
@@ -231,11 +234,13 @@ class Bindings:
     # ---- about all of them -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the qualified names of parameters (or masters) in the bound models; `parameter of shape (...)` for any
-        other.
+        """Return the qualified names of parameters, masters or buffers in the bound models; `parameter of shape (...)`
+        for any other.
         """
         names: dict[int, str] = {}
         for model in self.models():
+            for name, buffer in model.named_buffers():
+                names[id(buffer)] = name
             for name, parameter in model.named_parameters():
                 names[id(parameter)] = name
                 master = self.masters.get(parameter)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import LOW_DTYPES
 from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
@@ -74,6 +75,7 @@ class Masters:
         self._pushed: dict[int, Tensor] = {}  # by index: the master at the last push, of parameters edited since
         self._groups: list[Group] | None = None  # of all, for pushing
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
+        self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
         self.is_compiled = False
 
@@ -95,14 +97,58 @@ class Masters:
         self._seen = (_State([]), _State([]))
         self._pushed.clear()
         self._groups = None
+        self._buffers.clear()
 
-    def keep_only(self, parameter_ids: Collection[int]) -> None:
-        """Forget the masters of all parameters but these. Brings both sides together, whichever moved."""
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Forget the masters of all parameters but these, and the values of all buffers but these. Brings both sides
+        together, whichever moved.
+        """
         self.sync()
-        kept = [pair for pair in self.pairs.values() if id(pair[0]) in parameter_ids]
+        kept = [pair for pair in self.pairs.values() if id(pair[0]) in ids]
+        buffers = {key: pair for key, pair in self._buffers.items() if key in ids}
         self.clear()
+        self._buffers = buffers
         for parameter, master in kept:
             self.add(parameter, master)
+
+    def keep_buffer(self, buffer: Tensor, values: Tensor) -> None:
+        """Note the float32 values of a buffer that holds them rounded from now on."""
+        self._buffers[id(buffer)] = buffer, values
+
+    def find_changed_buffers(self) -> list[Tensor]:
+        """Return the buffers of which an element holds something else than it was given. Waits for the device, once for
+        each buffer that was cast.
+        """
+        changed: list[Tensor] = []
+        for buffer, values in self._buffers.values():
+            is_comparable = buffer.shape == values.shape and buffer.device == values.device
+            if buffer.dtype in LOW_DTYPES and is_comparable and not bool(_is_rounded(buffer, values).all()):
+                changed.append(buffer)
+        return changed
+
+    def load(self, tensor: Tensor, values: Tensor) -> None:
+        """Take over values that a parameter with a master, or a buffer that was cast, is about to be given rounded."""
+        master = self.get(tensor)
+        if master is not None:
+            with torch.no_grad():
+                master.copy_(values)
+        elif id(tensor) in self._buffers:
+            self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
+
+    def float32_of(self, tensor: Tensor) -> Tensor:
+        """Return a 16-bit tensor as float32: its master; of a buffer the values that it had, element by element, unless
+        the element holds another one by now; of any other its own.
+        """
+        master = self.get(tensor)
+        if master is not None:
+            return master.detach()
+        own = tensor.detach().float()
+        _, values = self._buffers.get(id(tensor), (tensor, own))
+        if values.shape != own.shape or values.device != own.device:
+            return own
+        with torch.no_grad():
+            full: Tensor = where(_is_rounded(tensor, values), values, own)
+        return full
 
     def keep_gradient(self, parameter: Tensor) -> None:
         """Take the gradient of a parameter that is about to be cast: its master is to have it as it is."""

@@ -5,7 +5,7 @@ deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +85,9 @@ class ModelBinding:
         if model is None:
             return
         if policy.cast_model_type is not None:
-            self._cast_parameters(model, policy.cast_model_type, float32_data)
-            self._let_opaque_modules_be(model, policy.cast_model_type)
+            constants = self._find_constants(model, policy.cast_model_type)
+            self._cast_parameters(model, policy.cast_model_type, constants, float32_data)
+            self._let_be(model, policy.cast_model_type, constants)
             if policy.master_weights:
                 self._add(model.register_forward_pre_hook, SyncMasters(self._masters))
             self._add(model.register_forward_pre_hook, CastInputs(policy.cast_model_type), with_kwargs=True)
@@ -157,23 +158,44 @@ class ModelBinding:
             if isinstance(module, STRICT_LAYERS) and id(module) not in left_alone:
                 self._add(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
 
-    def _let_opaque_modules_be(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Have modules whose weights are not ours to cast run in the dtype that the weights show, between their
-        neighbours in `dtype`.
+    def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
+        """Return the modules that hold floating buffers and no weights, such as rotary embeddings: 16 bits would round
+        what they compute with, frequencies, filters and averages. A module rule decides otherwise.
         """
+        found: set[nn.Module] = set()
+        if dtype not in LOW_DTYPES:
+            return found
         for module in model.modules():
-            shown = _shown_dtype(module)
+            if module is model or module in self._runs or isinstance(module, BatchNormBase):
+                continue
+            has_floating = any(is_castable(buffer) for buffer in module.buffers(recurse=False))
+            if has_floating and next(module.parameters(), None) is None:
+                found.add(module)
+        return found
+
+    def _let_be(self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]) -> None:
+        """Have modules whose tensors are not cast run in the dtype that these show, between neighbours in `dtype`."""
+        for module in model.modules():
+            shown = torch.float32 if module in constants else _shown_dtype(module)
             if shown is not None and shown != dtype:
                 self._add(module.register_forward_pre_hook, CastInputs(shown), with_kwargs=True)
                 self._add(module.register_forward_hook, CastOutputs(dtype))
 
-    def _cast_parameters(self, model: nn.Module, dtype: torch.dtype, float32_data: dict[int, Tensor]) -> None:
+    def _cast_parameters(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        constants: Iterable[nn.Module],
+        float32_data: dict[int, Tensor],
+    ) -> None:
         cast: list[tuple[Tensor, torch.dtype]] = []
         self._undo.callback(_restore, cast, float32_data, self._masters)
-        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs):
+        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs, constants):
             if tensor.dtype == dtype:
                 continue
             float32_data[id(tensor)] = tensor.data
+            if tensor.dtype is torch.float32 and not isinstance(tensor, nn.Parameter):
+                self._masters.keep_buffer(tensor, tensor.data)
             cast.append((tensor, tensor.dtype))
             if self._policy.master_weights and tensor.is_leaf and tensor.grad is not None:
                 self._masters.keep_gradient(tensor)
@@ -183,14 +205,18 @@ class ModelBinding:
                 module.flatten_parameters()
 
 
-def _tensors_to_cast(model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str]) -> Iterator[Tensor]:
+def _tensors_to_cast(
+    model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str], constants: Iterable[nn.Module]
+) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
     Left out are shards, which FSDP casts where it gathers them; opaque tensors and what a module holds beside them;
-    what a module rule keeps in float32, also where another module holds it too; and, if they are kept, those of
-    BatchNorm layers (of any kind, affine or not) that no rule covers.
+    what a module rule keeps in float32, also where another module holds it too; the buffers of `constants`; and, if
+    they are kept, those of BatchNorm layers (of any kind, affine or not) that no rule covers.
     """
     seen = ids_beside_opaque(model) | {id(p) for p in model.parameters() if get_local_tensor(p) is not None}
+    for module in constants:
+        seen.update(map(id, module.buffers(recurse=False)))
     for module in model.modules():
         is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:
@@ -231,7 +257,7 @@ def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[i
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:
-                tensor.data = tensor.data.to(dtype) if master is None else master.data
+                tensor.data = masters.float32_of(tensor).to(dtype)
         if not tensor.is_leaf:
             continue
         if master is not None and master.grad is not None:

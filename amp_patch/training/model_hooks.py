@@ -160,7 +160,7 @@ class SyncMasters(_SessionHook):
 
 
 class Float32StateDict(_SessionHook):
-    """State-dict hook: store this module's own masters, or float32 copies of 16-bit entries that have none.
+    """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none.
 
     A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy
     means those.
@@ -175,13 +175,12 @@ class Float32StateDict(_SessionHook):
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
-            master = masters.get(tensor)
-            state_dict[prefix + name] = tensor.detach().float() if master is None else master.detach()
+            state_dict[prefix + name] = masters.float32_of(tensor)
 
 
 class LoadMasters(_SessionHook):
-    """Load-state-dict pre-hook: copy the float32 values of this module's own parameters to their masters before torch
-    rounds them.
+    """Load-state-dict pre-hook: keep the float32 values of this module's own parameters and buffers before torch rounds
+    them.
     """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -189,15 +188,14 @@ class LoadMasters(_SessionHook):
         if masters is None:
             return
         masters.take_edits()
-        for name, parameter in get_own_parameters(module).items():
+        own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
+        for name, tensor in own.items():
             value = state_dict.get(prefix + name)
-            master = None if parameter is None else masters.get(parameter)
-            if parameter is None or master is None or not isinstance(value, Tensor) or value.shape != master.shape:
+            if tensor is None or not isinstance(value, Tensor) or value.shape != tensor.shape:
                 continue
-            if value.dtype is not parameter.dtype or value.data_ptr() != parameter.data_ptr():
-                # else torch.distributed.checkpoint has filled in what a checkpoint lacks
-                with torch.no_grad():
-                    master.copy_(value)
+            # else torch.distributed.checkpoint has filled in what a checkpoint lacks
+            if value.dtype is not tensor.dtype or value.data_ptr() != tensor.data_ptr():
+                masters.load(tensor, value)
 
 
 class EndLoading(_SessionHook):

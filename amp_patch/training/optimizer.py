@@ -317,10 +317,13 @@ class OptimizerBinding:
                 master.grad = None
 
     def _look_for_gradients(self) -> None:
-        """Warn, once, of a first step without any gradient, or without a loss that was scaled."""
+        """Warn, once, of a first step without any gradient, or without a loss that was scaled, and of running values in
+        16 bits. Waits for the device where buffers were cast.
+        """
         name = type(self.reference()).__name__
         if self.ledger.has_begun:
             self._has_looked_for_gradients = True
+            self._tell_changed_buffers()
             if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
                 warn(
                     f"step() of {name} after a backward pass of a loss that it was passed with, but none of its"
@@ -335,6 +338,15 @@ class OptimizerBinding:
                 f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
                 " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
                 " scaled_loss.backward()`, or give initialize loss_scale=1.0."
+            )
+
+    def _tell_changed_buffers(self) -> None:
+        names = self._get_names(self._masters.find_changed_buffers())
+        if names:
+            warn(
+                f"buffers that training changes are in 16 bits ({', '.join(names[:3])}): what is small beside their"
+                " values is lost. Keep the module that holds them in float32, by a list with"
+                " `modules: [{match: NAME, run: float32}]`"
             )
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------

@@ -83,6 +83,91 @@ def test_existing_gradients_and_views_of_the_optimizer_survive_the_cast():
     assert model.weight.grad.dtype is torch.float32
 
 
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features by an angle that grows with the position, as rotary embeddings do. No weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 10000 ** -torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[0], dtype=torch.float32)[:, None] * self.frequencies
+        return torch.cat([x[:, :8] * angles.cos() - x[:, 8:] * angles.sin(), x[:, :8] * angles.sin()], 1).to(x.dtype)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 16)
+        self.rotary = Rotary()
+        self.last = nn.Linear(16, 2)
+        self.register_buffer("offset", torch.linspace(0, 1, 16))
+
+    def forward(self, x):
+        return self.last(self.rotary(self.first(x)) + self.offset)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_module_without_weights_computes_in_float32_between_its_neighbours(level):
+    low, model, x = LOWS[level], Positions(), torch.randn(3000, 4)
+    first, last = copy.deepcopy(model.first).to(low), copy.deepcopy(model.last).to(low)
+    turned = Rotary()(first(x.to(low)).float()).to(low)
+    expected = last(turned + model.offset.to(low)).float()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(("level", "run"), [("O5", "low"), ("O5", "float32"), ("O0", None)])
+def test_a_rule_decides_how_a_module_without_weights_runs(level, run, tmp_path):
+    model, options = Positions(), {}
+    if run is not None:
+        (tmp_path / "rules.yaml").write_text(f"modules: [{{match: rotary, run: {run}}}]")
+        options["lists"] = tmp_path / "rules.yaml"
+    amp.initialize(model, opt_level=level, verbosity=0, **options)
+    assert model.rotary.frequencies.dtype is (BF16 if run == "low" else torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_buffers_that_nobody_changed_come_back_as_they_were_and_are_saved_so(level):
+    model = Positions()
+    before = copy.deepcopy(model.state_dict())
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model.offset.dtype is LOWS[level]
+    model.offset[3] = 0.5
+    before["offset"][3] = 0.5
+    assert torch.equal(model.state_dict()["offset"], before["offset"])
+    amp.reset()
+    assert torch.equal(model.offset, before["offset"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_running_value_in_16_bits_is_warned_of(level, is_changed, recwarn):
+    model = Positions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        model.offset += 0.5 * is_changed
+        optimizer.step()
+    assert [("offset" in str(one.message)) for one in recwarn] == [True] * is_changed
+
+
+def test_a_buffer_is_resumed_as_it_was_saved():
+    saved = Positions().state_dict()
+    saved["offset"] /= 3
+    model = Positions()
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    model.load_state_dict(saved)
+    assert torch.equal(model.state_dict()["offset"], saved["offset"])
+    amp.reset()
+    assert torch.equal(model.offset, saved["offset"])
+
+
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
