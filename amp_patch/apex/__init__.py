@@ -23,8 +23,10 @@ from ..errors import ArgumentTypeError
 from ..script_settings import Settings, in_force
 from . import _finder
 from ._finder import ApexFinder
+from ._gone import COMPILED as GONE_EXTENSIONS
+from ._gone import describe as describe_gone
 
-__all__ = ["DeprecatedFeatureWarning", "Installed", "install", "uninstall"]
+__all__ = ["GONE_EXTENSIONS", "DeprecatedFeatureWarning", "Installed", "describe_gone", "install", "uninstall"]
 
 
 class DeprecatedFeatureWarning(FutureWarning):

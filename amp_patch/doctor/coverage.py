@@ -7,9 +7,9 @@ from types import ModuleType
 
 import amp_patch
 
-from ..apex import _gone
+from ..apex import GONE_EXTENSIONS
 
-EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *_gone.COMPILED}
+EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
 """Apex's compiled modules, which scripts import from the top."""
 
 _PACKAGE = "amp_patch.apex"

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from ..apex import _gone
+from ..apex import describe_gone
 from ..errors import did_you_mean
 from .coverage import EXTENSIONS, covers, find_missing, public_names
 from .rules import Context, Fault, rule
@@ -88,7 +88,7 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
-    known = _gone.describe(name)
+    known = describe_gone(name)
     if known is not None:
         advice = f"It was {known[1]}."
     else:

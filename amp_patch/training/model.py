@@ -21,6 +21,7 @@ from .model_hooks import (
     STRICT_LAYERS,
     WITHOUT_HOOKS,
     CastInputs,
+    CastModelInputs,
     CastOutputs,
     EndLoading,
     Float32StateDict,
@@ -90,7 +91,7 @@ class ModelBinding:
             self._let_be(model, policy.cast_model_type, constants)
             if policy.master_weights:
                 self._add(model.register_forward_pre_hook, SyncMasters(self._masters))
-            self._add(model.register_forward_pre_hook, CastInputs(policy.cast_model_type), with_kwargs=True)
+            self._add(model.register_forward_pre_hook, CastModelInputs(policy.cast_model_type), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
             for module in model.modules():
@@ -194,7 +195,8 @@ class ModelBinding:
             if tensor.dtype == dtype:
                 continue
             float32_data[id(tensor)] = tensor.data
-            if tensor.dtype is torch.float32 and not isinstance(tensor, nn.Parameter):
+            is_buffer = tensor.dtype is torch.float32 and not isinstance(tensor, nn.Parameter)
+            if is_buffer and self._policy.master_weights:
                 self._masters.keep_buffer(tensor, tensor.data)
             cast.append((tensor, tensor.dtype))
             if self._policy.master_weights and tensor.is_leaf and tensor.grad is not None:

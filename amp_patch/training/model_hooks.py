@@ -3,6 +3,7 @@
 A deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
+import contextlib
 import types
 import weakref
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
-from ..dtypes import LOW_DTYPES, is_castable, is_opaque
+from ..dtypes import LOW_DTYPES, PLAIN_CLASSES, dtype_name, is_castable, is_opaque
 from ..reporting import warn
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
@@ -32,6 +33,43 @@ class CastInputs:
         return tuple([cast_tree(value, self._cast) for value in args]), {
             name: cast_tree(value, self._cast) for name, value in kwargs.items()
         }
+
+
+class CastModelInputs(CastInputs):
+    """The same for a whole model. The first call warns of whole numbers, such as timesteps, that `dtype` rounds: it
+    waits for the device.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._has_looked = dtype not in LOW_DTYPES
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._has_looked and not compiling.is_compiling():
+            self._has_looked = True
+            self._look(args, kwargs)
+        return super().__call__(module, args, kwargs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rounded: list[str] = []
+
+        def look(tensor: Tensor) -> Tensor:
+            if is_castable(tensor) and type(tensor) in PLAIN_CLASSES and not tensor.is_meta:
+                is_count = (tensor == tensor.round()) & (tensor >= 0)  # masks hold large negative numbers
+                if bool(is_count.all()) and bool((tensor.to(self.dtype) != tensor).any()):
+                    rounded.append(f"one of shape {tuple(tensor.shape)}")
+            return tensor
+
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # under torch.func.vmap nobody knows the values
+            cast_tree((args, kwargs), look)
+        if rounded:
+            name = dtype_name(self.dtype)
+            warn(
+                f"inputs of the model hold whole numbers that {name} rounds ({', '.join(rounded)}): pass counts,"
+                " positions and timesteps as integers, which are not cast"
+            )
 
 
 class TakeAnyInput(CastInputs):

@@ -83,6 +83,27 @@ def test_existing_gradients_and_views_of_the_optimizer_survive_the_cast():
     assert model.weight.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("level", "timesteps", "is_told"),
+    [
+        ("O5", torch.tensor([999.0, 3.0]), True),
+        ("O5", torch.tensor([999, 3]), False),
+        ("O5", torch.tensor([256.0, 3.0]), False),
+        ("O5", torch.tensor([999.5, 3.0]), False),
+        ("O5", torch.tensor([-10001.0, 0.0]), False),
+        ("O2", torch.tensor([999.0, 3.0]), False),
+        ("O2", torch.tensor([2049.0, 3.0]), True),
+        ("O0", torch.tensor([999.0, 3.0]), False),
+    ],
+)
+def test_whole_numbers_that_an_input_loses_are_warned_of_once(level, timesteps, is_told, recwarn):
+    model = Echo()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for _ in range(2):
+        model(torch.rand(2, 4), at={"step": timesteps})
+    assert [("(2,)" in str(one.message)) for one in recwarn] == [True] * is_told
+
+
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +151,7 @@ def test_a_rule_decides_how_a_module_without_weights_runs(level, run, tmp_path):
     assert model.rotary.frequencies.dtype is (BF16 if run == "low" else torch.float32)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_buffers_that_nobody_changed_come_back_as_they_were_and_are_saved_so(level):
     model = Positions()
     before = copy.deepcopy(model.state_dict())
