@@ -136,7 +136,9 @@ def logged_scaled_losses(context: Context) -> Iterator[Fault]:
     """The scaled loss is the loss times the loss scale, which is 65536 at first and changes during the run."""
     script = context.script
     names = {block.name for block in script.blocks}
-    for name in script.nodes if context.expected.scales else ():
+    if not context.expected.scales:
+        return
+    for name in script.nodes:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
         reader = _reader_of(script, name)
@@ -150,7 +152,9 @@ def _backward_calls(context: Context) -> Iterator[tuple[ast.Call, ast.expr]]:
 
     Not for `engine.backward(loss)` and `scaler.scale(loss).backward()`.
     """
-    for call, loss in context.script.method_calls("backward") if context.expected.scales else ():
+    if not context.expected.scales:
+        return
+    for call, loss in context.script.method_calls("backward"):
         is_own = isinstance(loss, ast.Name) and loss.id in ("self", "cls", "ctx")
         made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
         if not call.args and not is_own and not made_by & {"scale", "super"}:

@@ -77,8 +77,9 @@ class Project:
             self._unreadable.append(_unreadable(shown, "is nested too deeply to be parsed"))
         except OSError as error:
             self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror or error}"))
-        for cell, fault in document.faults if document else ():
-            self._unreadable.append(_unparsed(shown, fault, cell))
+        if document is not None:
+            for cell, fault in document.faults:
+                self._unreadable.append(_unparsed(shown, fault, cell))
 
     def diagnose(self, selection: Selection) -> list[Finding]:
         """Return the findings in all files, by place."""
@@ -107,7 +108,9 @@ class Project:
                     continue
                 cell, line = document.place(line)
                 yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
-        for line, codes in ignored.items() if selection.has("AMP002") else ():
+        if not selection.has("AMP002"):
+            return
+        for line, codes in ignored.items():
             for code in sorted(codes - RULES.keys() - RETIRED.keys() - {_EVERY_CODE}):
                 cell, line = document.place(line)
                 message, advice = f"{code!r} in an ignore comment is no code of a rule", "`--list` shows the codes."

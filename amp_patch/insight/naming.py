@@ -168,7 +168,10 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
     kinds = [type(model).__name__ for model in models]
     for number, model in enumerate(models):
-        is_only = kinds.count(kinds[number]) == 1
-        prefix = "" if len(models) == 1 else kinds[number] if is_only else f"{kinds[number]}[{number}]"
+        prefix = ""
+        if len(models) > 1:
+            prefix = kinds[number]
+        if kinds.count(kinds[number]) > 1:
+            prefix = f"{kinds[number]}[{number}]"
         for name, module in model.named_modules():
             yield id(module), (module, ".".join(itertools.filterfalse(lambda part: not part, (prefix, name))))

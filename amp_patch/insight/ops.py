@@ -57,13 +57,18 @@ def find_overload(function: Any) -> Overload:
     packet = function.overloadpacket
     name: str = packet.__name__
     moves_statistics = name in _BATCH_NORMS
+    written: frozenset[int] = frozenset()
+    if is_mutable(function):
+        written = find_written(function)
+    elif moves_statistics:
+        written = _STATISTICS
     return Overload(
         packet,
         name,
         is_copy=packet in COPIES,
         is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
-        written=find_written(function) if is_mutable(function) else _STATISTICS if moves_statistics else frozenset(),
+        written=written,
         is_overwriting=packet in OVERWRITES,
         moves_statistics=moves_statistics,
         has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),

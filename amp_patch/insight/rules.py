@@ -70,7 +70,7 @@ class RuleFinder:
             return None
         if mode is not Mode.BY_LISTS and kind in ("whitelist", "blacklist"):
             return low if mode is Mode.LOW else torch.float32
-        return low if kind == "whitelist" else torch.float32 if kind == "blacklist" else None
+        return {"whitelist": low, "blacklist": torch.float32}.get(kind)
 
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
         """Return what the module rule that covers a module says, and where it stands; empty without one."""

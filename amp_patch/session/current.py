@@ -182,8 +182,10 @@ def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: S
         raise OptimizerError("; ".join(problems))
     for sentence in find_vanishing_eps(optimizers, policy):
         warn(sentence)
-    for optimizer in optimizers if models else ():
-        known = {id(parameter) for model in models for parameter in model.parameters()}
+    if not models:
+        return
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
         if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
             warn(
                 f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"

@@ -112,9 +112,10 @@ class Ledgers:
 
         Raises SessionError inside a block of another scale or thread.
         """
-        for other in self.open_blocks() if self._open else ():
-            self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
-            self._check_scale(block, other)
+        if self._open:
+            for other in self.open_blocks():
+                self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
+                self._check_scale(block, other)
         if self._stepping is not None:
             self._check_thread(self._stepping, is_scaled=block.scale is not None)
         self._carry(block.scale)

@@ -228,7 +228,8 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+        items = value.values() if isinstance(value, dict) else value
+        for item in items:
             yield from _find_tensors(item)
 
 

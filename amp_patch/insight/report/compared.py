@@ -219,14 +219,25 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
 def _heat(module: str, names: Sequence[str], found: dict[str, dict[str, LayerRecord]]) -> Iterator[Cell]:
     for name in names:
         layer = found[name].get(module)
-        for error in (None, None) if layer is None else (layer.output, layer.gradient):
-            if error is None:
-                yield Cell("-")
-            else:
-                text = f"{error:.1e}" if error and math.isfinite(error) else f"{error:g}"
-                yield Cell(text, error, _heat_of(error))
+        if layer is None:
+            yield from (Cell("-"), Cell("-"))
+        else:
+            yield from map(_make_heat_cell, (layer.output, layer.gradient))
+
+
+def _make_heat_cell(error: float | None) -> Cell:
+    if error is None:
+        return Cell("-")
+    text = f"{error:.1e}"
+    if error == 0 or not math.isfinite(error):
+        text = f"{error:g}"
+    return Cell(text, error, _heat_of(error))
 
 
 def _heat_of(error: float) -> float:
     """From 0 at 1e-6 to 1 at 0.1, by its logarithm."""
-    return 0.0 if error <= 0 else 1.0 if not error < 0.1 else max(0.0, (math.log10(error) + 6) / 5)
+    if error <= 0:
+        return 0.0
+    if not error < 0.1:  # NaN, too
+        return 1.0
+    return max(0.0, (math.log10(error) + 6) / 5)

@@ -58,4 +58,8 @@ def make_records(name: str, records: Sequence[Any]) -> Markup:
 def _cell(value: object) -> Cell:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Cell(f"{value:.6g}" if isinstance(value, float) else str(value), float(value))
-    return Cell(", ".join(map(str, value)) if isinstance(value, tuple) else "-" if value is None else str(value))
+    if isinstance(value, tuple):
+        return Cell(", ".join(map(str, value)))
+    if value is None:
+        return Cell("-")
+    return Cell(str(value))

@@ -27,23 +27,12 @@ def make_table(
     """Return a table in a box that scrolls by itself, with a button in each heading, and a field to filter by if that
     is given its label. The first `left` columns are set to the left.
     """
-    body = [
-        element(
-            "tr",
-            *(
-                element(
-                    "th" if column == 0 else "td",
-                    cell.text,
-                    class_="l" if column < left else "hot" if cell.heat is not None else None,
-                    style=None if cell.heat is None else f"--e:{cell.heat:.2f}",
-                    scope="row" if column == 0 else None,
-                    data_v=_sortable(cell.value),
-                )
-                for column, cell in enumerate(row)
-            ),
-        )
-        for row in rows
-    ]
+    body: list[Markup] = []
+    for row in rows:
+        cells: list[Markup] = []
+        for column, cell in enumerate(row):
+            cells.append(_draw_cell(cell, is_first=column == 0, is_left=column < left))
+        body.append(element("tr", *cells))
     head = [
         element(
             "th",
@@ -57,6 +46,17 @@ def make_table(
     table = element("table", element("thead", element("tr", *head)), element("tbody", *body), id=name)
     box = element("div", table, class_="box", role="region", aria_label=label, tabindex="0")
     return join([_make_filter(name, filter_by, len(body)), box]) if filter_by else box
+
+
+def _draw_cell(cell: Cell, *, is_first: bool, is_left: bool) -> Markup:
+    attributes: dict[str, object] = {"data_v": _sortable(cell.value)}
+    if cell.heat is not None:
+        attributes |= {"class_": "hot", "style": f"--e:{cell.heat:.2f}"}
+    if is_left:
+        attributes["class_"] = "l"
+    if is_first:
+        return element("th", cell.text, **attributes, scope="row")
+    return element("td", cell.text, **attributes)
 
 
 def _make_filter(name: str, label: str, rows: int) -> Markup:
