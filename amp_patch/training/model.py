@@ -4,6 +4,7 @@ Everything is attached through torch's hook APIs, and every hook is a plain obje
 deep copy or a DataParallel replica runs the same casts on its own weights.
 """
 
+import fnmatch
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -186,12 +187,15 @@ class ModelBinding:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        constants: Iterable[nn.Module],
+        constants: Collection[nn.Module],
         float32_data: dict[int, Tensor],
     ) -> None:
         cast: list[tuple[Tensor, torch.dtype]] = []
         self._undo.callback(_restore, cast, float32_data, self._masters)
-        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs, constants):
+        left_alone = _find_declared(model, dtype, self._runs)
+        for module in constants:
+            left_alone.update(map(id, module.buffers(recurse=False)))
+        for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs, left_alone):
             if tensor.dtype == dtype:
                 continue
             float32_data[id(tensor)] = tensor.data
@@ -208,17 +212,16 @@ class ModelBinding:
 
 
 def _tensors_to_cast(
-    model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str], constants: Iterable[nn.Module]
+    model: nn.Module, keep_batchnorm: bool, runs: Mapping[nn.Module, str], left_alone: Iterable[int]
 ) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
     Left out are shards, which FSDP casts where it gathers them; opaque tensors and what a module holds beside them;
-    what a module rule keeps in float32, also where another module holds it too; the buffers of `constants`; and, if
+    what a module rule keeps in float32, also where another module holds it too; those of `left_alone`, by id; and, if
     they are kept, those of BatchNorm layers (of any kind, affine or not) that no rule covers.
     """
     seen = ids_beside_opaque(model) | {id(p) for p in model.parameters() if get_local_tensor(p) is not None}
-    for module in constants:
-        seen.update(map(id, module.buffers(recurse=False)))
+    seen.update(left_alone)
     for module in model.modules():
         is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:
@@ -227,6 +230,26 @@ def _tensors_to_cast(
         if id(tensor) not in seen and is_castable(tensor):
             seen.add(id(tensor))
             yield tensor
+
+
+def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the tensors that a model of transformers declares to stay in float32 where it is cast to 16
+    bits, in its classes' `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`: its code expects
+    them so. What a module rule covers is the rule's.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        declared = list(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if low is torch.float16:
+            declared += getattr(module, "_keep_in_fp32_modules", None) or ()
+        if low not in LOW_DTYPES or not declared:
+            continue
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if any(fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in declared):
+                found.add(id(tensor))
+    for module in runs:
+        found.difference_update(map(id, _own_tensors(module)))
+    return found
 
 
 def _shown_dtype(module: nn.Module) -> torch.dtype | None:

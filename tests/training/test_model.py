@@ -151,6 +151,38 @@ def test_a_rule_decides_how_a_module_without_weights_runs(level, run, tmp_path):
     assert model.rotary.frequencies.dtype is (BF16 if run == "low" else torch.float32)
 
 
+class Declaring(nn.Module):
+    """Says what is to stay in float32 as models of transformers do, and computes accordingly."""
+
+    _keep_in_fp32_modules = ["inner.last"]
+    _keep_in_fp32_modules_strict = {"gate.bias"}
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.inner = nn.Sequential()
+        self.inner.last = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("level", "rule", "expected"),
+    [
+        ("O2", "", {"gate.bias", "inner.last.weight", "inner.last.bias"}),
+        ("O5", "", {"gate.bias"}),
+        ("O5", "modules: [{match: gate, run: low}]", set()),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_what_a_model_of_transformers_declares_stays_float32(level, rule, expected, is_nested, tmp_path):
+    declaring, options = Declaring(), {}
+    if rule:
+        (tmp_path / "rules.yaml").write_text(rule.replace("gate", "'**.gate'"))
+        options["lists"] = tmp_path / "rules.yaml"
+    amp.initialize(nn.Sequential(declaring) if is_nested else declaring, opt_level=level, verbosity=0, **options)
+    assert {name for name, tensor in declaring.named_parameters() if tensor.dtype is torch.float32} == expected
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_buffers_that_nobody_changed_come_back_as_they_were_and_are_saved_so(level):
     model = Positions()
