@@ -1,6 +1,7 @@
 """Every public function once where tensors are made on the device unless something else is said."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -83,6 +84,19 @@ def test_the_functions_of_casts():
         assert amp.half_function(torch.add)(full, full).dtype is torch.float16
         assert amp.float_function(torch.add)(low, low).dtype is torch.float32
         assert amp.promote_function(torch.add)(low, full).dtype is torch.float32
+
+
+def test_functions_that_are_registered():
+    owner = types.SimpleNamespace(half=torch.add, whole=torch.add, widest=torch.add)
+    amp.register_half_function(owner, "half")
+    amp.register_float_function(owner, "whole")
+    amp.register_promote_function(owner, "widest")
+    low, full = torch.ones(2, dtype=torch.float16), torch.ones(2)
+    with amp.session("O1", verbosity=0):
+        assert owner.half(full, full).dtype is torch.float16
+        assert owner.whole(low, low).dtype is torch.float32
+        assert owner.widest(low, full).dtype is torch.float32
+    assert owner.half(full, full).dtype is torch.float32
 
 
 def test_insight_of_a_step():

@@ -162,6 +162,7 @@ def run_interrupts(count: int, growth: Growth) -> None:
     """Have a timer press Ctrl-C in the middle of sessions; raises RuntimeError where torch is not as it was."""
     _train_and_reset("O1")  # what is imported late is not to be interrupted half-way
     draw = random.Random(0)
+    left_disabled = 0
     for number in range(1, count + 1):
         level = draw.choice(["O1", "O2", "O4", "O5"])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -171,6 +172,7 @@ def run_interrupts(count: int, growth: Growth) -> None:
                 _train_and_reset(level)
         except KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        left_disabled += not torch.is_grad_enabled()
         torch.set_grad_enabled(True)  # torch leaves it off if Ctrl-C comes as the step of an optimizer restores it
         amp.reset()
         if changes := find_changes():
@@ -179,6 +181,7 @@ def run_interrupts(count: int, growth: Growth) -> None:
         if changes := find_changes():
             raise RuntimeError(f"the session after interrupt {number}: {changes}")
         growth.look(number)
+    print(f"gradients left disabled by torch: {left_disabled} times")
 
 
 def _train_and_reset(level: str) -> None:
