@@ -164,6 +164,27 @@ def test_an_interrupt_in_initialize(level, rules):
         assert same(expected if turn % 2 else before, script.tensors()), position
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_interrupt_as_masters_are_made(level, rules):
+    """It is the error that `initialize` raises, and leaves nothing; nor does one as a second model joins the first."""
+    expected = uninterrupted(level, rules)
+    options = {"places": ("training/masters.py",)}
+    places = count_lines(Script(level, rules).initialize, **options)
+    amp.reset()
+    for position in choose(places, 4 * INTERRUPTS, seed=f"masters {level}"):
+        alone, first, second = (Script(level, rules) for _ in range(3))
+        assert interrupted_at(position, alone.initialize, **options)
+        amp.reset()
+        alone.check_that_all_is_clean()
+        first.initialize()
+        first.train()
+        interrupted_at(position, second.initialize, **options)
+        first.train()
+        amp.reset()
+        second.check_that_all_is_clean()
+        assert same(expected, first.tensors()), position
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupt_in_reset(level, rules):
     """It has undone all or nothing, or whatever is called next undoes the rest."""
