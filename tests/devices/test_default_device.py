@@ -129,5 +129,5 @@ def test_compare_and_tune(tmp_path):
             take_step(model, optimizer)
 
     found = insight.compare(train, runs=["O0", "O1", "O4"])
-    assert not found.failed and all(one.peak for one in found.runs)
+    assert not found.failed and all(one.peak for one in found.runs) and found.noise
     assert insight.tune(train, log=lambda _: None).is_reached
