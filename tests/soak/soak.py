@@ -166,8 +166,9 @@ def run_interrupts(count: int, growth: Growth) -> None:
     for number in range(1, count + 1):
         level = draw.choice(["O1", "O2", "O4", "O5"])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.1), 0.5)  # again where Python ignores it: in __del__
         try:
+            # again where Python ignores it: in __del__
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.1), 0.5)
             while True:
                 _train_and_reset(level)
         except KeyboardInterrupt:
