@@ -11,6 +11,7 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex.optimizers import FusedAdam
 
 if IS_SIM:
     import simdev
@@ -135,3 +136,17 @@ def test_other_ways_to_gradients_wait_for_nothing_either(level, make_gradients):
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fused_adam_of_the_stand_in_waits_for_nothing(level):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4)]).to("sim")
+    optimizer = FusedAdam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with simdev.lag(10**6):
+        for number in range(3):
+            with simdev.no_sync() if number else contextlib.nullcontext():
+                pass_for_another(model, [optimizer])
+                optimizer.step()
+                optimizer.zero_grad()
