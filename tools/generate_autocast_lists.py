@@ -70,6 +70,9 @@ bits. Where this list cannot say what autocast does:
     ),
 }
 
+LATER = {"torch.linalg.matrix_sqrth": "2.14"}
+"""What autocast runs in float32 on both devices, with the first torch that has it: the lists serve newer ones, too."""
+
 
 def render(device_type: str) -> str:
     """Return the text of the list file for "cpu" or "cuda"."""
@@ -79,13 +82,12 @@ def render(device_type: str) -> str:
         f"description: what torch.autocast does on {device_type}, as of torch {torch.__version__.partition('+')[0]}",
         *(f"# {line}".rstrip() for line in argument.splitlines()),
     ]
-    blocks = [
-        "\n".join(head),
-        *(
-            "\n".join([f"{rule}:", *(f"  - {{op: {op}, why: parity}}" for op in ops)])
-            for rule, ops in get_rules(device_type).items()
-        ),
-    ]
+    blocks = ["\n".join(head)]
+    for rule, ops in get_rules(device_type).items():
+        entries = {op: f"  - {{op: {op}, why: parity}}" for op in ops}
+        if rule == "blacklist":
+            entries |= {op: f"  - {{op: {op}, why: parity, since: {version}}}" for op, version in LATER.items()}
+        blocks.append("\n".join([f"{rule}:", *(entries[op] for op in sorted(entries))]))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -10,7 +10,7 @@ No tensor is kept and none is read: a recorded run computes what it computes wit
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,7 +256,7 @@ class _Below(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Below":
         add_watching_modes(1)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -44,6 +44,7 @@ Functions = Mapping[int, Callable[..., Any]]
 MAX_NAMED = 10  # of what cannot be redirected
 
 _flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
+_name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 _IS_ASSIGNABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or made to look so
 _IS_IMMUTABLE = 1 << 8
 
@@ -269,7 +270,7 @@ class Search:
             elif type(function) is types.FunctionType:
                 self._search_function(function)
             elif kind not in _PLAIN:
-                self._search_value(value, f"{home}.{owner.__name__}", key)
+                self._search_value(value, f"{home}.{_name_of(owner)}", key)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
         """Return what is to be the class attribute instead of `value`: called through an instance, it gets the same

@@ -14,6 +14,9 @@ from ..torch_private import get_version
 _LOADED = -2
 """The version of a master that was loaded together with its parameter."""
 
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_seen", "_pushed", "_groups", "_buffers")
+"""The attributes that say which masters there are."""
+
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
 
@@ -34,11 +37,11 @@ class _State:
         else:
             self.aliases = [tensor.detach() for tensor in tensors]
 
-    def append(self, tensor: Tensor) -> None:
-        """Add the state of one more tensor."""
-        self.versions.append(get_version(tensor))
-        self.addresses.append(tensor.data_ptr())
-        self.aliases.append(tensor.detach())
+    def end_with(self, index: int, tensor: Tensor) -> None:
+        """Take over the state of the last tensor, in the place of what an interrupt has left of another."""
+        self.versions[index:] = [get_version(tensor)]
+        self.addresses[index:] = [tensor.data_ptr()]
+        self.aliases[index:] = [tensor.detach()]
 
     def see(self, index: int, tensor: Tensor) -> None:
         """Take over the state of one tensor."""
@@ -80,36 +83,40 @@ class Masters:
         self.is_compiled = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
-        """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
-        self.pairs[id(master)] = parameter, master
-        self._index[id(parameter)] = len(self._parameters)
-        self._parameters.append(parameter)
-        self._masters.append(master)
+        """Register `master` (float32, same shape) as the master of `parameter`, which has none yet.
+
+        Where an interrupt cuts this short, the parameter has none.
+        """
+        index = len(self._parameters)
         for seen, tensor in zip(self._seen, (parameter, master), strict=True):
-            seen.append(tensor)
+            seen.end_with(index, tensor)
+        self._masters[index:] = [master]
         self._groups = None
+        self._parameters.append(parameter)
+        self.pairs[id(master)] = parameter, master
+        self._index[id(parameter)] = index
 
     def clear(self) -> None:
         """Forget all masters."""
-        self.pairs.clear()
-        self._parameters, self._masters = [], []
-        self._index.clear()
-        self._seen = (_State([]), _State([]))
-        self._pushed.clear()
-        self._groups = None
-        self._buffers.clear()
+        self._exchange(Masters())
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Forget the masters of all parameters but these, and the values of all buffers but these. Brings both sides
         together, whichever moved.
         """
         self.sync()
-        kept = [pair for pair in self.pairs.values() if id(pair[0]) in ids]
-        buffers = {key: pair for key, pair in self._buffers.items() if key in ids}
-        self.clear()
-        self._buffers = buffers
-        for parameter, master in kept:
-            self.add(parameter, master)
+        kept = Masters()
+        for parameter, master in self.pairs.values():
+            if id(parameter) in ids:
+                kept.add(parameter, master)
+        for key, (buffer, values) in self._buffers.items():
+            if key in ids:
+                kept.keep_buffer(buffer, values)
+        self._exchange(kept)
+
+    def _exchange(self, other: "Masters") -> None:
+        """Have the masters of another, in one call: an interrupt finds those from before, or these."""
+        vars(self).update({name: vars(other)[name] for name in _REGISTRY})
 
     def keep_buffer(self, buffer: Tensor, values: Tensor) -> None:
         """Note the float32 values of a buffer that holds them rounded from now on."""

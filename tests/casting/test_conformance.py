@@ -200,9 +200,8 @@ if VERSION < (2, 7):
     OTHER_BITS["cpu"]["nn.functional.fractional_max_pool3d"] = "its samples are drawn in the dtype of the input"
     del OTHER_BITS["cuda"]["nn.functional.linear_cross_entropy"]
 if VERSION >= (2, 14):
-    OTHER_DTYPE["cuda"]["linalg.matrix_sqrth"] = "autocast knows it"
     OTHER_BITS["cuda"]["linalg.polar"] = PARTS
-    OTHER_DTYPE["cpu"] |= dict.fromkeys(["linalg.matrix_sqrth", "linalg.polar"], PARTS)
+    OTHER_DTYPE["cpu"]["linalg.polar"] = PARTS
 
 
 @dataclass(frozen=True)

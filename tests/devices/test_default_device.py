@@ -1,6 +1,7 @@
 """Every public function once where tensors are made on the device unless something else is said."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -85,6 +86,19 @@ def test_the_functions_of_casts():
         assert amp.promote_function(torch.add)(low, full).dtype is torch.float32
 
 
+def test_functions_that_are_registered():
+    owner = types.SimpleNamespace(half=torch.add, whole=torch.add, widest=torch.add)
+    amp.register_half_function(owner, "half")
+    amp.register_float_function(owner, "whole")
+    amp.register_promote_function(owner, "widest")
+    low, full = torch.ones(2, dtype=torch.float16), torch.ones(2)
+    with amp.session("O1", verbosity=0):
+        assert owner.half(full, full).dtype is torch.float16
+        assert owner.whole(low, low).dtype is torch.float32
+        assert owner.widest(low, full).dtype is torch.float32
+    assert owner.half(full, full).dtype is torch.float32
+
+
 def test_insight_of_a_step():
     model, optimizer = make()
     recording = insight.explain(lambda: take_step(model, optimizer))
@@ -115,5 +129,5 @@ def test_compare_and_tune(tmp_path):
             take_step(model, optimizer)
 
     found = insight.compare(train, runs=["O0", "O1", "O4"])
-    assert not found.failed and all(one.peak for one in found.runs)
+    assert not found.failed and all(one.peak for one in found.runs) and found.noise
     assert insight.tune(train, log=lambda _: None).is_reached

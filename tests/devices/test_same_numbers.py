@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_patch as amp
 from amp_patch.apex import optimizers as apex
-from amp_patch.apex.normalization import FusedLayerNorm
+from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm
 
 if IS_SIM:
     import run_programs
@@ -32,6 +32,12 @@ APEX = {
     "apex-novograd": lambda p: apex.FusedNovoGrad(p, lr=3e-3),
     "apex-sgd": lambda p: apex.FusedSGD(p, lr=0.05, momentum=0.9),
 }
+NORMS = {
+    "apex-adam": FusedLayerNorm,
+    "apex-lamb": FusedRMSNorm,
+    "apex-novograd": FusedLayerNorm,
+    "apex-sgd": FusedRMSNorm,
+}
 
 
 class Net(nn.Module):
@@ -50,7 +56,7 @@ class Net(nn.Module):
 def start(device, level, kind, **options):
     """A model and its optimizer, whose first numbers are drawn on the CPU. Products are those of the device."""
     torch.manual_seed(0)
-    model = Net(FusedLayerNorm if kind in APEX else nn.LayerNorm).to(device)
+    model = Net(NORMS.get(kind, nn.LayerNorm)).to(device)
     optimizer = {**OPTIMIZERS, **APEX}[kind](model.parameters())
     amp.initialize(model, optimizer, opt_level=level, num_losses=2, compute="native", verbosity=0, **options)
     return model, optimizer

@@ -11,6 +11,7 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex.optimizers import FusedAdam
 
 if IS_SIM:
     import simdev
@@ -92,5 +93,60 @@ def test_a_static_scale_waits_for_nothing_whatever_the_optimizer(level):
             with simdev.no_sync() if number else contextlib.nullcontext():
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def put_together_by_hand(model, optimizers):
+    """As for gradients of several tasks: what each block leaves is kept, zeroed, and summed up."""
+    kept = []
+    for factor in (1.0, 2.0):
+        with amp.scale_loss(loss_of(model) * factor, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        holders = [holder for optimizer in optimizers for holder in amp.master_params(optimizer)]
+        kept.append([holder.grad.clone() for holder in holders])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for holder, first, second in zip(holders, *kept, strict=True):
+        holder.grad = first + second
+
+
+def pass_for_another(model, optimizers):
+    """The first block leaves gradients to an optimizer that it was not passed."""
+    for optimizer in optimizers:
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+
+def loss_of(model):
+    return sum(part(torch.ones(2, 4, device="sim")).float().sum() for part in model)
+
+
+@pytest.mark.parametrize("make_gradients", [put_together_by_hand, pass_for_another])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_other_ways_to_gradients_wait_for_nothing_either(level, make_gradients):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to("sim")
+    optimizers = [torch.optim.AdamW(part.parameters(), fused=True) for part in model]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    with simdev.lag(10**6):
+        for number in range(3):
+            with simdev.no_sync() if number else contextlib.nullcontext():
+                make_gradients(model, optimizers)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fused_adam_of_the_stand_in_waits_for_nothing(level):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4)]).to("sim")
+    optimizer = FusedAdam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with simdev.lag(10**6):
+        for number in range(3):
+            with simdev.no_sync() if number else contextlib.nullcontext():
+                pass_for_another(model, [optimizer])
                 optimizer.step()
                 optimizer.zero_grad()

@@ -278,6 +278,7 @@ TRAPS = """
 
     class Guarded(metaclass=Meta):
         act = F.gelu
+        entries = ()
 
     class Descriptor:
         __get__ = __set__ = fail

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import requires_cpu
 from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from torch_state import find_changes
@@ -165,6 +164,27 @@ def test_an_interrupt_in_initialize(level, rules):
         assert same(expected if turn % 2 else before, script.tensors()), position
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_interrupt_as_masters_are_made(level, rules):
+    """It is the error that `initialize` raises, and leaves nothing; nor does one as a second model joins the first."""
+    expected = uninterrupted(level, rules)
+    options = {"places": ("training/masters.py",)}
+    places = count_lines(Script(level, rules).initialize, **options)
+    amp.reset()
+    for position in choose(places, 4 * INTERRUPTS, seed=f"masters {level}"):
+        alone, first, second = (Script(level, rules) for _ in range(3))
+        assert interrupted_at(position, alone.initialize, **options)
+        amp.reset()
+        alone.check_that_all_is_clean()
+        first.initialize()
+        first.train()
+        interrupted_at(position, second.initialize, **options)
+        first.train()
+        amp.reset()
+        second.check_that_all_is_clean()
+        assert same(expected, first.tensors()), position
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupt_in_reset(level, rules):
     """It has undone all or nothing, or whatever is called next undoes the rest."""
@@ -266,7 +286,6 @@ def test_an_exception_of_any_kind_closes_the_regions_it_passes(error, run, tmp_p
     assert part(logits).dtype is (torch.float32 if run == "float32" else torch.bfloat16)
 
 
-@requires_cpu("the model has no parameter, and so no device")
 def test_a_region_outlives_an_interrupt_that_was_caught_inside_it(tmp_path):
     """An inner module is interrupted and the outer one goes on: only the inner region is over."""
     (tmp_path / "list.yaml").write_text(
@@ -286,7 +305,7 @@ def test_a_region_outlives_an_interrupt_that_was_caught_inside_it(tmp_path):
                 dtypes.append((x @ x.T).dtype)
             return x @ x.T
 
-    model = nn.Sequential()
+    model = nn.Sequential(nn.Linear(9, 9))
     model.add_module("part", Part())
     amp.initialize(model, opt_level="O4", lists=["bfloat16", tmp_path / "list.yaml"], verbosity=0)
     x = torch.ones(2, 9)

@@ -15,7 +15,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
 from torch_state import find_changes
@@ -264,12 +263,17 @@ def test_disable_casts_as_a_decorator_works_again_and_again():
     assert [decorated(), product_dtype(), decorated()] == [torch.float32, torch.bfloat16, torch.float32]
 
 
-@requires_cpu("a default device is of one thread")
 def test_disable_casts_leaves_other_threads_alone():
     _model, _optimizer = initialize("O4")
+    device = torch.get_default_device()  # of this thread
     dtypes = []
+
+    def multiply_there():
+        with device:
+            dtypes.append(product_dtype())
+
     with amp.disable_casts():
-        thread = threading.Thread(target=lambda: dtypes.append(product_dtype()))
+        thread = threading.Thread(target=multiply_there)
         thread.start()
         thread.join()
         dtypes.append(product_dtype())
@@ -335,9 +339,8 @@ def test_tensors_of_other_kinds_are_never_touched():
 # ---- code without a model --------------------------------------------------------------------------------------------
 
 
-@requires_cpu("the session is of the CPU")
 def test_a_session_block_casts_code_without_a_model():
-    with amp.session(opt_level="O4", device="cpu"):
+    with amp.session(opt_level="O4", device=torch.get_default_device()):
         assert product_dtype() is torch.bfloat16
         assert amp.stats().opt_level == "O4"
     assert product_dtype() is torch.float32
@@ -351,9 +354,8 @@ def test_a_session_block_ends_with_an_exception_and_can_be_entered_again():
         assert find_changes() == []
 
 
-@requires_cpu("the session is of the CPU")
 def test_a_session_block_is_not_entered_inside_another():
-    with amp.session(opt_level="O4", device="cpu"):
+    with amp.session(opt_level="O4", device=torch.get_default_device()):
         with pytest.raises(amp.SessionError, match="O4 is in force already"), amp.session(opt_level="O1"):
             pass
         assert product_dtype() is torch.bfloat16

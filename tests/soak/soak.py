@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -34,14 +35,25 @@ COUNTS = {"steps": 7_500, "sessions": 2_000, "interrupts": 2_000}
 ALLOWED_MB = 16.0
 """Of resident memory between two tenths: the allocator's own, which comes and goes."""
 
+ALLOWED_DEAD = 0.2
+"""Weak references to what is gone, for each interrupt: Python leaves one in a WeakSet where an interrupt comes as a
+member is freed, and loses the interrupt.
+"""
+
 Row = dict[str, float]
 
 
 class Growth:
-    """Counts what lives in this process, and says what grew."""
+    """Counts what lives in this process, and says what grew.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: of steps, sessions or interrupts.
+        dead: how many weak references to what is gone may be left.
+    """
+
+    def __init__(self, count: int, dead: float) -> None:
         self._every = max(1, count // 10)
+        self._dead = dead
         self._rows: list[Row] = []
         self._types: list[collections.Counter[str]] = []
 
@@ -55,12 +67,15 @@ class Growth:
             return
         gc.collect()
         found = gc.get_objects()
+        dead = [one for one in found if type(one) is weakref.ref and one() is None]
         types = collections.Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in found)
+        types["weakref.ReferenceType"] -= len(dead)
         row = {
             "done": done,
             "objects": len(found),
             "tensors": sum(isinstance(one, torch.Tensor) for one in found),
             "hooks": len(GLOBAL_POST_HOOKS) + _count_hooks(found),
+            "dead references": len(dead),
             "MB": _read_resident_mb(),
         }
         self._rows.append(row)
@@ -74,6 +89,8 @@ class Growth:
         for name in ("tensors", "hooks"):
             if late[name] > early[name]:
                 grown.append(f"{name}: {early[name]:,.0f} -> {late[name]:,.0f}")
+        if late["dead references"] > early["dead references"] + self._dead:
+            grown.append(f"dead references: {early['dead references']:,.0f} -> {late['dead references']:,.0f}")
         if late["MB"] > early["MB"] + ALLOWED_MB:
             grown.append(f"MB: {early['MB']:,.0f} -> {late['MB']:,.0f}")
         for name, number in self._types[-1].items():
@@ -162,15 +179,18 @@ def run_interrupts(count: int, growth: Growth) -> None:
     """Have a timer press Ctrl-C in the middle of sessions; raises RuntimeError where torch is not as it was."""
     _train_and_reset("O1")  # what is imported late is not to be interrupted half-way
     draw = random.Random(0)
+    left_disabled = 0
     for number in range(1, count + 1):
         level = draw.choice(["O1", "O2", "O4", "O5"])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.1), 0.5)  # again where Python ignores it: in __del__
         try:
+            # again where Python ignores it: in __del__
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.001, 0.1), 0.5)
             while True:
                 _train_and_reset(level)
         except KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        left_disabled += not torch.is_grad_enabled()
         torch.set_grad_enabled(True)  # torch leaves it off if Ctrl-C comes as the step of an optimizer restores it
         amp.reset()
         if changes := find_changes():
@@ -179,6 +199,7 @@ def run_interrupts(count: int, growth: Growth) -> None:
         if changes := find_changes():
             raise RuntimeError(f"the session after interrupt {number}: {changes}")
         growth.look(number)
+    print(f"gradients left disabled by torch: {left_disabled} times")
 
 
 def _train_and_reset(level: str) -> None:
@@ -211,7 +232,7 @@ def main() -> int:
             continue
         count = arguments.count or COUNTS[part]
         print(f"{name}: {count:,}", flush=True)
-        growth = Growth(count)
+        growth = Growth(count, ALLOWED_DEAD * count if part == "interrupts" else 0)
         run(count, growth)
         for line in (*growth.find(), *find_changes()):
             print(f"  grew: {line}")

@@ -14,17 +14,20 @@ WINGS = ("training", "session", "casting", "patching")
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the given event (a call or a line of the wings of the package), or counts them."""
+    """Raises KeyboardInterrupt at the given event (a call or a line of some wings or files of the package), or counts
+    them.
+    """
 
-    def __init__(self, at: int | None = None, wings: tuple[str, ...] = WINGS) -> None:
+    def __init__(self, at: int | None = None, places: tuple[str, ...] = WINGS) -> None:
         self.at, self.count = at, 0
-        self._folders = {str(PACKAGE / wing) for wing in wings}
+        self._places = {PACKAGE / place for place in places}
         self._is_watched: dict[types.CodeType, bool] = {}
 
     def __call__(self, frame: types.FrameType, event: str, arg: object) -> "Interrupt | None":
         code = frame.f_code
         if code not in self._is_watched:
-            self._is_watched[code] = str(Path(code.co_filename).parent) in self._folders
+            file = Path(code.co_filename)
+            self._is_watched[code] = file in self._places or file.parent in self._places
         if not self._is_watched[code]:
             return None
         if event in ("call", "line"):
@@ -54,10 +57,10 @@ def choose(count: int, sample: int, seed: str) -> list[int]:
     return sorted(random.Random(seed).sample(range(1, count + 1), min(sample, count)))
 
 
-def interrupted_at(position: int, action: Callable[[], Any]) -> bool:
+def interrupted_at(position: int, action: Callable[[], Any], **options: Any) -> bool:
     """Run `action` with an interrupt at a place; tell whether it came."""
     try:
-        with Interrupt(position):
+        with Interrupt(position, **options):
             action()
     except KeyboardInterrupt:
         return True

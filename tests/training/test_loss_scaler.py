@@ -418,7 +418,6 @@ def is_found(*gradients: Tensor) -> bool:
     return bool(found_inf)
 
 
-@requires_cpu("the simulated device has no sparse tensors")
 @pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
 def test_one_bad_element_is_found_wherever_it_is(bad: float) -> None:
     for dtype in REAL_DTYPES:
@@ -426,6 +425,11 @@ def test_one_bad_element_is_found_wherever_it_is(bad: float) -> None:
             gradient = torch.ones(37, dtype=dtype)
             gradient[position] = bad
             assert is_found(torch.ones(3, dtype=dtype), gradient, torch.ones(2))
+
+
+@requires_cpu("the simulated device has no sparse tensors")
+@pytest.mark.parametrize("bad", NONFINITE.values(), ids=list(NONFINITE))
+def test_one_bad_element_of_a_sparse_gradient_is_found(bad: float) -> None:
     assert is_found(torch.sparse_coo_tensor([[1, 4]], [1.0, bad], (6,), check_invariants=True))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import amp_patch as amp
 
+requires_gru = requires_cpu("the simulated device has no kernel for GRU")
 F16, BF16 = torch.float16, torch.bfloat16
 LOWS = {"O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": BF16}
 
@@ -320,27 +321,25 @@ def test_o0_takes_low_inputs():
     assert model(torch.ones(1, 2).half()).dtype is torch.float32
 
 
-@requires_cpu("the simulated device has no recurrent kernels")
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_recurrent_networks_train(level):
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=requires_gru), nn.RNN])
+def test_recurrent_networks_train(kind, level):
     torch.manual_seed(0)
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        model = kind(3, 4, num_layers=2, batch_first=True)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        amp.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
-        inputs, targets = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
-        losses = []
-        for _ in range(5):
-            output, _ = model(inputs)
-            assert output.dtype is (F16 if level == "O1" else torch.float32)
-            loss = F.mse_loss(output, targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
-        amp.reset()
+    model = kind(3, 4, num_layers=2, batch_first=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    inputs, targets = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+    losses = []
+    for _ in range(5):
+        output, _ = model(inputs)
+        assert output.dtype is (F16 if level == "O1" else torch.float32)
+        loss = F.mse_loss(output, targets)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -439,12 +438,18 @@ class Trainer(nn.Module):
 
 
 PARTS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (torch.ones(3, 4),)),
-    "bilinear": (lambda: nn.Bilinear(4, 4, 2), (torch.ones(3, 4), torch.ones(3, 4))),
-    "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), (torch.ones(2, 2, 5, 5),)),
-    "norm": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (torch.randn(3, 4),)),
-    "lstm": (lambda: nn.LSTM(4, 3), (torch.ones(5, 2, 4), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)))),
-    "cell": (lambda: nn.GRUCell(4, 3), (torch.ones(2, 4), torch.zeros(2, 3))),
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), lambda: [torch.ones(3, 4)]),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 2), lambda: [torch.ones(3, 4), torch.ones(3, 4)]),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
+        lambda: [torch.ones(2, 2, 5, 5)],
+    ),
+    "norm": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), lambda: [torch.randn(3, 4)]),
+    "lstm": (
+        lambda: nn.LSTM(4, 3),
+        lambda: [torch.ones(5, 2, 4), (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))],
+    ),
+    "cell": (lambda: nn.GRUCell(4, 3), lambda: [torch.ones(2, 4), torch.zeros(2, 3)]),
 }
 
 
@@ -452,12 +457,18 @@ def floating(value):
     return [value] if isinstance(value, torch.Tensor) else [tensor for item in value for tensor in floating(item)]
 
 
-@requires_cpu("its inputs are made as the file is read")
-@pytest.mark.parametrize(("name", "level"), [*((name, "O5") for name in PARTS), ("linear", "O3")])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *((name, "O5") for name in PARTS if name != "cell"),
+        pytest.param("cell", "O5", marks=requires_gru),
+        ("linear", "O3"),
+    ],
+)
 def test_parts_that_are_called_directly_take_float32_inputs(level, name):
-    make, inputs = PARTS[name]
+    make, make_inputs = PARTS[name]
     torch.manual_seed(0)
-    model = Trainer(make())
+    model, inputs = Trainer(make()), make_inputs()
     amp.initialize(model, opt_level=level, loss_scale=1.0, verbosity=0)
     whole = floating(model(*inputs))
     alone = floating(model.part["inner"](*inputs))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import requires_cpu
+from devices import IS_SIM
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_state import VERSION
@@ -381,14 +381,13 @@ def count_calls(level, layers):
     return counts
 
 
-@requires_cpu("an accelerator sums its flags with other functions")
 @pytest.mark.parametrize(
     ("level", "most"),
     [
         ("O1", (20, 25, 40 if VERSION >= (2, 7) else 42)),  # torch 2.6: two show Dynamo what a region does
         ("O2", (25, 45, 55)),
         ("O4", (10, 8, 30)),
-        ("O5", (15, 25, 40)),
+        ("O5", (15, 28 if IS_SIM else 25, 40)),  # a device widens gradients by kernels for many
     ],
 )
 def test_a_block_and_a_step_enter_few_functions_however_many_parameters_there_are(level, most):

@@ -200,8 +200,17 @@ bool has_boolean_index(const std::vector<IValue>& args) {
     return false;
 }
 
-void check_arguments(const Call& call, const std::vector<IValue>& args, const std::string& name) {
+// What kernels read of a loss scale: on CUDA a number on the host will not do, as it does elsewhere.
+const std::unordered_set<std::string> of_loss_scale = {"inv_scale", "grad_scale", "found_inf", "growth_tracker"};
+
+void check_arguments(const Call& call, const std::vector<IValue>& args, const c10::FunctionSchema& schema,
+                     const std::string& name) {
     const bool is_on_device = call.first_input.defined() || call.device >= 0;
+    for (size_t place = 0; place < args.size(); ++place) {
+        const bool is_read = is_on_device && args[place].isTensor() && of_loss_scale.count(schema.arguments()[place].name());
+        TORCH_CHECK(!is_read || args[place].toTensor().device() == at::Device(at::kPrivateUse1, call.device),
+                    schema.arguments()[place].name(), " must be on sim:", call.device, " (when calling ", name, ")");
+    }
     for (const auto& value : args) {
         const bool is_wrong =
             is_on_device && value.isGenerator() && value.toGenerator().defined() && !Call::is_device_generator(value);
@@ -277,7 +286,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Call call;
     for (size_t place = 0; place < args.size(); ++place)
         (*stack)[begin + place] = call.alias_value(args[place]);
-    check_arguments(call, args, name);
+    check_arguments(call, args, schema, name);
     if (call.device < 0)
         call.device = current_device;
     {
