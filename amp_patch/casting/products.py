@@ -86,6 +86,10 @@ class Products:
             return name == _ATTENTION
         return op_lists.is_product(name) or op_lists.is_without_kernel(name)
 
+    def let_go(self) -> None:
+        """Hold no replacement any more."""
+        self._replacements.clear()
+
     def _round(self, tensor: Tensor) -> Tensor:
         """Return the value in the low dtype, as float32; what is not to be cast as it is."""
         rounded = self._cast(tensor)
@@ -112,8 +116,7 @@ class Products:
     def _run_unlisted(self, original: Op) -> Op:
         def make() -> Op:
             public = PublicOp(getattr(original, "__name__", ""), is_of_torch=True)
-            public.function = function = self.run_low(original, public)
-            return function
+            return public.lead_to(self.run_low(original, public))
 
         return self._replacements.get("product", original, make)
 
