@@ -405,8 +405,7 @@ class _ShortAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        wide = query.float(), key.float(), value.float()
-        result, logsumexp = flash_attention(*wide, attn_mask=mask, **options)
+        result, logsumexp = flash_attention(query.float(), key.float(), value.float(), attn_mask=mask, **options)
         rounded: Tensor = result.to(query.dtype)
         ctx.save_for_backward(query, key, value, rounded, logsumexp, mask)
         ctx.options = options
@@ -415,8 +414,12 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, rounded, logsumexp, mask = ctx.saved_tensors
-        wide = gradient.float(), query.float(), key.float(), value.float(), rounded.float()
-        gradients = flash_attention_backward(*wide, logsumexp, dropout_p=0.0, attn_mask=mask, **ctx.options)
-        of_query, of_key, of_value = gradients
+        # no name for the float32 operands, so that they are freed before the gradients are cast
+        of_query, of_key, of_value = flash_attention_backward(
+            *(gradient.float(), query.float(), key.float(), value.float(), rounded.float(), logsumexp),
+            dropout_p=0.0,
+            attn_mask=mask,
+            **ctx.options,
+        )
         low = query.dtype
         return of_query.to(low), of_key.to(low), of_value.to(low), None, None
