@@ -1,11 +1,12 @@
 """Products of 16-bit values that are computed in float32: operands rounded to 16 bits, the product computed in float32,
 its result rounded, as matrix units do. That is every product where the hardware has no instructions for them, and on a
-CPU that has them short attention, whose 16-bit kernels take several times as long there (`SHORT_ATTENTION`).
+CPU that has them short attention, whose 16-bit kernels take several times as long there.
 
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
 function transforms, double backward, checkpoints) knows these. Autograd saves the operands in 16 bits, and widens them
-again for backward.
+again for backward. Attention, which torch computes without double backward, is one node where autograd alone records
+it: `_ShortAttention`.
 """
 
 import math
