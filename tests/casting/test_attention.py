@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
-from amp_patch import hardware
+from amp_patch import hardware, insight
 
 LOW = torch.bfloat16
 LONGEST = 8 * 8
@@ -158,6 +158,14 @@ def test_a_checkpoint_changes_no_gradient() -> None:
     expected = torch.autograd.grad(scaled_dot_product_attention(*given), given, direction)
     result = checkpoint(scaled_dot_product_attention, *given, use_reentrant=False)
     assert all(map(torch.equal, torch.autograd.grad(result, given, direction), expected))
+
+
+def test_a_recording_says_that_it_ran_in_float32() -> None:
+    start("O5")
+    with insight.recording() as recording:
+        scaled_dot_product_attention(*[one.requires_grad_() for one in operands()])
+    (row,) = [one for one in recording.ops if one.op == "F.scaled_dot_product_attention"]
+    assert row.ran == ("f32",)
 
 
 def test_function_transforms_give_the_same_gradient() -> None:
