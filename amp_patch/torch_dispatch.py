@@ -26,6 +26,7 @@ COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
 WITHOUT_KERNEL = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
     | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}
+    | {_aten._fused_sdp_choice}
 )
 
 # Ops that read nothing of their first argument, which they write. Without one: what was in memory before is looked at.

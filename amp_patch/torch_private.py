@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.attention import SDPBackend
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
@@ -265,6 +266,19 @@ PYTHON_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch
 PYTHON_OP_MODULES |= {"torch._lobpcg"}
 C_MODULE = "torch._C"
 """What functions in C++ that are no ops name as their module."""
+
+
+# The kernels that torch runs most attention on a CPU by, forward and backward. Without them: short attention keeps
+# float32 operands for backward.
+flash_attention: Callable[..., tuple[Tensor, Tensor]]
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def chooses_flash_attention(*args: Any, **kwargs: Any) -> bool:
+    """Tell whether torch runs a call of scaled_dot_product_attention by these kernels. See `flash_attention`."""
+    return torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.FLASH_ATTENTION.value
 
 
 def has_cpu_flag(flag: str) -> bool:

@@ -6,6 +6,9 @@ with the same optimizer and batch.
 Every mode is trained by a process of its own. The processes take turns, each round in another order, so that a slow
 minute of the machine falls on all of them; a round's value is the median of a few steps. On a CPU the time is the CPU
 time of the process, to which others that run on the machine add little; on an accelerator it is that of a clock.
+
+On a CPU two processes of one mode differ by up to a tenth, by where their memory lies. `--processes 5` trains every
+mode by five processes, one after the other: do so before you believe a few percent.
 """
 
 import argparse
@@ -112,13 +115,16 @@ class Worker:
         return peak
 
 
-def compare(plan: Plan, modes: list[str], rounds: int) -> dict[str, Outcome]:
-    """Return every mode's outcome; the modes take turns."""
-    workers = {mode: Worker(mode, plan) for mode in modes}
-    samples = interleave({mode: worker.take_turn for mode, worker in workers.items()}, rounds)
+def compare(plan: Plan, modes: list[str], rounds: int, processes: int) -> dict[str, Outcome]:
+    """Return every mode's outcome; the modes take turns, `rounds` of them with each of their processes."""
+    values: dict[str, tuple[float, ...]] = dict.fromkeys(modes, ())
     outcomes = {}
-    for mode, worker in workers.items():
-        outcomes[mode] = Outcome(samples[mode], worker.loss, worker.low, worker.close())
+    for seed in range(processes):
+        workers = {mode: Worker(mode, plan) for mode in modes}
+        samples = interleave({mode: worker.take_turn for mode, worker in workers.items()}, rounds, seed)
+        for mode, worker in workers.items():
+            values[mode] += samples[mode].values
+            outcomes[mode] = Outcome(Samples(values[mode]), worker.loss, worker.low, worker.close())
     return outcomes
 
 
@@ -162,7 +168,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="tokens of a row")
     parser.add_argument("--channels-last", action="store_true", help="images and convolutions in torch.channels_last")
     parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each mode (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="of each mode, one after the other (default: 1)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each process (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps timed in a round (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's)")
@@ -187,7 +194,8 @@ def main() -> None:
         for micro_batches in map(int, arguments.micro_batches.split(",")):
             run = (arguments.fused, arguments.steps, arguments.warmup, arguments.threads, device, arguments.clock)
             plan = Plan(name, size, micro_batches, *run, arguments.compile)
-            rows.append(make_row(f"{name} x{micro_batches}", compare(plan, arguments.modes, arguments.rounds)))
+            outcomes = compare(plan, arguments.modes, arguments.rounds, arguments.processes)
+            rows.append(make_row(f"{name} x{micro_batches}", outcomes))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     about = {

@@ -1,13 +1,15 @@
 """Products of 16-bit values that are computed in float32: operands rounded to 16 bits, the product computed in float32,
 its result rounded, as matrix units do. That is every product where the hardware has no instructions for them, and on a
-CPU that has them short attention, whose 16-bit kernels take several times as long there (`SHORT_ATTENTION`).
+CPU that has them short attention, whose 16-bit kernels take several times as long there.
 
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
 function transforms, double backward, checkpoints) knows these. Autograd saves the operands in 16 bits, and widens them
-again for backward.
+again for backward. Attention, which torch computes without double backward, is one node where autograd alone records
+it: `_ShortAttention`.
 """
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,9 @@ from ..interrupts import is_running
 from ..patching import Patch
 from ..torch_private import (
     are_saved_tensors_hooks_enabled,
+    chooses_flash_attention,
+    flash_attention,
+    flash_attention_backward,
     get_saved_tensors_hooks,
     get_tracing_state,
     get_version,
@@ -82,6 +87,10 @@ class Products:
             return name == _ATTENTION
         return op_lists.is_product(name) or op_lists.is_without_kernel(name)
 
+    def let_go(self) -> None:
+        """Hold no replacement any more."""
+        self._replacements.clear()
+
     def _round(self, tensor: Tensor) -> Tensor:
         """Return the value in the low dtype, as float32; what is not to be cast as it is."""
         rounded = self._cast(tensor)
@@ -108,8 +117,7 @@ class Products:
     def _run_unlisted(self, original: Op) -> Op:
         def make() -> Op:
             public = PublicOp(getattr(original, "__name__", ""), is_of_torch=True)
-            public.function = function = self.run_low(original, public)
-            return function
+            return public.lead_to(self.run_low(original, public))
 
         return self._replacements.get("product", original, make)
 
@@ -150,7 +158,7 @@ class Products:
         """Compute attention in float32 if all its operands are low, it is short, and it has neither a dropout nor a
         mask that is added. What it saves for backward is 16 bits, as of the 16-bit kernel: also its result.
         """
-        low, widen = self.low, self._widen
+        low = self.low
 
         def is_short(
             query: Tensor,
@@ -166,24 +174,36 @@ class Products:
             if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.dtype is not torch.bool):
                 return False
             for operand in (query, key, value):
-                if operand.dtype is not low or operand.dim() != 4 or not self._is_plain(operand):
+                if operand.dtype is not low or operand.dim() != 4 or not operand.is_cpu or operand.is_nested:
+                    return False
+                if operand.__class__ not in PLAIN_CLASSES and is_opaque(operand):
                     return False
             shape, other = query.shape, key.shape
             # else torch itself takes another kernel
             is_even = shape[1] == other[1] and shape[3] == other[3] == value.shape[3]
             return is_even and shape[2] * other[2] <= longest
 
-        def compute(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            wide = widen(query), widen(key), widen(value)
-            if not _may_save_low():
-                return original(*wide, *args, **kwargs).to(low)  # type: ignore[no-any-return]
-            with SavedOperands() as saved:
-                for one, given in zip(wide, (query, key, value), strict=True):
-                    saved.add(one, given)
-                result = original(*wide, *args, **kwargs)
-                rounded: Tensor = result.to(low)
-                saved.replace_result(result, rounded)
-            return rounded
+        def compute(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            how = (attn_mask, dropout_p, is_causal)
+            if _is_recorded() and chooses_flash_attention(query, key, value, *how, scale=scale):
+                mask = None
+                if attn_mask is not None:
+                    mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill_(~attn_mask, -math.inf)
+                options = {"is_causal": is_causal, "scale": scale}
+                rounded: Tensor = _ShortAttention.apply(query, key, value, mask, options)  # type: ignore[no-untyped-call]
+                return rounded
+            result: Tensor = original(query.float(), key.float(), value.float(), *how, scale=scale)
+            return result.to(low)
 
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
             try:
@@ -193,12 +213,6 @@ class Products:
             return (compute if is_due else original), args, kwargs
 
         return replace(original, rule, self.switch, public, torch.float32)
-
-    def _is_plain(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is on the session's device, dense, and keeps its values as it shows them."""
-        if tensor.device.type != self.device_type or tensor.is_nested:
-            return False
-        return tensor.__class__ in PLAIN_CLASSES or not is_opaque(tensor)
 
     def _compute(self, original: Op, cast: TensorCast | None) -> Op:
         """Return `original` with every tensor as `cast` returns it, in float32 if that is low, and the result rounded.
@@ -315,22 +329,15 @@ class SavedOperands:
         lows: 16-bit and float32 operands, by the address of the latter.
     """
 
-    __slots__ = ("_as_they_are", "lows")
+    __slots__ = ("lows",)
 
     def __init__(self) -> None:
         self.lows: dict[int, tuple[Tensor, Tensor]] = {}
-        self._as_they_are: list[_Packed] = []
 
     def add(self, wide: Tensor, low: Tensor) -> None:
         """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor."""
         if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested:
             self.lows[wide.data_ptr()] = low, wide
-
-    def replace_result(self, result: Tensor, rounded: Tensor) -> None:
-        """Have `rounded` saved in place of `result`, which the product has given in float32."""
-        for packed in self._as_they_are:
-            if packed.saved.data_ptr() == result.data_ptr() and packed.saved.shape == result.shape:
-                packed.saved, packed.version, packed.widen = rounded.detach(), get_version(rounded), Tensor.float
 
     def __enter__(self) -> "SavedOperands":
         push_saved_tensors_hooks(self._pack, _unpack)
@@ -339,7 +346,6 @@ class SavedOperands:
     def __exit__(self, *_: object) -> None:
         pop_saved_tensors_hooks()
         self.lows.clear()  # autograd holds this object
-        self._as_they_are.clear()
 
     def _pack(self, tensor: Tensor) -> _Packed:
         operand = None
@@ -353,9 +359,7 @@ class SavedOperands:
             # with the same strides any view of the copy is the same view of the original
             if tensor.numel() == low.numel() and (low.is_contiguous() or low.stride() == wide.stride()):
                 return _Packed(low.detach(), get_version(low), lambda saved: saved.as_strided(size, stride).float())
-        packed = _Packed(tensor.detach(), get_version(tensor))
-        self._as_they_are.append(packed)
-        return packed
+        return _Packed(tensor.detach(), get_version(tensor))
 
 
 def _unpack(packed: _Packed) -> Tensor:
@@ -371,16 +375,52 @@ def _unpack(packed: _Packed) -> Tensor:
     return packed.widen(saved)
 
 
-def _may_save_low() -> bool:
-    """Tell whether a graph is recorded, by nobody who looks at what it saves himself: other hooks, such as those of
-    checkpoints, function transforms and tracers.
-    """
+def _is_recorded() -> bool:
+    """Tell whether autograd records a graph here, and no function transform, tracer or compiler does."""
     if is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
+
+
+def _may_save_low() -> bool:
+    """Tell whether a graph is recorded, and nobody else has hooks on what it saves, such as those of checkpoints."""
+    if not _is_recorded():
         return False
     hooks = get_saved_tensors_hooks(True)
     while hooks and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
         pop_saved_tensors_hooks()  # an interrupted product has left them: products do not nest
         hooks = get_saved_tensors_hooks(True)
-    if hooks is not None or peek_interpreter_stack() is not None or get_tracing_state():
-        return False
-    return not is_compiling() and are_saved_tensors_hooks_enabled()
+    return hooks is None and are_saved_tensors_hooks_enabled()
+
+
+# ---- short attention -------------------------------------------------------------------------------------------------
+
+
+class _ShortAttention(torch.autograd.Function):
+    """torch's attention for CPUs on 16-bit operands and their masks, computed in float32. Saves 16 bits for backward.
+
+    What is changed in place before backward, operand or result, raises RuntimeError there, as torch's own does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        result, logsumexp = flash_attention(query.float(), key.float(), value.float(), attn_mask=mask, **options)
+        rounded: Tensor = result.to(query.dtype)
+        ctx.save_for_backward(query, key, value, rounded, logsumexp, mask)
+        ctx.options = options
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, rounded, logsumexp, mask = ctx.saved_tensors
+        # no name for the float32 operands, so that they are freed before the gradients are cast
+        of_query, of_key, of_value = flash_attention_backward(
+            *(gradient.float(), query.float(), key.float(), value.float(), rounded.float(), logsumexp),
+            dropout_p=0.0,
+            attn_mask=mask,
+            **ctx.options,
+        )
+        low = query.dtype
+        return of_query.to(low), of_key.to(low), of_value.to(low), None, None

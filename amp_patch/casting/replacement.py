@@ -8,6 +8,7 @@ overrides disabled, it casts; so casts happen below overrides, as those of torch
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -95,6 +96,10 @@ class Replacements:
             self._made[key] = original, make()  # with the original, which is kept alive
         return self._made[key][1]
 
+    def clear(self) -> None:
+        """Let go of all: what nobody else holds is gone at once."""
+        self._made.clear()
+
 
 class PublicOp:
     """One op by its public name.
@@ -105,15 +110,14 @@ class PublicOp:
         takes_lists: whether it takes tensors in lists, which may answer, too.
 
     Attributes:
-        function: what the name holds: the replacement.
         has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may answer the call. While
             Dynamo traces nobody is to be asked: it knows overrides by itself.
     """
 
-    __slots__ = ("_is_operator", "function", "has_overrides")
+    __slots__ = ("_function", "_is_operator", "has_overrides")
 
     def __init__(self, name: str, *, is_of_torch: bool, takes_lists: bool = False) -> None:
-        self.function: Op | None = None
+        self._function: Callable[[], Op | None] = lambda: None
         self._is_operator = name.startswith("__")
         self.has_overrides: Callable[[Sequence[Any]], bool] = _find_none
         if is_of_torch and (takes_lists or name in _TAKE_LISTS):
@@ -121,10 +125,15 @@ class PublicOp:
         elif is_of_torch:
             self.has_overrides = has_torch_function
 
+    def lead_to(self, function: Op) -> Op:
+        """Take `function` for what the name holds, and return it. It is held weakly: it holds this itself."""
+        self._function = weakref.ref(function)
+        return function
+
     def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have those that may answer the call answer it."""
         try:
-            return handle_torch_function(self.function, _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
+            return handle_torch_function(self._function(), _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
         except TypeError:
             if self._is_operator:
                 return NotImplemented

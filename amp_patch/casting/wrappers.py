@@ -104,6 +104,12 @@ class OpCasts:
         """Return the replacement of `original` under the rule `kind`: the same one wherever `original` is found."""
         return self._replacements.get(kind, original, lambda: self._wrap(kind, original))
 
+    def let_go(self) -> None:
+        """Hold no replacement any more."""
+        self._replacements.clear()
+        if self.by_torch is not None:
+            self.by_torch.let_go()
+
     def _wrap(self, kind: str, original: Op) -> Op:
         is_torchs = _is_torchs(original)
         # a user's function of that name may take anything
@@ -111,8 +117,7 @@ class OpCasts:
         public = PublicOp(name, is_of_torch=is_torchs, takes_lists=kind == "sequence_promote")
         if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
             return replace(original, self._cast_inside(kind, original), self.switch, public, ALWAYS)
-        public.function = function = self._replace(kind, original, name, public)
-        return function
+        return public.lead_to(self._replace(kind, original, name, public))
 
     def _replace(self, kind: str, original: Op, name: str, public: PublicOp) -> Op:
         if self.autocast is not None:

@@ -2,6 +2,7 @@
 roundings, whatever rule the op follows.
 """
 
+import functools
 from collections.abc import Iterator
 
 from .op_names import find_spellings, get_names, inplace_twin
@@ -33,6 +34,7 @@ _PRODUCT_NAMES = frozenset(name for op in PRODUCTS for name in get_names(op.rpar
 _OTHER_NAMES = frozenset(name.rpartition(".")[2] for name in WITHOUT_KERNEL)
 
 
+@functools.cache
 def is_product(name: str) -> bool:
     """Tell whether torch's function of that name is one of `PRODUCTS`, an operator or in-place twin of one included.
 
@@ -41,6 +43,7 @@ def is_product(name: str) -> bool:
     return _is_one_of(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
 
 
+@functools.cache
 def is_without_kernel(name: str) -> bool:
     """Tell the same of `WITHOUT_KERNEL`. Functions of torch.fft call themselves `fft_rfft` and the like."""
     return _is_one_of(_OTHER_NAMES, name.removeprefix("fft_"))

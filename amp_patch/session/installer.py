@@ -153,6 +153,9 @@ class Installer:
         for switch in self._switches():
             switch.turn_off()
         with self._lock:
+            for part in (self.casts, self.products):
+                if part is not None:
+                    part.let_go()
             references.undo([self.patcher, self._module_patcher], self.bindings.models())
 
 
