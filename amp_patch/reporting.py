@@ -137,12 +137,13 @@ def find_rank() -> int | None:
 
 def _find_stacklevel() -> int:
     """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code
-    that called the package.
+    that called the package, be it through torch.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "amp_patch",
         "contextlib",
+        "torch",
     ):
         level, frame = level + 1, frame.f_back
     return level

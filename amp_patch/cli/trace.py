@@ -89,7 +89,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run))
         if len(faults) > 1:
-            print(f"\n{len(faults) - 1} more of its kind: --json has them")
+            print(f"\n{count_of(len(faults) - 1, 'further fault')} in this step: --json FILE writes them down")
         if found.is_interrupted:
             raise KeyboardInterrupt
         return FAULT if arguments.fix is None else _fix(arguments, fault, recording)

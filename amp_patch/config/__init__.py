@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import explain as explain
     from . import op_lists as op_lists
+    from . import op_names as op_names
     from . import presets as presets
     from . import shipped as shipped
     from .module_rules import ModuleRule as ModuleRule
@@ -20,7 +21,7 @@ _HOMES = {
     "Policy": "policy",
     "make_policy": "presets",
 }
-_MODULES = ("explain", "op_lists", "presets", "shipped")
+_MODULES = ("explain", "op_lists", "op_names", "presets", "shipped")
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,7 @@ def _describe_reach(fault: FaultRecord) -> str:
     if fault.reach == "swallowed" and fault.gradients:
         return f"none that was seen: the gradients that are not finite come of another fault{skipped}"
     if fault.reach == "swallowed":
-        return f"swallowed: loss and gradients are finite, and not those of float32{skipped}"
+        return f"swallowed: loss and gradients are finite, but may not be those of float32{skipped}"
     return "not known: the step did not end"
 
 
@@ -120,11 +120,14 @@ _ADVICE: dict[Kind, str] = {
 }
 
 
+_OF_THIS_STEP = "that is for this step, later ones may need a smaller one"
+
+
 def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     if not remedy.is_larger:
         assert remedy.scale is not None
         written = f", as by GradScaler(init_scale={_power(remedy.scale)})" if run is not None and run.is_native else ""
-        yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: no op list changes this"
+        yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: {_OF_THIS_STEP}"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
         yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
     else:
@@ -148,18 +151,20 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     native = run if run is not None and run.is_native else None
     if native is not None and not native.low:  # no list acts without a region of autocast
         entries = []
+    lines = " and ".join(fault.lines or ([fault.site] if fault.site else [])) or "that line"
     if entries and native is not None:
         yield "in a list of your own, fix.yaml:"
         yield from (f"  {entry}" for entry in entries)
         yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
-        disabled = f'torch.autocast("{native.device}", enabled=False)'
-        yield f"{fault.site}: with {disabled}, and .float() on what {fault.op} is given"
+        yield f'{lines}: with torch.autocast("{native.device}", enabled=False), and .float() on every tensor read there'
     elif entries:
         yield f"in a list of your own, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
         yield "and give it as lists=... to amp.initialize, or as --lists"
     if remedy.sites or not entries:
-        lines = " and ".join(remedy.sites) or fault.site or "that line"
-        yield f"{'and ' if entries else ''}float32 at {lines}: .float() on what is given there, and no cast to 16 bits"
-    if remedy.scale is not None:
+        lines = " and ".join(remedy.sites) or lines
+        yield f"{'and ' if entries else ''}float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
+    if remedy.scale is not None and remedy.is_scale_enough:
+        yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
+    elif remedy.scale is not None:
         yield f"and, where the loss scale is fixed, {_power(remedy.scale)} at most: gradients follow the values"

@@ -14,48 +14,21 @@ from torch import Tensor
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
 from ..session import current
-from ..torch_dispatch import clone, is_random
+from ..torch_dispatch import clone, get_node_number, is_random
 from .folding import Call
 from .naming import ModuleStack
 from .ops import Op, Overload, compute_in_float32
+from .recent import Recent
 from .records import FaultRecord
-from .repair import Item, Recent, Repair, make_item
+from .repair import Repair
 from .rules import short
-from .short_dtypes import TINY
 from .tensors import floating_in, has_nan, is_whole, read_largest, read_largest_number, storage_of, tensors_in
+from .written import Written
 
 TRAIL = 6
 """How many ops before a fault are told."""
 
 _DELIBERATE, _KNOWN = "deliberate", "known"
-_LOOK_BACK = 64  # ops before a fault, in which a number that was lost is looked for
-
-
-class _Written:
-    """What is known of the op that wrote a storage last: the largest magnitude that it gave, whether it wrote the whole
-    of it, and whether what does not fit in it is deliberate, or known already: of which faults, by their numbers, it
-    it then comes. `lost` is a number that the op was given, and that is zero in its 16 bits; `rounded` are the ops that
-    made zeros of what float32 holds.
-    """
-
-    __slots__ = (
-        *("faults", "is_old", "is_whole", "largest", "lost", "name", "node", "op", "parents", "rounded", "size"),
-        "status",
-    )
-
-    def __init__(self, op: str, node: str, largest: float, parents: "Sequence[_Written]") -> None:
-        self.op = op
-        self.node = node
-        self.largest = largest
-        self.parents = parents
-        self.faults: frozenset[int] = frozenset()
-        self.is_whole = False
-        self.is_old = False  # of the step before
-        self.size = 0  # of the storage, in bytes
-        self.status = ""
-        self.name = ""  # of a parameter that came in so, where amp's own op copied it
-        self.lost = 0.0
-        self.rounded: Sequence[Item] = ()
 
 
 class _Input(NamedTuple):
@@ -89,14 +62,14 @@ class FaultFinder:
         self._find_name = find_name
         self._find_exact = find_exact
         self._get_scale = get_scale
-        self._written: dict[int, _Written] = {}
+        self._written: dict[int, Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
         self.repair = Repair(underflow)
         self.running: ModuleStack | None = None
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
-        self._true_zeros: set[str] = set()  # lines that give zeros in float32, too
+        self._by_node: dict[int, Written] = {}  # of the forward pass
 
     def end_step(self) -> None:
         """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
@@ -109,6 +82,7 @@ class FaultFinder:
             known.is_old, known.parents, known.faults = True, (), frozenset()
         self._written = kept
         self._recent.clear()
+        self._by_node.clear()
         self.repair = Repair(self._underflow)
         self.peaks.clear()
 
@@ -124,8 +98,12 @@ class FaultFinder:
         )
         return copied
 
-    def look(self, op: Op, before: Sequence[Any], call: Call | None) -> None:
-        """Look at what an op gave. `before`: what `prepare` returned; `call`: what it is part of, None: of amp."""
+    def look(self, op: Op, before: Sequence[Any], call: Call | None, number: int | None) -> None:
+        """Look at what an op gave.
+
+        `before` is what `prepare` returned; `call` what the op is part of, None: of amp; `number` that of the node that
+        it made in the graph of the backward pass, None for none.
+        """
         overload = op.overload
         node = "" if op.node is None else op.node.name()
         outputs = op.floating_results()
@@ -135,56 +113,42 @@ class FaultFinder:
         if overload.is_in_bulk:
             self._pass_on(op, node, outputs)
             return
-        is_in_module = self._is_in_module()
-        if self.repair.is_under_way:
-            with current.without_casts():
-                self.repair.follow(op, before, call, self._get_scale(), is_in_module)
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
-        for number, tensor in enumerate(outputs[:1] if overload.has_one_output else outputs):
-            written = _Written(overload.name, node, self._find_largest(op, tensor), parents)
-            written.size = tensor.untyped_storage().nbytes()
-            written.is_whole = written.size == tensor.nbytes
-            if call is not None and tensor.dtype in LOW_DTYPES:
-                self._note_low(op, tensor, written, call, is_in_module)
+        outputs = outputs[:1] if overload.has_one_output else outputs
+        made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
+        if number is not None and made:
+            self._by_node[number] = made[0]
+        of = None if op.node is None else self._by_node.get(get_node_number(op.node))
+        if self.repair.is_under_way:
+            with current.without_casts():
+                self.repair.follow(op, before, call, made, of, self._get_scale())
+        for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
             if not math.isfinite(written.largest):
                 with current.without_casts():
-                    self._judge(op, before, number, tensor, written, call)
+                    self._judge(op, before, index, tensor, written, call, of)
             elif self._underflow is not None and call is not None:
                 with current.without_casts():
-                    self._judge_zeros(op, before, number, tensor, written, call)
+                    self._judge_zeros(op, before, index, tensor, written, call)
             self._keep(storage_of(tensor), written)
-        if call is not None and outputs and call.phase in ("forward", "recompute"):
-            if overload.name == "sqrt" and not self.faults:
-                self._look_for_lost_zeros(op, before, call)
-            self._recent.add(op, before, call, is_in_module)
+        if call is not None and made:
+            self._recent.add(op, before, made[0], is_backward=call.phase == "backward")
 
-    def _is_in_module(self) -> bool:
-        return self.running is not None and self.running.module_here() is not None
-
-    def _note_low(self, op: Op, output: Tensor, written: _Written, call: Call, is_in_module: bool) -> None:
-        """Take down what 16 bits make of numbers in the script, and how large what it computes becomes."""
-        numbers = [abs(one) for one in op.args if isinstance(one, float)]
-        lost = [one for one in numbers if 0 < one <= TINY[short(output.dtype)]]
-        if lost:
-            written.lost = max(lost)
-            written.rounded = (make_item(op.overload.name, call, is_in_module),)
-        if call.phase == "forward" and call.module:
+    def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: Call | None) -> Written:
+        """Return what is known of an output; take down which op of the forward pass gave 16 bits, and how large."""
+        written = Written(op.overload.name, node, self._find_largest(op, output), parents)
+        written.size = output.untyped_storage().nbytes()
+        written.is_whole = written.size == output.nbytes
+        if call is None or call.phase == "backward":
+            return written
+        is_low = output.dtype in LOW_DTYPES
+        written.describe(op, call, self.running is not None and self.running.module_here() is not None, is_low)
+        self.repair.made.append(written)
+        if is_low and call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
             largest = written.largest if math.isfinite(written.largest) else 0.0  # which may come of another module
             peaks[call.module] = max(peaks.get(call.module, 0.0), largest)
-
-    def _look_for_lost_zeros(self, op: Op, before: Sequence[Any], call: Call) -> None:
-        """Find out which ops have made a zero of what a root is drawn of: its gradient will be infinite."""
-        values = op.floating_results()[0]
-        if call.site.place in self._true_zeros or bool(values.all()):
-            return
-        with current.without_casts():
-            exact, items = self._recent.explain(op, before, 0, lambda tensor: bool(tensor.all()))
-        if exact is None:
-            self._true_zeros.add(call.site.place)
-        else:
-            self._written[storage_of(values)].rounded = items
+        return written
 
     def _find_largest(self, op: Op, output: Tensor) -> float:
         """Return the largest magnitude of an output: of 16-bit values in a wider dtype, that of what they are copied
@@ -197,7 +161,7 @@ class FaultFinder:
                 return known.largest
         return read_largest(output)
 
-    def _keep(self, storage: int, written: _Written) -> None:
+    def _keep(self, storage: int, written: Written) -> None:
         earlier = None if written.is_whole else self._written.get(storage)
         if earlier is not None and not math.isfinite(earlier.largest):  # and may lie beside what was written
             if math.isfinite(written.largest):
@@ -214,7 +178,7 @@ class FaultFinder:
         for tensor in (*inputs, *outputs):
             self._written.pop(storage_of(tensor), None)
             if known:
-                self._written[storage_of(tensor)] = written = _Written(op.overload.name, node, math.inf, known)
+                self._written[storage_of(tensor)] = written = Written(op.overload.name, node, math.inf, known)
                 written.status, written.faults, written.size = _KNOWN, faults, tensor.untyped_storage().nbytes()
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -238,8 +202,9 @@ class FaultFinder:
         before: Sequence[Any],
         number: int,
         output: Tensor,
-        written: _Written,
+        written: Written,
         call: Call | None,
+        of: Written | None,
     ) -> None:
         """Find out what made an output that does not fit, and enter a fault if that is told first here."""
         inputs = self._read_inputs(op, before)
@@ -270,39 +235,21 @@ class FaultFinder:
             beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
             cause = "precision" if math.isfinite(beyond) else "mathematics"
             repaired = alike[0] if alike and cause == "precision" else None
-            items = [make_item(op.overload.name, call, self._is_in_module())] if output.dtype in LOW_DTYPES else []
-            if call.phase == "recompute" and self.faults:
-                items = []
-            lost, rounding = 0.0, list[Item]()
-            if cause == "mathematics":
-                lost, rounding = self._find_rounding(written)
-                if call.phase != "backward":
-                    repaired, rounding = self._recent.explain(op, before, number, _is_finite)
-                if rounding:
-                    cause, items = "precision", [*rounding, *items]
-                    beyond = math.inf if repaired is None else read_largest(repaired)
-            if cause == "precision" and (call.phase != "backward" or rounding):
-                self.repair.begin(output, repaired, items)
-                self.repair.rounding += rounding
-            elif cause == "precision":
-                self.repair.begin(output, repaired, ())
-            facts = {"cause": cause, "value": kind, "in_float32": beyond, "lost": lost if rounding else 0.0}
-            self._enter(op, inputs, output, written, call, **facts)
+            wanted = [] if not written.is_low or (call.phase == "recompute" and self.faults) else [written]
+            blame = self._recent.explain(op, before, number, _is_finite) if cause == "mathematics" else None
+            if blame is not None:
+                cause, repaired, beyond = "precision", blame.exact, read_largest(blame.exact)
+                wanted += blame.wanted
+                self.repair.rounding += [one.item for one in blame.wanted if one.item is not None]
+            if cause == "precision":
+                self.repair.begin(output, repaired, wanted)
+                if call.phase == "backward" and repaired is not None:
+                    self.repair.judge_gradient(output, repaired, of, self._get_scale())
+            lost = 0.0 if blame is None else blame.lost
+            facts = {"cause": cause, "value": kind, "in_float32": beyond, "lost": lost}
+            self._enter(op, inputs, output, written, call, is_of_rounding=blame is not None, **facts)
 
-    @staticmethod
-    def _find_rounding(written: _Written) -> tuple[float, list[Item]]:
-        """Return the latest number that was lost on the way to an output, and the ops that made zeros there."""
-        looked_at, items = list(written.parents), list[Item]()
-        lost = 0.0
-        for one in looked_at:  # which grows
-            if one.rounded:
-                lost = lost or one.lost
-                items += one.rounded
-            elif len(looked_at) < _LOOK_BACK:
-                looked_at += [parent for parent in one.parents if parent not in looked_at]
-        return lost, items
-
-    def _find_known(self, one: _Input) -> _Written | None:
+    def _find_known(self, one: _Input) -> Written | None:
         """Return what is known of an input; of the step before, if its memory has not become another's since."""
         known = self._written.get(one.storage)
         return known if known is None or not known.is_old or known.size == one.tensor.nbytes else None
@@ -318,26 +265,26 @@ class FaultFinder:
         infinite = one.tensor[~one.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: _Written, call: Call | None) -> None:
+    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call | None) -> None:
         origin = self._written.get(stranger.storage)
         name = (origin.name if origin is not None else "") or self._find_name(stranger.storage)
         if call is None:  # copied by amp itself: to be told of where it is used
             written.name = name or "(data)"
             return
-        known = _Written(name, "", math.inf, ())
+        known = Written(name, "", math.inf, ())
         written.status = known.status = _KNOWN
         written.faults = known.faults = frozenset({len(self.faults)})
         self._written[stranger.storage] = known
         facts: dict[str, Any] = {"value": "nan" if has_nan(stranger.tensor) else "inf", "parameter": name}
         exact = self._find_exact(stranger.storage) if name else None
         if exact is not None and exact.shape == stranger.tensor.shape and _is_finite(exact):
-            self.repair.begin(stranger.tensor, exact, [make_item(op.overload.name, call, self._is_in_module())])
-            self.repair.follow(op, op.args, call, self._get_scale(), self._is_in_module())
+            self.repair.begin(stranger.tensor, exact, [written])
+            self.repair.follow(op, op.args, call, [written], None, self._get_scale())
             facts["in_float32"] = read_largest(exact)
         self._enter(op, [stranger], output, written, call, cause="came in", **facts)
 
     def _judge_zeros(
-        self, op: Op, before: Sequence[Any], number: int, output: Tensor, written: _Written, call: Call
+        self, op: Op, before: Sequence[Any], number: int, output: Tensor, written: Written, call: Call
     ) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
@@ -354,11 +301,11 @@ class FaultFinder:
                 self.repair.begin(output, exact[number], ())
                 self.repair.raise_scale(output, exact[number], self._get_scale())
             else:
-                self.repair.begin(output, None, [make_item(op.overload.name, call, self._is_in_module())])
+                self.repair.begin(output, None, [written])
             self._enter(op, self._read_inputs(op, before), output, written, call, cause="precision", **facts)
 
     def _enter(
-        self, op: Op, inputs: Sequence[_Input], output: Tensor, written: _Written, call: Call, **facts: Any
+        self, op: Op, inputs: Sequence[_Input], output: Tensor, written: Written, call: Call, **facts: Any
     ) -> None:
         share = facts.pop("share", None)
         if share is None:
@@ -400,7 +347,7 @@ def _has_such_number(op: Op, largest: float) -> bool:
     return any(map(math.isnan if math.isnan(largest) else math.isinf, numbers))
 
 
-def _trail(written: _Written) -> Iterator[tuple[str, float]]:
+def _trail(written: Written) -> Iterator[tuple[str, float]]:
     """Yield the ops that led to one, the latest first: of several that it read, the one of the largest magnitude."""
     for _ in range(TRAIL):
         if not written.parents:

@@ -173,8 +173,9 @@ class Observer:
         overload, node, calls = op.overload, op.node, self._calls()
         is_new = node is None and self._is_below() and count_nodes() != getattr(self._local, "nodes", None)
         self._local.nodes = count_nodes()
-        if is_new and calls:
-            self._by_node[self._local.nodes - 1] = calls[-1]
+        number = self._local.nodes - 1 if is_new else None
+        if number is not None and calls:
+            self._by_node[number] = calls[-1]
         if overload.is_silent:
             return  # a view has the storage of what it is of
         inputs, outputs = op.inputs(), op.outputs()
@@ -182,13 +183,13 @@ class Observer:
         if calls:
             self._note_inside(calls[-1], cast, inputs)
         call = calls[-1] if calls else self._note_alone(overload.name, cast, node, inputs, outputs)
-        if is_new and not calls and call is not None:
-            self._by_node[self._local.nodes - 1] = call
+        if number is not None and call is not None:
+            self._by_node[number] = call
         if call is not None:
             for tensor in outputs:
                 self._writers[storage_of(tensor)] = call
         if self.finder is not None:
-            self.finder.look(op, before, call)
+            self.finder.look(op, before, call, number)
 
     def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:

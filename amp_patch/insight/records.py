@@ -130,10 +130,13 @@ class FaultRecord:
         regions, ops, sites: what has to run in float32 for the values of that step to fit: choosers of modules, as in
             module rules; names of ops, as in lists; lines of the script where neither applies.
         alternative: ops that are enough without these modules.
+        lines: of the script, which run what has to be in float32.
+        is_of_rounding: float32 holds it only if ops before it are in float32, too.
         lost: a number in the script that is zero in 16 bits, and matters; 0: none.
         beyond: the op that gives what float32 does not hold either, once the rest is in it; "" for none.
         scale: the loss scale, a power of two, under which the gradients of that step fit, or are not lost; None where
             the scale has no part in it.
+        is_scale_enough: whether that scale is enough, without regions, ops and sites.
         eps, lr: of the optimizer whose step gave what does not fit.
     """
 
@@ -170,9 +173,12 @@ class FaultRecord:
     ops: tuple[str, ...] = ()
     alternative: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    is_of_rounding: bool = False
     lost: float = 0.0
     beyond: str = ""
     scale: float | None = None
+    is_scale_enough: bool = False
     eps: float | None = None
     lr: float | None = None
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .records import FaultRecord, RunRecord
-from .short_dtypes import LARGEST, TINY, find_fitting_scale
+from .short_dtypes import TINY
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .repair import Item
+    from .written import Item
 
 Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
 _CASTS = ("_to_copy", "copy_")
@@ -36,7 +36,8 @@ class Remedy:
         ops: names of ops to run in float32, beside these modules.
         alternative: names of ops that suffice in the place of `regions` and `ops`.
         sites: lines of the script that are to be given `.float()`, beside both.
-        scale: the loss scale to use, of a list: where it is fixed, beside the list; `is_larger`: than the present one.
+        scale: the loss scale to use, of a list: where it is fixed, beside the list, or in its place if
+            `is_scale_enough`; `is_larger`: than the present one.
         eps: of the optimizer, where 16 bits make it zero.
         level: to use instead.
     """
@@ -48,6 +49,7 @@ class Remedy:
     alternative: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
     scale: float | None = None
+    is_scale_enough: bool = False
     is_larger: bool = False
     eps: float | None = None
     level: str = ""
@@ -74,7 +76,8 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
         return Remedy("mathematics")
     if fault.phase == "backward" and fault.value == "zero":
         return Remedy("scale", scale=fault.scale, is_larger=True)
-    if fault.phase == "backward" and fault.scale is not None and fault.scale >= 1:
+    has_list = bool(fault.regions or fault.ops)
+    if fault.phase == "backward" and fault.is_scale_enough and not has_list:
         return Remedy("scale", scale=fault.scale)
     if fault.phase == "backward" and fault.rule.startswith("border"):
         return Remedy("gradients")
@@ -83,22 +86,13 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     return _list_of("list", fault, run)
 
 
-def find_scale(fault: FaultRecord) -> float | None:
-    """Return the largest power of two as a loss scale under which the value of a backward pass fits; None where the
-    scale has no part in it.
-    """
-    is_too_large = fault.phase == "backward" and fault.cause == "precision" and fault.value != "zero"
-    if not is_too_large or fault.out not in LARGEST or not 0 < fault.in_float32 < math.inf:
-        return None
-    return find_fitting_scale(fault.out, fault.loss_scale, fault.in_float32)
-
-
 def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
     low = fault.out if run is None else run.low
     shipped = "bfloat16" if low == "bf16" else "float16"
     extends = run.lists[-1] if run is not None and run.lists else shipped
     scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
-    return Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
+    remedy = Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
+    return replace(remedy, is_scale_enough=scale is not None and fault.is_scale_enough)
 
 
 def add(remedy: Remedy, other: Remedy) -> Remedy:
@@ -199,11 +193,11 @@ def _choose_root(model: "nn.Module", models: "Sequence[nn.Module]") -> str:
 
 def _find_listed_name(item: "Item") -> str:
     """Return by which name a list reaches an op, "" where it cannot: what is written in place stays in 16 bits."""
-    import torch
+    from ..config import op_names
 
     if item.listed or item.rule:
         return item.listed if item.rule in ("whitelist", "promote") else ""
-    return item.aten if hasattr(torch.Tensor, item.aten) and not item.aten.endswith("_") else ""
+    return item.aten if op_names.find_or_none(item.aten) and not item.aten.endswith("_") else ""
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -19,16 +19,17 @@ from .folding import Folding
 from .naming import name_tensors
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
-from .remedies import find_scale, place
-from .repair import Item
+from .remedies import place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
 from .tensors import storage_of
+from .written import Item
 
 _KEPT = 100  # faults that a dynamic loss scale answers for
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
+_UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
 
 
@@ -58,6 +59,7 @@ class Tracer(Recorder):
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._find_exact, self._get_scale)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
+        self._unused: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
         self._losses: list[float] = []  # the smallest of all steps before, and the last
         self._weights: list[float] = []  # the largest magnitude, before the first step and now
@@ -67,8 +69,10 @@ class Tracer(Recorder):
     def _begin_step(self) -> None:
         self._is_loss_seen = self._is_loss_bad = False
         self._gradients: list[str] = []
+        self._are_gradients_bad = False  # those of the optimizer that steps
+        self._skips: list[bool | None] = []  # of the optimizers whose gradients were bad
         self._of = 0
-        self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set()}
+        self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
 
     def _records(self) -> list[Record]:
         """Return the faults so far, those that are no search for a loss scale first."""
@@ -100,8 +104,11 @@ class Tracer(Recorder):
         self._looked_for = None
         if self.is_recording:
             self._look_at_weights(optimizer)
+        is_skipped = self._session is not None and self._session.is_skipped(optimizer)
+        if self._are_gradients_bad:
+            self._skips.append(is_skipped)
         if self._is_counted(optimizer) and self.is_recording:
-            self._finish_faults(self._session is not None and self._session.is_skipped(optimizer))
+            self._finish_faults(all(self._skips or [is_skipped]))
         super().step_ended(optimizer)
         self._finder.step = self._count
         if self._faults and self.is_recording:
@@ -113,12 +120,18 @@ class Tracer(Recorder):
         self._looked_for = id(optimizer)
         if not self.is_recording or self._session is None:
             return
-        self._gradients += self._session.find_nonfinite_gradients(optimizer)
+        bad = self._session.find_nonfinite_gradients(optimizer)
+        self._gradients += bad
+        self._are_gradients_bad = bool(bad)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
         self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
+        held = {id(one) for one in gradients}
+        weights = (one for model in self._session.models() for one in model.parameters())
+        others = [one.grad for one in weights if one.grad is not None and id(one.grad) not in held]
+        self._reaching["others"] |= self._finder.find_faults(others)
 
     def _note_loss(self, loss: Tensor) -> None:
         size = float(loss.detach().double().abs().mean())
@@ -184,13 +197,14 @@ class Tracer(Recorder):
     def _finish_faults(self, is_skipped: bool | None) -> None:
         found, self._finder.faults = self._finder.faults, []
         if not found and self._gradients:
-            found = [self._make_unseen()]
+            found = self._unused or [self._make_unseen()]
         facts: dict[str, Any] = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
         done = [
             replace(fault, rank=find_rank() or 0, reach=self._find_reach(number, fault), **facts)
             for number, fault in enumerate(self._add_remedies(found))
         ]
-        done = sorted((fault for fault in done if not _is_harmless(fault)), key=_is_aside)
+        self._unused = [replace(fault, reach="") for fault in done if fault.reach == _UNUSED]
+        done = [fault for fault in done if fault.reach != _UNUSED and not _is_harmless(fault)]
         if done and all(self._is_search(fault) for fault in done):
             self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
         else:
@@ -213,9 +227,11 @@ class Tracer(Recorder):
             return False
         weights = [one for model in self._session.models() for one in model.parameters()]
         self._of = sum(one.grad is not None for one in weights)
+        find_faults, unused = self._finder.find_faults, self._reaching["others"]
         bad = unscaling.find_nonfinite(weights)
+        bad = [one for one in bad if one.grad is not None and unused.isdisjoint(find_faults([one.grad]))]
         self._gradients = self._session.names_of(bad)
-        self._reaching["gradients"] |= self._finder.find_faults(one.grad for one in bad if one.grad is not None)
+        self._reaching["gradients"] |= find_faults(one.grad for one in bad if one.grad is not None)
         return self._of > 0
 
     def _add_remedies(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
@@ -225,23 +241,27 @@ class Tracer(Recorder):
         repair = self._finder.repair
         models = [] if self._session is None else self._session.models()
         has_lists = self._session is not None and self._session.oplists is not None
-        items = list(repair.items)
-        for item in repair.items:
+        needs = repair.find_needs()
+        items = list(needs.items)
+        for item in needs.items:
             items += [item._replace(module=module) for module in self._find_siblings(item)]
         found = place(items, models, has_lists=has_lists)
         facts: dict[str, Any] = {name: getattr(found, name) for name in ("regions", "ops", "alternative", "sites")}
+        lines = tuple(dict.fromkeys(item.site for item in needs.items if item.site))
+        facts.update(beyond=repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
         done = []
         for fault in faults:
             if fault.value == "zero":
-                scale = None if repair.wanted is None else min(repair.wanted, repair.scale or repair.wanted)
+                wanted = repair.wanted_scale
+                scale = None if wanted is None else min(wanted, needs.scale or wanted)
             else:
-                scale = min((one for one in (find_scale(fault), repair.scale) if one is not None), default=None)
+                scale = needs.scale
             own = facts
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
                 weights = place([_of_weight(fault)], models, has_lists=has_lists)
-                own = {name: getattr(weights, name) for name in facts}
+                own = facts | {name: getattr(weights, name) for name in ("regions", "ops", "alternative", "sites")}
             cause = "divergence" if self._has_diverged(fault) else fault.cause
-            done.append(replace(fault, cause=cause, scale=scale, beyond=repair.beyond, **own))
+            done.append(replace(fault, cause=cause, scale=scale, **own))
         return done
 
     def _find_siblings(self, item: Item) -> list[str]:
@@ -273,7 +293,7 @@ class Tracer(Recorder):
         for reach, is_bad in (("gradients", bool(self._gradients)), ("loss", self._is_loss_bad)):
             if is_bad and number in (self._reaching[reach] or (number,)):
                 return reach
-        return "swallowed"
+        return _UNUSED if number in self._reaching["others"] else "swallowed"
 
     def _make_unseen(self) -> FaultRecord:
         """Return the record of a gradient that nothing which was seen made what it is."""
@@ -325,12 +345,8 @@ def _is_harmless(fault: FaultRecord) -> bool:
     has it too, and the same loss and gradients.
     """
     is_datum = fault.cause == "came in" and not fault.parameter and not {"f16", "bf16"} & {*fault.given}
-    return (is_datum or fault.cause == "mathematics") and fault.reach == "swallowed"
-
-
-def _is_aside(fault: FaultRecord) -> bool:
-    """Tell whether a fault is in gradients that nobody steps by: those of the discriminator in a generator's pass."""
-    return fault.phase == "backward" and fault.reach == "swallowed"
+    is_of_rounding = fault.is_of_rounding and fault.phase == "backward"
+    return (is_datum or is_of_rounding or fault.cause == "mathematics") and fault.reach == "swallowed"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
-from ..errors import OptimizerError
+from ..errors import OptimizerError, did_you_mean
 from ..reporting import warn
 from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding, RegionHooks
 
@@ -95,7 +95,21 @@ class Bindings:
         for rule in self._rules:
             if rule not in used:
                 place = f"{rule.path}:{rule.line}:{rule.column}"
-                warn(f"{place}: the rule for {rule.chooser!r} chooses no module of the models")
+                wrong = f"the rule for {rule.chooser!r} chooses no module of the models, so it changes nothing"
+                warn(f"{place}: {wrong}. {self._describe_names(rule)}")
+
+    def _describe_names(self, rule: ModuleRule) -> str:
+        """Say which names a rule takes, and which of these may be meant."""
+        modules = [pair for model in self.models() for pair in model.named_modules()]
+        if rule.pattern is None:
+            kinds = {f"{type(module).__module__}.{type(module).__qualname__}" for _, module in modules}
+            return f"Write the class of a module.{did_you_mean(rule.chooser, kinds)}"
+        names = {name for name, _ in modules if name}
+        parts = rule.chooser.split(".")
+        endings = (".".join(parts[first:]) for first in range(1, len(parts)))  # a name that begins with the model's own
+        meant = next((ending for ending in endings if ending in names), "")
+        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(rule.chooser, names)
+        return f"Write a name as in model.named_modules(), without the name of the model.{hint}"
 
     # ---- binding and letting go --------------------------------------------------------------------------------------
 

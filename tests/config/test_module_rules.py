@@ -409,6 +409,21 @@ def test_a_rule_that_chooses_nothing_is_said_once(level, write):
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize(
+    ("chooser", "meant"),
+    [('match: "Net.head"', "head"), ('match: "model.head"', "head"), ('match: "haed"', "head")]
+    + [("type: torch.nn.LSTMCell", "torch.nn.modules.rnn.LSTM")],
+)
+def test_a_rule_that_chooses_nothing_is_told_with_the_name_that_is_meant(chooser, meant, write):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.tail = nn.Linear(2, 2), nn.LSTM(2, 2)
+
+    with pytest.warns(UserWarning, match=f"Did you mean '{meant}'"):
+        amp.initialize(Net(), opt_level="O2", lists=write([f"{{{chooser}, run: float32}}"]), verbosity=0)
+
+
 def test_a_rule_may_be_for_one_of_several_models(write):
     lists = write(['{match: "weight_holder", run: float32}', '{match: "head", run: float32}'])
     other = nn.Module()

@@ -191,7 +191,7 @@ def test_a_model_of_16_bits_without_autocast_is_advised_to_compute_in_float32() 
     recording = trace(make_low_step(Between(lambda x: (x * 300 @ (x * 300).T).softmax(-1) @ x)))
     fault = recording.of(FaultRecord)[0]
     assert (fault.aten, fault.module, fault.rule, recording.run.low) == ("mm", "between", "", "")
-    assert ".float() on what is given there" in insight.format_fault(fault, recording.run)
+    assert ".float() on every tensor read there" in insight.format_fault(fault, recording.run)
     repaired = Between(lambda x: (x.float() * 300 @ (x.float() * 300).T).softmax(-1).half() @ x)
     assert faults_of(make_low_step(repaired)) == []
 

@@ -226,6 +226,65 @@ def gan_loss(given):
     return given.start(judge, lambda: -torch.log(1 - torch.sigmoid(judge(x))).mean())  # HERE
 
 
+@case("the gradient of log(D(x)) where D(x) is small, as of a GAN", "precision", "list", loss_scale=1024.0)
+def gan_gradient(given):
+    judge = nn.Sequential(linear(8, 8), linear(8, 1, 1.0, bias=-13.0))
+    x = draw(4, 8, factor=0.1)
+    return given.start(judge, lambda: -torch.log(torch.sigmoid(judge(x)) + 1e-9).mean())  # HERE
+
+
+@case(
+    "two losses of a GAN by hand, far apart in a step, in one of which 16 bits make D(x) one",
+    "precision",
+    "list",
+)
+def gan_losses_far_apart(given):
+    judge = nn.Sequential(*(linear(8, 8, seed=seed) for seed in range(8)), linear(8, 1, 1e-3, bias=10.0))
+    real, made = draw(4, 8), draw(4, 8, seed=2)
+
+    def loss():
+        of_made, of_real = torch.sigmoid(judge(made)), torch.sigmoid(judge(real))
+        return -(torch.log(of_real + 1e-9) + torch.log(1 - of_made + 1e-9)).mean()  # HERE
+
+    return given.start(judge, loss)
+
+
+@case("the likelihood of a VAE: the gradient of a division by a variance of 1e-3", "precision", "list")
+def vae_likelihood(given):
+    decoder = nn.Sequential(linear(8, 8), linear(8, 16))
+    x = draw(4, 8)
+
+    def loss():
+        mean, raw = decoder(x).chunk(2, -1)
+        variance = torch.sigmoid(raw - 7)
+        return ((x - mean) ** 2 / (2 * variance) + 0.5 * torch.log(variance)).mean()  # HERE
+
+    return given.start(decoder, loss)
+
+
+@case(
+    "a GAN whose discriminator steps by the gradient that the generator's pass has left on it",
+    "precision",
+    "scale",
+    loss_scale=1024.0,
+)
+def gan_gradient_left_behind(given):
+    generator, judge = linear(4, 8, 4000.0), linear(8, 1)
+    of_judge, z = torch.optim.SGD(judge.parameters(), lr=1e-9), draw(16, 4)
+
+    def loss():
+        made = generator(z)
+        with amp.scale_loss(torch.tanh(judge(made.detach() / 1e4)).mean(), of_judge) as scaled_loss:
+            scaled_loss.backward()
+        of_judge.step()
+        return judge(made).mean()  # HERE
+
+    of_generator = torch.optim.SGD(generator.parameters(), lr=1e-9)
+    options = {"opt_level": given.level, "loss_scale": given.loss_scale, "lists": given.lists, "verbosity": 0}
+    amp.initialize([generator, judge], [of_generator, of_judge], **options)
+    return lambda: take_step(loss(), of_generator)
+
+
 @case("a decoder behind exp(log variance) of 13", "precision", "list")
 def vae_decoder(given):
     def decode(self, x):

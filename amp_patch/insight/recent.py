@@ -1,0 +1,150 @@
+"""`Recent`: the last ops of a step, to tell whether rounding to 16 bits before an op is to blame for what it gives."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..casting import cast_tree
+from ..torch_dispatch import get_node_number, is_random
+from ..torch_private import get_version
+from .ops import Op
+from .repair import Twins
+from .rules import short
+from .short_dtypes import TINY
+from .tensors import read_largest, storage_of, tensors_in
+from .written import Written
+
+_FEWEST = 16  # so many ops are kept, however large
+_LARGEST = 2**28  # so many bytes of what ops gave are kept, of ops of the forward pass
+_ALIKE = 0.1
+
+
+class _Kept(NamedTuple):
+    op: Op
+    before: Sequence[Any]
+    versions: tuple[int, ...]
+    results: list[Tensor]
+    written: Written
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for tensor in self.results)
+
+
+class Blame(NamedTuple):
+    """What rounding is to blame for.
+
+    Attributes:
+        exact: what the op gives where nothing before it is rounded.
+        wanted: the ops before it that have to give float32 for that.
+        lost: a number that one of them is given, and that is zero in 16 bits; 0 without one.
+    """
+
+    exact: Tensor
+    wanted: list[Written]
+    lost: float
+
+
+class Recent:
+    """The last ops of the forward pass, and those of the node of the backward pass that is running."""
+
+    def __init__(self) -> None:
+        self._forward: deque[_Kept] = deque()
+        self._of_node: list[_Kept] = []
+        self._node: int | None = None
+        self._size = 0
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._forward.clear()
+        self._of_node.clear()
+        self._size = 0
+
+    def add(self, op: Op, before: Sequence[Any], written: Written, *, is_backward: bool) -> None:
+        """Keep an op, without the graph that it is part of."""
+        node = get_node_number(op.node) if is_backward and op.node is not None else None
+        if node != self._node:
+            self._of_node.clear()
+            self._node = node
+        args = [_detach(one) for one in op.args]
+        earlier = args if before is op.args else [_detach(one) for one in before]
+        kwargs = {name: _detach(one) for name, one in op.kwargs.items()}
+        op = op._replace(args=args, kwargs=kwargs, result=_detach(op.result), node=None)
+        kept = _Kept(op, earlier, _versions(earlier), op.floating_results(), written)
+        if is_backward:
+            self._of_node.append(kept)
+            return
+        self._forward.append(kept)
+        self._size += kept.size
+        while self._size > _LARGEST and len(self._forward) > _FEWEST:
+            self._size -= self._forward.popleft().size
+
+    def explain(self, op: Op, before: Sequence[Any], number: int, fits: Callable[[Tensor], bool]) -> Blame | None:
+        """Compute an op again, and what it comes of, all in float32; return None if the result does not fit.
+
+        As few ops are to blame as give that result within a tenth: the last ones, less those that do not matter.
+        """
+        ancestors = [] if is_random(op.function) else self._find_ancestors(op)
+        exact = _replay(ancestors, op, before, number)
+        if exact is None or not ancestors or not fits(exact):
+            return None
+
+        def is_enough(some: Sequence[_Kept]) -> bool:
+            result = _replay(some, op, before, number)
+            if result is None or not fits(result):
+                return False
+            return read_largest(result - exact) <= _ALIKE * read_largest(exact)
+
+        length = 1
+        while length < len(ancestors) and not is_enough(ancestors[-length:]):
+            length *= 2
+        needed = ancestors[-length:]
+        for kept in list(needed):
+            fewer = [one for one in needed if one is not kept]
+            if is_enough(fewer):
+                needed = fewer
+        wanted = [kept for kept in needed if kept.written.is_low]
+        lost = [number for kept in wanted for number in _find_lost(kept)]
+        return Blame(exact, [kept.written for kept in wanted], lost[-1] if lost else 0.0) if wanted else None
+
+    def _find_ancestors(self, op: Op) -> list[_Kept]:
+        """Return the ops that an op comes of, in order."""
+        wanted = {storage_of(tensor) for tensor in op.inputs()}
+        found: list[_Kept] = []
+        for kept in reversed([*self._forward, *self._of_node]):
+            if wanted & {storage_of(tensor) for tensor in kept.results}:
+                found.append(kept)
+                wanted |= {storage_of(tensor) for tensor in kept.op.inputs()}
+        return found[::-1]
+
+
+def _replay(ancestors: Sequence[_Kept], op: Op, before: Sequence[Any], number: int) -> Tensor | None:
+    twins = Twins()
+    for kept in ancestors:
+        if is_random(kept.op.function) or _versions(kept.before) != kept.versions:
+            continue
+        results = twins.compute(kept.op, kept.before)
+        for tensor, result in zip(kept.results, results, strict=False):
+            if tensor.shape == result.shape:
+                twins.put(tensor, result)
+    results = twins.compute(op, before)
+    return results[number] if len(results) > number else None
+
+
+def _find_lost(kept: _Kept) -> list[float]:
+    """Return the numbers that an op was given, and that are zero in the 16 bits that it gave."""
+    tiny = TINY.get(short(kept.results[0].dtype), 0.0)
+    numbers = (abs(one) for one in kept.op.args if isinstance(one, float))
+    return [one for one in numbers if 0 < one <= tiny]
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return cast_tree(value, Tensor.detach) if isinstance(value, (list, tuple)) else value
+
+
+def _versions(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else get_version(tensor) for tensor in tensors_in(values))

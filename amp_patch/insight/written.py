@@ -1,0 +1,88 @@
+"""`Written`: what is known of the op that wrote a storage last, and of what it read in turn."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ..dtypes import LOW_DTYPES
+from .folding import Call
+from .ops import Op
+
+_STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
+_LOW_RULES = ("whitelist", "border of the cast", "cast_model_type", "run: low")
+
+
+class Item(NamedTuple):
+    """An op that has to run in float32: the module, whether it is inside of one, the call and what torch ran of it, by
+    which name the lists have it, where in the script, and by which rule it ran.
+    """
+
+    module: str
+    is_in_module: bool
+    op: str
+    listed: str
+    aten: str
+    site: str
+    rule: str
+
+
+class Written:
+    """What an op wrote, and what it read.
+
+    Attributes:
+        op, node: what torch ran, and the node of the backward pass that it is part of.
+        largest: the largest magnitude that it gave; `is_whole`: whether it wrote the whole of the storage.
+        parents: what is known of its inputs.
+        status: whether what does not fit in it is deliberate, or known already; `faults`: of which it then comes.
+        is_old: of the step before; `size`: of the storage, in bytes.
+        name: of a parameter that came in so, where amp's own op copied it.
+        item: the op, if it is one of the forward pass; `is_low`: whether it gave 16 bits.
+        is_held_low: it gives 16 bits also where an input is in float32.
+    """
+
+    __slots__ = (
+        *("faults", "is_held_low", "is_low", "is_old", "is_whole", "item", "largest", "name", "node", "op"),
+        *("parents", "size", "status"),
+    )
+
+    def __init__(self, op: str, node: str, largest: float, parents: "Sequence[Written]") -> None:
+        self.op = op
+        self.node = node
+        self.largest = largest
+        self.parents = parents
+        self.faults: frozenset[int] = frozenset()
+        self.is_whole = False
+        self.is_old = False
+        self.size = 0
+        self.status = ""
+        self.name = ""
+        self.item: Item | None = None
+        self.is_low = False
+        self.is_held_low = True
+
+    def describe(self, op: Op, call: Call, is_in_module: bool, is_low: bool) -> None:
+        """Take in which call of the forward pass this is."""
+        self.is_low = is_low
+        name = op.overload.name
+        self.item = Item(call.module, is_in_module, call.op, call.listed, name, call.site.place, call.rule)
+        is_given_low = any(tensor.dtype in LOW_DTYPES for tensor in op.inputs())
+        self.is_held_low = (
+            call.rule in _LOW_RULES
+            or call.region == "low"
+            or (op.overload.is_copy and is_low)
+            or (name in _STRICT and call.rule != "blacklist" and is_given_low)
+        )
+
+
+def find_named(made: Sequence[Written], wanted: Collection[Written]) -> list[Item]:
+    """Return the ops that have to be named for the wanted ones to give float32, of all ops of a step in their order: an
+    op that may take the dtype of its inputs needs no rule where one of these is in float32.
+    """
+    wide: set[Written] = set()
+    named: list[Item] = []
+    for one in made:
+        is_promoted = not one.is_held_low and not wide.isdisjoint(one.parents)
+        if is_promoted or one in wanted:
+            wide.add(one)
+        if one in wanted and not is_promoted and one.item is not None:
+            named.append(one.item)
+    return list(dict.fromkeys(named))
