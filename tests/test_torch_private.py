@@ -28,6 +28,8 @@ NOT_OF_TORCH = {
     "_actions",
     "_getframe",
     "_initializing",
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
     "_make",
     "_name_",
 }
