@@ -127,11 +127,18 @@ class Masters:
         each buffer that was cast.
         """
         changed: list[Tensor] = []
-        for buffer, values in self._buffers.values():
-            is_comparable = buffer.shape == values.shape and buffer.device == values.device
-            if buffer.dtype in LOW_DTYPES and is_comparable and not bool(_is_rounded(buffer, values).all()):
+        for buffer, _ in self._buffers.values():
+            values = self._find_values(buffer)
+            if buffer.dtype in LOW_DTYPES and values is not None and not bool(_is_rounded(buffer, values).all()):
                 changed.append(buffer)
         return changed
+
+    def _find_values(self, buffer: Tensor) -> Tensor | None:
+        """Return the float32 values that a buffer was given, None where none are known that fit it."""
+        _, values = self._buffers.get(id(buffer), (buffer, None))
+        if values is None or values.shape != buffer.shape or values.device != buffer.device:
+            return None
+        return values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Take over values that a parameter with a master, or a buffer that was cast, is about to be given rounded."""
@@ -150,8 +157,8 @@ class Masters:
         if master is not None:
             return master.detach()
         own = tensor.detach().float()
-        _, values = self._buffers.get(id(tensor), (tensor, own))
-        if values.shape != own.shape or values.device != own.device:
+        values = self._find_values(tensor)
+        if values is None:
             return own
         with torch.no_grad():
             full: Tensor = where(_is_rounded(tensor, values), values, own)

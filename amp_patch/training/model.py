@@ -238,11 +238,13 @@ def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]
     them so. What a module rule covers is the rule's.
     """
     found: set[int] = set()
+    if low not in LOW_DTYPES:
+        return found
     for module in model.modules():
         declared = list(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if low is torch.float16:
             declared += getattr(module, "_keep_in_fp32_modules", None) or ()
-        if low not in LOW_DTYPES or not declared:
+        if not declared:
             continue
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if any(fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in declared):

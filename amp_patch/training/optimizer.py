@@ -341,10 +341,11 @@ class OptimizerBinding:
             )
 
     def _tell_changed_buffers(self) -> None:
-        names = self._get_names(self._masters.find_changed_buffers())
-        if names:
+        changed = self._masters.find_changed_buffers()
+        if changed:
+            names = self._get_names(changed[:3])
             warn(
-                f"buffers that training changes are in 16 bits ({', '.join(names[:3])}): what is small beside their"
+                f"buffers that training changes are in 16 bits ({', '.join(names)}): what is small beside their"
                 " values is lost. Keep the module that holds them in float32, by a list with"
                 " `modules: [{match: NAME, run: float32}]`"
             )
