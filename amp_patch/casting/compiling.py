@@ -19,10 +19,12 @@ from ..torch_private import (
     IDLE_DEVICE_TYPES,
     build_dynamo_tables,
     build_function_tables,
+    get_tracing_state,
     is_autocast_state_guarded,
     is_tracing_graph,
     mark_constant,
     pass_keys_through,
+    peek_interpreter_stack,
     set_keys,
 )
 
@@ -31,6 +33,13 @@ is_at_work = is_tracing_graph
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
+
+
+def is_recorded() -> bool:
+    """Tell whether autograd records a graph here, and no function transform, tracer or compiler does."""
+    if is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
 
 
 def prime() -> None:

@@ -5,11 +5,9 @@ CPU that has them short attention, whose 16-bit kernels take several times as lo
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
 function transforms, double backward, checkpoints) knows these. Autograd saves the operands in 16 bits, and widens them
-again for backward. Attention, which torch computes without double backward, is one node where autograd alone records
-it: `_ShortAttention`.
+again for backward.
 """
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,17 +24,13 @@ from ..interrupts import is_running
 from ..patching import Patch
 from ..torch_private import (
     are_saved_tensors_hooks_enabled,
-    chooses_flash_attention,
-    flash_attention,
-    flash_attention_backward,
     get_saved_tensors_hooks,
-    get_tracing_state,
     get_version,
-    peek_interpreter_stack,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
 )
-from .compiling import is_compiling, is_dynamo_compiling
+from .attention import Attention
+from .compiling import is_dynamo_compiling, is_recorded
 from .mode import Mode, Switch
 from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
@@ -160,57 +154,15 @@ class Products:
         """
         low = self.low
 
-        def is_short(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            *,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> bool:
-            if dropout_p or enable_gqa or (attn_mask is not None and attn_mask.dtype is not torch.bool):
-                return False
-            for operand in (query, key, value):
-                if operand.dtype is not low or operand.dim() != 4 or not operand.is_cpu or operand.is_nested:
-                    return False
-                if operand.__class__ not in PLAIN_CLASSES and is_opaque(operand):
-                    return False
-            shape, other = query.shape, key.shape
-            # else torch itself takes another kernel
-            is_even = shape[1] == other[1] and shape[3] == other[3] == value.shape[3]
-            return is_even and shape[2] * other[2] <= longest
-
-        def compute(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            *,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Tensor:
-            how = (attn_mask, dropout_p, is_causal)
-            if _is_recorded() and chooses_flash_attention(query, key, value, *how, scale=scale):
-                mask = None
-                if attn_mask is not None:
-                    mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill_(~attn_mask, -math.inf)
-                options = {"is_causal": is_causal, "scale": scale}
-                rounded: Tensor = _ShortAttention.apply(query, key, value, mask, options)  # type: ignore[no-untyped-call]
-                return rounded
-            result: Tensor = original(query.float(), key.float(), value.float(), *how, scale=scale)
-            return result.to(low)
-
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
             try:
-                is_due = is_short(*args, **kwargs)
+                attention = Attention(*args, **kwargs)
+                is_due = attention.is_short(low, longest)
             except (TypeError, AttributeError):  # wrong arguments: the error is torch's to raise
                 is_due = False
-            return (compute if is_due else original), args, kwargs
+            if not is_due:
+                return original, args, kwargs
+            return attention.compute_in_float32, (original,), {}
 
         return replace(original, rule, self.switch, public, torch.float32)
 
@@ -375,52 +327,12 @@ def _unpack(packed: _Packed) -> Tensor:
     return packed.widen(saved)
 
 
-def _is_recorded() -> bool:
-    """Tell whether autograd records a graph here, and no function transform, tracer or compiler does."""
-    if is_dynamo_compiling() or not torch.is_grad_enabled():
-        return False
-    return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
-
-
 def _may_save_low() -> bool:
     """Tell whether a graph is recorded, and nobody else has hooks on what it saves, such as those of checkpoints."""
-    if not _is_recorded():
+    if not is_recorded():
         return False
     hooks = get_saved_tensors_hooks(True)
     while hooks and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
         pop_saved_tensors_hooks()  # an interrupted product has left them: products do not nest
         hooks = get_saved_tensors_hooks(True)
     return hooks is None and are_saved_tensors_hooks_enabled()
-
-
-# ---- short attention -------------------------------------------------------------------------------------------------
-
-
-class _ShortAttention(torch.autograd.Function):
-    """torch's attention for CPUs on 16-bit operands and their masks, computed in float32. Saves 16 bits for backward.
-
-    What is changed in place before backward, operand or result, raises RuntimeError there, as torch's own does.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        result, logsumexp = flash_attention(query.float(), key.float(), value.float(), attn_mask=mask, **options)
-        rounded: Tensor = result.to(query.dtype)
-        ctx.save_for_backward(query, key, value, rounded, logsumexp, mask)
-        ctx.options = options
-        return rounded
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, rounded, logsumexp, mask = ctx.saved_tensors
-        # no name for the float32 operands, so that they are freed before the gradients are cast
-        of_query, of_key, of_value = flash_attention_backward(
-            *(gradient.float(), query.float(), key.float(), value.float(), rounded.float(), logsumexp),
-            dropout_p=0.0,
-            attn_mask=mask,
-            **ctx.options,
-        )
-        low = query.dtype
-        return of_query.to(low), of_key.to(low), of_value.to(low), None, None
