@@ -17,9 +17,13 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 def entitle_fault(fault: FaultRecord) -> str:
     """Return the first line of a fault: when it was, and what."""
-    rank = f"rank {fault.rank}, " if fault.rank else ""
-    what = "first value that does not fit" if fault.value != "zero" else "first value lost to zero"
-    return f"{rank}step {fault.step}, {fault.phase}: {what}"
+    what = "first value that does not fit"
+    if fault.value == "zero":
+        what = "first value lost to zero"
+    title = f"step {fault.step}, {fault.phase}: {what}"
+    if fault.rank:
+        return f"rank {fault.rank}, {title}"
+    return title
 
 
 def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
@@ -29,29 +33,42 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
     elif fault.aten:
         yield "op", _describe_op(fault)
         yield "call", f"{fault.op} at {fault.site or 'no line of the script'}, module {fault.module or '(none)'}"
-        region = f" ({fault.region})" if fault.region else ""
-        yield "rule", f"{fault.rule or 'on no list'}{region}{', ' + fault.entry if fault.entry else ''}"
+        yield "rule", _describe_rule(fault)
     yield "cause", _describe_cause(fault)
     yield "reach", _describe_reach(fault)
     if fault.trail:
         steps = [f"{label} {largest:.3g}" for label, largest in reversed(fault.trail)]
         yield "trail", f"max |x|: {' -> '.join([*steps, f'{fault.aten} {fault.value}'])}"
-    for index, line in enumerate(_advise(find_remedy(fault, run), fault, run)):
-        yield "try" if not index else "", line
+    name = "try"
+    for line in _advise(find_remedy(fault, run), fault, run):
+        yield name, line
+        name = ""
 
 
 def _describe_op(fault: FaultRecord) -> str:
     dtypes = f"{', '.join(map(spell_out, fault.given)) or 'nothing'} -> {spell_out(fault.out)}"
-    node = f", in {fault.node}, the backward of" if fault.node and fault.phase == "backward" else ""
-    return f"aten::{fault.aten} {dtypes}{node}"
+    text = f"aten::{fault.aten} {dtypes}"
+    if fault.node and fault.phase == "backward":
+        text += f", in {fault.node}, the backward of"
+    return text
+
+
+def _describe_rule(fault: FaultRecord) -> str:
+    text = fault.rule or "on no list"
+    if fault.region:
+        text += f" ({fault.region})"
+    if fault.entry:
+        text += f", {fault.entry}"
+    return text
 
 
 def _describe_cause(fault: FaultRecord) -> str:
     share = f"{fault.value} in {_percent(fault.share)} of the values"
-    scale = f"; loss scale {_power(fault.loss_scale)}" if fault.phase == "backward" and fault.loss_scale != 1 else ""
     if fault.cause == "step":
-        rate = "" if fault.lr is None else f", at a learning rate of {fault.lr:g}"
-        return f"step: {fault.parameter or 'a weight'} became {share}{rate}"
+        text = f"step: {fault.parameter or 'a weight'} became {share}"
+        if fault.lr is not None:
+            text += f", at a learning rate of {fault.lr:g}"
+        return text
     if not fault.aten:
         of = f"the gradient of {fault.parameter} is not finite, and no op that was seen made it so"
         return f"came in: {of} (a kernel that torch does not dispatch, compiled code, or another rank)"
@@ -63,26 +80,40 @@ def _describe_cause(fault: FaultRecord) -> str:
         return f"mathematics: not finite in float32 either ({share}; inputs up to {fault.largest:.3g})"
     if fault.lost:
         return f"precision: {share}; {fault.lost:g} in the script is zero in 16 bits"
-    held = f"float32 holds up to {fault.in_float32:.3g} there" if fault.value != "zero" else "float32 holds them"
-    return f"precision: {share}; {held}{scale}"
+    if fault.value == "zero":
+        text = f"precision: {share}; float32 holds them"
+    else:
+        text = f"precision: {share}; float32 holds up to {fault.in_float32:.3g} there"
+    if fault.phase == "backward" and fault.loss_scale != 1:
+        text += f"; loss scale {_power(fault.loss_scale)}"
+    return text
 
 
 def _power(scale: float) -> str:
     exponent = math.log2(scale)
-    return f"2**{exponent:.0f}" if exponent.is_integer() and exponent > 3 else f"{scale:g}"
+    if exponent.is_integer() and exponent > 3:
+        return f"2**{exponent:.0f}"
+    return f"{scale:g}"
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    if share < 0.001:
+        return "less than 0.1%"
+    return f"{share:.1%}"
+
+
+_SKIPPED = {None: "", True: "; the step was skipped", False: "; the step was taken"}
 
 
 def _describe_reach(fault: FaultRecord) -> str:
-    skipped = "" if fault.skipped is None else "; the step was skipped" if fault.skipped else "; the step was taken"
+    skipped = _SKIPPED[fault.skipped]
     if fault.reach == "weights":
         return f"the weights: {fault.parameter or 'of no model'}"
     if fault.reach == "gradients":
-        names = ", ".join(fault.gradients[:3]) + (", ..." if len(fault.gradients) > 3 else "")
-        return f"gradients of {len(fault.gradients)} of {fault.of} parameters ({names}){skipped}"
+        names = list(fault.gradients[:3])
+        if len(fault.gradients) > 3:
+            names.append("...")
+        return f"gradients of {len(fault.gradients)} of {fault.of} parameters ({', '.join(names)}){skipped}"
     if fault.reach == "loss":
         return f"the loss{skipped}"
     if fault.reach == "swallowed" and fault.gradients:
@@ -126,7 +157,9 @@ _OF_THIS_STEP = "that is for this step, later ones may need a smaller one"
 def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     if not remedy.is_larger:
         assert remedy.scale is not None
-        written = f", as by GradScaler(init_scale={_power(remedy.scale)})" if run is not None and run.is_native else ""
+        written = ""
+        if run is not None and run.is_native:
+            written = f", as by GradScaler(init_scale={_power(remedy.scale)})"
         yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: {_OF_THIS_STEP}"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
         yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
@@ -139,7 +172,9 @@ def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
         yield f"eps={remedy.eps:g} of {fault.op} is zero in {spell_out(fault.out)}, so that it divides by zero:"
         yield f'opt_level="{remedy.level}", which steps on float32 masters; or eps=1e-4'
         return
-    held = "" if fault.in_float32 == math.inf else f" (the float32 master is {fault.in_float32:.3g})"
+    held = ""
+    if fault.in_float32 != math.inf:
+        held = f" (the float32 master is {fault.in_float32:.3g})"
     yield f"a smaller learning rate, or clipped gradients{held}: no list and no loss scale changes this"
 
 
@@ -148,10 +183,12 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     entries = format_entries(remedy)
     if remedy.alternative:
         entries[0] = f"blacklist: [{', '.join(remedy.alternative)}]   or   {entries[0]}"
-    native = run if run is not None and run.is_native else None
-    if native is not None and not native.low:  # no list acts without a region of autocast
-        entries = []
-    lines = " and ".join(fault.lines or ([fault.site] if fault.site else [])) or "that line"
+    native = None
+    if run is not None and run.is_native:
+        native = run
+        if not native.low:  # no list acts without a region of autocast
+            entries = []
+    lines = " and ".join(fault.lines) or fault.site or "that line"
     if entries and native is not None:
         yield "in a list of your own, fix.yaml:"
         yield from (f"  {entry}" for entry in entries)
@@ -163,7 +200,8 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         yield "and give it as lists=... to amp.initialize, or as --lists"
     if remedy.sites or not entries:
         lines = " and ".join(remedy.sites) or lines
-        yield f"{'and ' if entries else ''}float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
+        cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
+        yield f"and {cast}" if entries else cast
     if remedy.scale is not None and remedy.is_scale_enough:
         yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
     elif remedy.scale is not None:

@@ -38,6 +38,24 @@ class _Input(NamedTuple):
     storage: int
 
 
+class _Reason(NamedTuple):
+    """Why an op gave what does not fit.
+
+    Attributes:
+        cause: "precision", where it fits in float32, or "mathematics".
+        in_float32: the largest magnitude that it has there.
+        exact: the output there, if it fits.
+        rounded: the ops before it whose rounding is to blame.
+        lost: the share of what these rounded away.
+    """
+
+    cause: str
+    in_float32: float
+    exact: Tensor | None = None
+    rounded: Sequence[Written] = ()
+    lost: float = 0.0
+
+
 class FaultFinder:
     """Looks at every op, in their order. Reads values on the host: on a GPU, each op is waited for.
 
@@ -105,7 +123,10 @@ class FaultFinder:
         it made in the graph of the backward pass, None for none.
         """
         overload = op.overload
-        node = "" if op.node is None else op.node.name()
+        node, of = "", None
+        if op.node is not None:
+            node = op.node.name()
+            of = self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
         if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
             for tensor in op.outputs():
@@ -115,11 +136,11 @@ class FaultFinder:
             return
         given = self._written.get
         parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
-        outputs = outputs[:1] if overload.has_one_output else outputs
+        if overload.has_one_output:
+            outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
         if number is not None and made:
             self._by_node[number] = made[0]
-        of = None if op.node is None else self._by_node.get(get_node_number(op.node))
         if self.repair.is_under_way:
             with current.without_casts():
                 self.repair.follow(op, before, call, made, of, self._get_scale())
@@ -146,8 +167,9 @@ class FaultFinder:
         self.repair.made.append(written)
         if is_low and call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
-            largest = written.largest if math.isfinite(written.largest) else 0.0  # which may come of another module
-            peaks[call.module] = max(peaks.get(call.module, 0.0), largest)
+            peak = peaks.setdefault(call.module, 0.0)
+            if math.isfinite(written.largest):  # else it may come of another module
+                peaks[call.module] = max(peak, written.largest)
         return written
 
     def _find_largest(self, op: Op, output: Tensor) -> float:
@@ -155,19 +177,23 @@ class FaultFinder:
         from, if it is known.
         """
         if op.overload.is_copy and output.dtype not in LOW_DTYPES:
-            source = op.inputs()[-1 if op.overload.is_overwriting else 0]
-            known = self._written.get(storage_of(source)) if source.dtype in LOW_DTYPES and is_whole(source) else None
-            if known is not None and known.is_whole and math.isfinite(known.largest):
-                return known.largest
+            inputs = op.inputs()
+            source = inputs[-1] if op.overload.is_overwriting else inputs[0]
+            if source.dtype in LOW_DTYPES and is_whole(source):
+                known = self._written.get(storage_of(source))
+                if known is not None and known.is_whole and math.isfinite(known.largest):
+                    return known.largest
         return read_largest(output)
 
     def _keep(self, storage: int, written: Written) -> None:
-        earlier = None if written.is_whole else self._written.get(storage)
-        if earlier is not None and not math.isfinite(earlier.largest):  # and may lie beside what was written
+        earlier = self._written.get(storage)
+        if earlier is not None and not written.is_whole and not math.isfinite(earlier.largest):
+            # what does not fit may lie beside what was written
             if math.isfinite(written.largest):
                 return
             written.faults |= earlier.faults
-            written.status = _KNOWN if earlier.status == _KNOWN else written.status
+            if earlier.status == _KNOWN:
+                written.status = _KNOWN
         self._written[storage] = written
 
     def _pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
@@ -228,35 +254,51 @@ class FaultFinder:
             written.status = _DELIBERATE
         elif call is not None:
             written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
-            kind = "nan" if math.isnan(written.largest) else "inf"
-            has_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
-            exact = compute_in_float32(op, before) if has_low else []  # else it was
-            alike = exact[number : number + 1] if len(exact) > number and exact[number].shape == output.shape else exact
-            beyond = max(map(read_largest, alike), default=math.inf, key=_by_fit)
-            cause = "precision" if math.isfinite(beyond) else "mathematics"
-            repaired = alike[0] if alike and cause == "precision" else None
-            wanted = [] if not written.is_low or (call.phase == "recompute" and self.faults) else [written]
-            blame = self._recent.explain(op, before, number, _is_finite) if cause == "mathematics" else None
-            if blame is not None:
-                cause, repaired, beyond = "precision", blame.exact, read_largest(blame.exact)
-                wanted += blame.wanted
-                self.repair.rounding += [one.item for one in blame.wanted if one.item is not None]
-            if cause == "precision":
-                self.repair.begin(output, repaired, wanted)
-                if call.phase == "backward" and repaired is not None:
-                    self.repair.judge_gradient(output, repaired, of, self._get_scale())
-            lost = 0.0 if blame is None else blame.lost
-            facts = {"cause": cause, "value": kind, "in_float32": beyond, "lost": lost}
-            self._enter(op, inputs, output, written, call, is_of_rounding=blame is not None, **facts)
+            is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
+            reason = self._find_reason(op, before, number, output, is_low=is_low)
+            if reason.cause == "precision":
+                wanted = list(reason.rounded)
+                if written.is_low and not (call.phase == "recompute" and self.faults):
+                    wanted.insert(0, written)
+                self.repair.begin(output, reason.exact, wanted)
+                if call.phase == "backward" and reason.exact is not None:
+                    self.repair.judge_gradient(output, reason.exact, of, self._get_scale())
+            facts = {"cause": reason.cause, "in_float32": reason.in_float32, "lost": reason.lost}
+            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(reason.rounded)}
+            self._enter(op, inputs, output, written, call, **facts)
+
+    def _find_reason(self, op: Op, before: Sequence[Any], number: int, output: Tensor, *, is_low: bool) -> _Reason:
+        """Compute an op in float32, if it was not; where that does not fit either, without the rounding of the ops
+        before it.
+        """
+        exact: list[Tensor] = []
+        if is_low:
+            exact = compute_in_float32(op, before)
+        if len(exact) > number and exact[number].shape == output.shape:
+            exact = [exact[number]]
+        largest = max(map(read_largest, exact), default=math.inf, key=_by_fit)
+        if math.isfinite(largest):
+            return _Reason("precision", largest, exact[0])
+        blame = self._recent.explain(op, before, number, _is_finite)
+        if blame is None:
+            return _Reason("mathematics", largest)
+        for one in blame.wanted:
+            if one.item is not None:
+                self.repair.rounding.append(one.item)
+        return _Reason("precision", read_largest(blame.exact), blame.exact, blame.wanted, blame.lost)
 
     def _find_known(self, one: _Input) -> Written | None:
         """Return what is known of an input; of the step before, if its memory has not become another's since."""
         known = self._written.get(one.storage)
-        return known if known is None or not known.is_old or known.size == one.tensor.nbytes else None
+        if known is not None and known.is_old and known.size != one.tensor.nbytes:
+            return None
+        return known
 
     def _is_ignored(self, op: Op, call: Call | None) -> bool:
-        names = {op.overload.name, call.op.rpartition(".")[2] if call is not None else ""}
-        return bool(names & self._ignore)
+        names = {op.overload.name}
+        if call is not None:
+            names.add(call.op.rpartition(".")[2])
+        return not names.isdisjoint(self._ignore)
 
     def _is_mask(self, one: _Input) -> bool:
         """Tell whether a tensor that came in is one of those that are infinite by intention: a mask, a constant."""
@@ -267,7 +309,10 @@ class FaultFinder:
 
     def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call | None) -> None:
         origin = self._written.get(stranger.storage)
-        name = (origin.name if origin is not None else "") or self._find_name(stranger.storage)
+        name = ""
+        if origin is not None:
+            name = origin.name
+        name = name or self._find_name(stranger.storage)
         if call is None:  # copied by amp itself: to be told of where it is used
             written.name = name or "(data)"
             return
@@ -275,8 +320,10 @@ class FaultFinder:
         written.status = known.status = _KNOWN
         written.faults = known.faults = frozenset({len(self.faults)})
         self._written[stranger.storage] = known
-        facts: dict[str, Any] = {"value": "nan" if has_nan(stranger.tensor) else "inf", "parameter": name}
-        exact = self._find_exact(stranger.storage) if name else None
+        facts: dict[str, Any] = {"value": name_value(has_nan(stranger.tensor)), "parameter": name}
+        exact = None
+        if name:
+            exact = self._find_exact(stranger.storage)
         if exact is not None and exact.shape == stranger.tensor.shape and _is_finite(exact):
             self.repair.begin(stranger.tensor, exact, [written])
             self.repair.follow(op, op.args, call, [written], None, self._get_scale())
@@ -337,14 +384,19 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(read_largest(tensor))
 
 
+def name_value(is_nan: bool) -> str:
+    """Return how records call a value that does not fit."""
+    return "nan" if is_nan else "inf"
+
+
 def _by_fit(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
     """Tell whether an op was given a number like what it gives: inf, or NaN, which comes of inf by mistake alone."""
-    numbers = [one for one in (*op.args, *op.kwargs.values()) if isinstance(one, float)]
-    return any(map(math.isnan if math.isnan(largest) else math.isinf, numbers))
+    is_alike = math.isnan if math.isnan(largest) else math.isinf
+    return any(isinstance(one, float) and is_alike(one) for one in (*op.args, *op.kwargs.values()))
 
 
 def _trail(written: Written) -> Iterator[tuple[str, float]]:

@@ -144,14 +144,17 @@ class Observer:
         call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
         call.listed = spelling.entry.op
         if mode is not Mode.BY_LISTS:
-            call.region = "off" if mode is Mode.OFF else mode.name.lower()
+            call.region = mode.name.lower()
             if module is not None and mode is not Mode.OFF:
                 rule, entry = self._rules.find_module_rule(module)
-                call.rule, call.entry = (rule, entry) if rule else (call.rule, call.entry)
+                if rule:
+                    call.rule, call.entry = rule, entry
         call.target = target = self._rules.target(spelling.kind, mode)
         if target is not None:
-            floating = (tensor for tensor in tensors_in(values) if tensor.dtype in CASTABLE)
-            call.sources = {address_of(tensor) for tensor in floating if tensor.dtype is not target} - {0}
+            for tensor in tensors_in(values):
+                if tensor.dtype in CASTABLE and tensor.dtype is not target:
+                    call.sources.add(address_of(tensor))
+            call.sources.discard(0)
 
     def _calls(self) -> list[Call]:
         try:
@@ -171,18 +174,25 @@ class Observer:
     def note(self, op: Op, before: Sequence[Any]) -> None:
         """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
         overload, node, calls = op.overload, op.node, self._calls()
-        is_new = node is None and self._is_below() and count_nodes() != getattr(self._local, "nodes", None)
-        self._local.nodes = count_nodes()
-        number = self._local.nodes - 1 if is_new else None
+        number = None
+        count = count_nodes()
+        if node is None and self._is_below() and count != getattr(self._local, "nodes", None):
+            number = count - 1
+        self._local.nodes = count
         if number is not None and calls:
             self._by_node[number] = calls[-1]
         if overload.is_silent:
             return  # a view has the storage of what it is of
         inputs, outputs = op.inputs(), op.outputs()
-        cast = _find_cast(overload.packet, inputs, outputs) if overload.is_copy else None
+        cast = None
+        if overload.is_copy:
+            cast = _find_cast(overload.packet, inputs, outputs)
+        call: Call | None
         if calls:
-            self._note_inside(calls[-1], cast, inputs)
-        call = calls[-1] if calls else self._note_alone(overload.name, cast, node, inputs, outputs)
+            call = calls[-1]
+            self._note_inside(call, cast, inputs)
+        else:
+            call = self._note_alone(overload.name, cast, node, inputs, outputs)
         if number is not None and call is not None:
             self._by_node[number] = call
         if call is not None:
@@ -199,8 +209,9 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        storage = storage_of(source)
-        producer = self._writers.get(storage) if storage else None
+        storage, producer = storage_of(source), None
+        if storage:
+            producer = self._writers.get(storage)
         if copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
@@ -216,7 +227,9 @@ class Observer:
         outputs: Sequence[Tensor],
     ) -> Call | None:
         """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
-        of = None if node is None or self._is_recomputing() else self._by_node.get(get_node_number(node))
+        of = None
+        if node is not None and not self._is_recomputing():
+            of = self._by_node.get(get_node_number(node))
         if of is not None:
             call = Call(of.op, of.module, of.site, "backward")
             call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
@@ -242,7 +255,9 @@ class Observer:
         if site.by == "optimizer":
             return "step"
         if node is not None or get_current_node() is not None:
-            return "recompute" if self._calls() or self._is_recomputing() else "backward"
+            if self._calls() or self._is_recomputing():
+                return "recompute"
+            return "backward"
         return "forward"
 
     def _is_recomputing(self) -> bool:
@@ -280,6 +295,10 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     """Return what an op copied and the copy, if it is a cast from one floating dtype to another."""
     if not inputs:
         return None
-    source, copy = (inputs[0], outputs[0]) if packet is TO_COPY else (inputs[-1], inputs[0])
-    is_cast = source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point()
-    return (source, copy) if is_cast else None
+    if packet is TO_COPY:
+        source, copy = inputs[0], outputs[0]
+    else:
+        source, copy = inputs[-1], inputs[0]
+    if source.dtype is copy.dtype or not source.is_floating_point() or not copy.is_floating_point():
+        return None
+    return source, copy

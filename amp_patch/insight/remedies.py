@@ -62,16 +62,18 @@ class Remedy:
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     """Return what to try about a fault. Without the run, a list is laid over the shipped one."""
-    is_low = bool({"f16", "bf16"} & {*fault.given})
     if fault.cause == "step":
-        is_lost = fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= TINY["f16"]
-        return Remedy("step", eps=fault.eps, level="O2") if is_lost else Remedy("step")
+        if fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= TINY["f16"]:
+            return Remedy("step", eps=fault.eps, level="O2")
+        return Remedy("step")
     if fault.cause == "divergence":
         return Remedy("divergence")
-    if fault.cause == "came in" and fault.in_float32 < math.inf:
-        return _list_of("list", fault, run)
     if fault.cause == "came in":
-        return _list_of("weights", fault, run) if is_low and fault.parameter else Remedy("data")
+        if fault.in_float32 < math.inf:
+            return _list_of("list", fault, run)
+        if fault.parameter and ("f16" in fault.given or "bf16" in fault.given):
+            return _list_of("weights", fault, run)
+        return Remedy("data")
     if fault.cause == "mathematics":
         return Remedy("mathematics")
     if fault.phase == "backward" and fault.value == "zero":
@@ -87,21 +89,26 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
 
 
 def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    low = fault.out if run is None else run.low
-    shipped = "bfloat16" if low == "bf16" else "float16"
-    extends = run.lists[-1] if run is not None and run.lists else shipped
-    scale = fault.scale if fault.scale is not None and 1 <= fault.scale < fault.loss_scale else None
-    remedy = Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites, scale)
-    return replace(remedy, is_scale_enough=scale is not None and fault.is_scale_enough)
+    low, extends = fault.out, ""
+    if run is not None:
+        low = run.low
+        if run.lists:
+            extends = run.lists[-1]
+    if not extends:
+        extends = "bfloat16" if low == "bf16" else "float16"
+    remedy = Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites)
+    if fault.scale is not None and 1 <= fault.scale < fault.loss_scale:
+        return replace(remedy, scale=fault.scale, is_scale_enough=fault.is_scale_enough)
+    return remedy
 
 
 def add(remedy: Remedy, other: Remedy) -> Remedy:
     """Return a remedy with what another adds to its list; it is laid over what the first is."""
     return replace(
         remedy,
-        regions=tuple(dict.fromkeys([*remedy.regions, *other.regions])),
-        ops=tuple(dict.fromkeys([*remedy.ops, *other.ops])),
-        sites=tuple(dict.fromkeys([*remedy.sites, *other.sites])),
+        regions=_once([*remedy.regions, *other.regions]),
+        ops=_once([*remedy.ops, *other.ops]),
+        sites=_once([*remedy.sites, *other.sites]),
     )
 
 
@@ -143,18 +150,21 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
     known = _name_all(models)
     given = list(items)
     for item in given:
-        found = known.get(item.module) if item.is_in_module or item.module else None
+        name, model, op = "", None, ""
+        if (item.is_in_module or item.module) and item.module in known:
+            name, model = known[item.module]
+        if has_lists:
+            op = _find_listed_name(item)
         is_cast_of_script = item.aten in _CASTS and not item.listed and not item.rule
-        op = _find_listed_name(item) if has_lists else ""
         if is_cast_of_script:
             sites.append(item.site)
-        elif found is not None and found[0]:
-            names.append(found[0])
+        elif name:
+            names.append(name)
             covered.add(item.site)
         elif op:
             ops.append(op)
-        elif found is not None:
-            regions.append(_choose_root(found[1], models))
+        elif model is not None:
+            regions.append(_choose_root(model, models))
         else:
             sites.append(item.site)
     kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
@@ -162,15 +172,17 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
         regions = [_EVERY_MODULE]
     else:
         regions = [*(f"match: {json.dumps(name)}" for name in fold(names, kinds)), *regions]
-    sites = [site for site in sites if not (regions and site in covered)]
-    listed = [item.listed for item in given if item.rule in ("whitelist", "promote")]
-    is_enough = has_lists and regions and len(listed) == len(given)
-    return Places(
-        tuple(dict.fromkeys(regions)),
-        tuple(dict.fromkeys(ops)),
-        tuple(dict.fromkeys(listed)) if is_enough else (),
-        tuple(dict.fromkeys(sites)),
-    )
+    if regions:
+        sites = [site for site in sites if site not in covered]
+    alternative: list[str] = []
+    if has_lists and regions and all(item.rule in ("whitelist", "promote") for item in given):
+        alternative = [item.listed for item in given]
+    return Places(_once(regions), _once(ops), _once(alternative), _once(sites))
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    """Return each name once, in their order."""
+    return tuple(dict.fromkeys(names))
 
 
 def _name_all(models: "Sequence[nn.Module]") -> "dict[str, tuple[str, nn.Module]]":
@@ -185,9 +197,10 @@ def _name_all(models: "Sequence[nn.Module]") -> "dict[str, tuple[str, nn.Module]
 
 def _choose_root(model: "nn.Module", models: "Sequence[nn.Module]") -> str:
     kind = type(model)
-    is_alone = len(models) == 1
-    if is_alone or "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
-        return _EVERY_MODULE if is_alone else 'match: "re:^$"'
+    if len(models) == 1:
+        return _EVERY_MODULE
+    if "<" in kind.__qualname__ or kind.__module__.startswith("torch."):  # no class that a rule can name
+        return 'match: "re:^$"'
     return f"type: {kind.__module__}.{kind.__qualname__}"
 
 
@@ -195,9 +208,11 @@ def _find_listed_name(item: "Item") -> str:
     """Return by which name a list reaches an op, "" where it cannot: what is written in place stays in 16 bits."""
     from ..config import op_names
 
-    if item.listed or item.rule:
-        return item.listed if item.rule in ("whitelist", "promote") else ""
-    return item.aten if op_names.find_or_none(item.aten) and not item.aten.endswith("_") else ""
+    if item.rule in ("whitelist", "promote"):
+        return item.listed
+    if item.listed or item.rule or item.aten.endswith("_"):
+        return ""
+    return item.aten if op_names.find_or_none(item.aten) else ""
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank
 from ..training import unscaling
 from .fault_text import format_fault
-from .faults import FaultFinder
+from .faults import FaultFinder, name_value
 from .folding import Folding
 from .naming import name_tensors
 from .recorder import Recorder, in_block
@@ -23,7 +23,7 @@ from .remedies import place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
-from .tensors import storage_of
+from .tensors import has_nan, storage_of
 from .written import Item
 
 _KEPT = 100  # faults that a dynamic loss scale answers for
@@ -31,6 +31,18 @@ _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller b
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
+
+
+@dataclass
+class _Growth:
+    """How a size has changed in a run: what it once was, and what it is by now."""
+
+    base: float | None = None
+    last: float = 0.0
+
+    def is_beyond(self, factor: float) -> bool:
+        """Tell whether it has grown by more than a factor."""
+        return self.base is not None and self.last > factor * max(self.base, 1e-3)
 
 
 class Tracer(Recorder):
@@ -61,8 +73,8 @@ class Tracer(Recorder):
         self._searched: list[FaultRecord] = []
         self._unused: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
-        self._losses: list[float] = []  # the smallest of all steps before, and the last
-        self._weights: list[float] = []  # the largest magnitude, before the first step and now
+        self._loss = _Growth()  # since the smallest
+        self._largest_weight = _Growth()  # since the first step
         self._are_weights_finite = False
         self._begin_step()
 
@@ -129,69 +141,84 @@ class Tracer(Recorder):
         self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
         held = {id(one) for one in gradients}
-        weights = (one for model in self._session.models() for one in model.parameters())
-        others = [one.grad for one in weights if one.grad is not None and id(one.grad) not in held]
+        others: list[Tensor] = []
+        for weight in self._weights_of_models():
+            if weight.grad is not None and id(weight.grad) not in held:
+                others.append(weight.grad)
         self._reaching["others"] |= self._finder.find_faults(others)
 
     def _note_loss(self, loss: Tensor) -> None:
         size = float(loss.detach().double().abs().mean())
-        if math.isfinite(size):
-            self._losses = [min(self._losses[0], size) if self._losses else size, size]
+        if not math.isfinite(size):
+            return
+        if self._loss.base is None or size < self._loss.base:
+            self._loss.base = size
+        self._loss.last = size
 
     def _note_weights(self, optimizer: Optimizer) -> None:
-        weights = list(self._weights_of(optimizer))
-        size = _find_largest(weights)
+        """Look at the weights that an optimizer steps by."""
+        size = _find_largest(list(self._weights_of(optimizer)))
         self._are_weights_finite = math.isfinite(size)
-        if self._are_weights_finite:
-            self._weights = [*self._weights[:1], size]
+        if not self._are_weights_finite:
+            return
+        if self._largest_weight.base is None:
+            self._largest_weight.base = size
+        self._largest_weight.last = size
 
     def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yield what an optimizer steps by, and the weights of models, of which it may hold masters."""
         for group in optimizer.param_groups:
             yield from group["params"]
-        if self._session is not None:
-            for model in self._session.models():
-                yield from model.parameters()
+        yield from self._weights_of_models()
+
+    def _models(self) -> list[nn.Module]:
+        if self._session is None:
+            return []
+        return self._session.models()
+
+    def _weights_of_models(self) -> Iterator[Tensor]:
+        for model in self._models():
+            yield from model.parameters()
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
         """Enter a fault if a step has made weights that do not fit, of weights and gradients that do."""
         was_skipped = bool(getattr(optimizer, "step_was_skipped", False))
         if not self._are_weights_finite or was_skipped or self._gradients or self._finder.faults:
             return
-        weights = list(self._weights_of(optimizer))
-        size = _find_largest(weights)
-        if math.isfinite(size):
-            self._weights = [*self._weights[:1], size]
+        self._note_weights(optimizer)
+        if self._are_weights_finite:
             return
+        weights = self._weights_of(optimizer)
         bad = next(weight for weight in weights if not bool(weight.detach().isfinite().all()))
         holder = self._find_weight_of(bad)
         name = self._find_name(storage_of(holder))
-        master = None if self._session is None else self._session.find_master(holder)
-        group = next((one for one in optimizer.param_groups if any(bad is held for held in one["params"])), {})
-        group = group or optimizer.param_groups[0]
+        in_float32 = math.inf
+        if self._session is not None:
+            master = self._session.find_master(holder)
+            if master is not None:
+                in_float32 = _find_largest([master])
+        group = _find_group(optimizer, bad)
         fault = FaultRecord(
             step=self._finder.step,
             phase="step",
-            value="nan" if bool(bad.detach().isnan().any()) else "inf",
+            value=name_value(has_nan(bad)),
             cause="step",
             module=name.rpartition(".")[0],
             op=type(optimizer).__name__,
             out=short(bad.dtype),
             parameter=name,
             share=float((~bad.detach().isfinite()).double().mean()),
-            in_float32=math.inf if master is None else _find_largest([master]),
-            eps=None if group.get("eps") is None else float(group["eps"]),
-            lr=None if group.get("lr") is None else float(group["lr"]),
+            in_float32=in_float32,
+            eps=_read_number(group, "eps"),
+            lr=_read_number(group, "lr"),
         )
         self._finder.faults.append(fault)
 
     def _find_weight_of(self, tensor: Tensor) -> Tensor:
         """Return the parameter that a tensor is the master of, or the tensor."""
-        models = [] if self._session is None else self._session.models()
-        for model in models:
-            for weight in model.parameters():
-                if self._session is not None and self._session.find_master(weight) is tensor:
-                    return weight
+        for weight in self._weights_of_models():
+            if self._session is not None and self._session.find_master(weight) is tensor:
+                return weight
         return tensor
 
     def _finish_faults(self, is_skipped: bool | None) -> None:
@@ -199,16 +226,18 @@ class Tracer(Recorder):
         if not found and self._gradients:
             found = self._unused or [self._make_unseen()]
         facts: dict[str, Any] = {"gradients": tuple(self._gradients), "of": self._of, "skipped": is_skipped}
-        done = [
-            replace(fault, rank=find_rank() or 0, reach=self._find_reach(number, fault), **facts)
-            for number, fault in enumerate(self._add_remedies(found))
-        ]
-        self._unused = [replace(fault, reach="") for fault in done if fault.reach == _UNUSED]
-        done = [fault for fault in done if fault.reach != _UNUSED and not _is_harmless(fault)]
-        if done and all(self._is_search(fault) for fault in done):
-            self._searched += [replace(done[0], is_search=True)] if len(self._searched) < _KEPT else []
-        else:
+        self._unused = []
+        done: list[FaultRecord] = []
+        for number, fault in enumerate(self._add_remedies(found)):
+            fault = replace(fault, rank=find_rank() or 0, reach=self._find_reach(number, fault), **facts)
+            if fault.reach == _UNUSED:
+                self._unused.append(replace(fault, reach=""))
+            elif not _is_harmless(fault):
+                done.append(fault)
+        if not all(self._is_search(fault) for fault in done):
             self._faults += done
+        elif done and len(self._searched) < _KEPT:
+            self._searched.append(replace(done[0], is_search=True))
         self._begin_step()
 
     def stop(self) -> None:
@@ -225,7 +254,7 @@ class Tracer(Recorder):
         """Look at the gradients of the models, and tell whether a backward pass has ended in this step."""
         if self._session is None or not self._is_loss_seen:
             return False
-        weights = [one for model in self._session.models() for one in model.parameters()]
+        weights = list(self._weights_of_models())
         self._of = sum(one.grad is not None for one in weights)
         find_faults, unused = self._finder.find_faults, self._reaching["others"]
         bad = unscaling.find_nonfinite(weights)
@@ -239,52 +268,56 @@ class Tracer(Recorder):
         if not faults:
             return []
         repair = self._finder.repair
-        models = [] if self._session is None else self._session.models()
-        has_lists = self._session is not None and self._session.oplists is not None
         needs = repair.find_needs()
         items = list(needs.items)
         for item in needs.items:
             items += [item._replace(module=module) for module in self._find_siblings(item)]
-        found = place(items, models, has_lists=has_lists)
-        facts: dict[str, Any] = {name: getattr(found, name) for name in ("regions", "ops", "alternative", "sites")}
         lines = tuple(dict.fromkeys(item.site for item in needs.items if item.site))
+        facts = self._place(items)
         facts.update(beyond=repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
-        done = []
+        done: list[FaultRecord] = []
         for fault in faults:
-            if fault.value == "zero":
-                wanted = repair.wanted_scale
-                scale = None if wanted is None else min(wanted, needs.scale or wanted)
-            else:
-                scale = needs.scale
-            own = facts
+            own = dict(facts, scale=needs.scale)
+            if fault.value == "zero" and repair.wanted_scale is not None:
+                own["scale"] = min(repair.wanted_scale, needs.scale or repair.wanted_scale)
+            elif fault.value == "zero":
+                own["scale"] = None
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
-                weights = place([_of_weight(fault)], models, has_lists=has_lists)
-                own = facts | {name: getattr(weights, name) for name in ("regions", "ops", "alternative", "sites")}
-            cause = "divergence" if self._has_diverged(fault) else fault.cause
-            done.append(replace(fault, cause=cause, scale=scale, **own))
+                own |= self._place([_of_weight(fault)])
+            if self._has_diverged(fault):
+                own["cause"] = "divergence"
+            done.append(replace(fault, **own))
         return done
+
+    def _place(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return the fields of a fault that say which ops and modules are to be in float32."""
+        has_lists = self._session is not None and self._session.oplists is not None
+        found = place(items, self._models(), has_lists=has_lists)
+        return {name: getattr(found, name) for name in ("regions", "ops", "alternative", "sites")}
 
     def _find_siblings(self, item: Item) -> list[str]:
         """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
-        found = []
+        found: list[str] = []
         for (site, aten, dtype), peaks in self._finder.peaks.items():
-            if (site, aten) == (item.site, item.aten):
-                limit = -1.0 if item in self._finder.repair.rounding else LARGEST[dtype] / _NEAR
-                found += [module for module, largest in peaks.items() if largest > limit]
+            if (site, aten) != (item.site, item.aten):
+                continue
+            is_of_rounding = item in self._finder.repair.rounding
+            for module, largest in peaks.items():
+                if is_of_rounding or largest > LARGEST[dtype] / _NEAR:
+                    found.append(module)
         return found
 
     def _has_diverged(self, fault: FaultRecord) -> bool:
         """Tell whether training has diverged: a wider range would only put the end off."""
         if fault.value == "zero" or fault.cause == "came in" or fault.phase == "backward":
             return False
-        losses, weights = self._losses, self._weights
         if fault.out == "bf16" and fault.cause == "precision" and not fault.lost:
             return True  # which has the range of float32
-        return fault.step > 0 and (
-            (len(losses) > 1 and losses[1] > _GROWN_LOSS * max(losses[0], 1e-3))
-            or (len(weights) > 1 and weights[1] > _GROWN_WEIGHTS * max(weights[0], 1e-3))
-            or (fault.cause == "mathematics" and fault.largest > _LARGE)
-        )
+        if fault.step == 0:
+            return False
+        if self._loss.is_beyond(_GROWN_LOSS) or self._largest_weight.is_beyond(_GROWN_WEIGHTS):
+            return True
+        return fault.cause == "mathematics" and fault.largest > _LARGE
 
     def _find_reach(self, number: int, fault: FaultRecord) -> str:
         """Return what came of a fault; of all, if it was not seen of which of them the loss and the gradients come."""
@@ -313,26 +346,45 @@ class Tracer(Recorder):
         return bool(is_dynamic and fault.skipped and is_of_scale)
 
     def _find_name(self, storage: int) -> str:
-        models: list[nn.Module] = [] if self._session is None else self._session.models()
-        return next((name for name, tensor in name_tensors(models) if storage_of(tensor) == storage), "")
+        for name, tensor in name_tensors(self._models()):
+            if storage_of(tensor) == storage:
+                return name
+        return ""
 
     def _find_exact(self, storage: int) -> Tensor | None:
-        if self._session is None:
-            return None
-        for model in self._session.models():
-            for weight in model.parameters():
-                if storage_of(weight) == storage:
-                    return self._session.find_master(weight)
+        for weight in self._weights_of_models():
+            if self._session is not None and storage_of(weight) == storage:
+                return self._session.find_master(weight)
         return None
 
     def _get_scale(self) -> float:
-        return max(self._session.stats(wait=False).loss_scales, default=1.0) if self._session is not None else 1.0
+        if self._session is None:
+            return 1.0
+        return max(self._session.stats(wait=False).loss_scales, default=1.0)
 
 
 def _find_largest(tensors: Sequence[Tensor]) -> float:
     """Return the largest magnitude of all, inf or NaN if one has that; 0 for none. Waits for the device."""
     floating = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
-    return float(nn.utils.get_total_norm(floating, math.inf)) if floating else 0.0
+    if not floating:
+        return 0.0
+    return float(nn.utils.get_total_norm(floating, math.inf))
+
+
+def _find_group(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
+    """Return the parameter group that holds a tensor, else the first."""
+    for group in optimizer.param_groups:
+        if any(held is tensor for held in group["params"]):
+            return group
+    first: dict[str, Any] = optimizer.param_groups[0]
+    return first
+
+
+def _read_number(group: dict[str, Any], name: str) -> float | None:
+    value = group.get(name)
+    if value is None:
+        return None
+    return float(value)
 
 
 def _of_weight(fault: FaultRecord) -> Item:
