@@ -47,6 +47,9 @@ ValidEntry = tuple[Tensor, Signature, object]
 SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to enter and to look up as to make (torch 2.13.0, AVX512_BF16)."""
 
+FEW = 2
+"""So many uses of a small parameter, between two invalidations, take a cast each; an unrolled RNN uses it often."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -105,8 +108,8 @@ class WeightCache:
         device_type: where they are, which says whether they are refreshed in place, or dropped.
         is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
         takes_leaves: keep copies of all leaves that require gradients, as torch.autocast does, until `invalidate_all`.
-        smallest: parameters of fewer elements are cast at each use. The gradients of one that is used several times are
-            then added in float32; those of a copy, as under torch.autocast, in the low dtype.
+        smallest: parameters of fewer elements have a copy from their third use. The gradients of the first two are
+            added in float32; those of a copy, as under torch.autocast, in the low dtype.
 
     Attributes:
         valid, owned: the valid entries and the parameters, by the parameter's id.
@@ -122,12 +125,13 @@ class WeightCache:
         smallest: int = 0,
     ) -> None:
         self.low = low
-        self.smallest = smallest
+        self._smallest = smallest
         self.valid: dict[int, ValidEntry] = {}
         self.owned: dict[int, Tensor] = {}
         self._takes_leaves = takes_leaves
         self._is_refreshed = are_refreshed_on(device_type) and not (is_rounded or takes_leaves)
         self._entries: dict[int, _Entry] = {}  # those that are refreshed
+        self._uses: dict[int, int] = {}  # of small parameters since the last invalidation
         self._is_bypassed = False
         self._lock = threading.RLock()
 
@@ -148,21 +152,26 @@ class WeightCache:
         """Forget every parameter, and free the copies."""
         self.owned.clear()
         self._entries.clear()
-        self.valid.clear()
+        self.invalidate_all()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
         """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
         `plain_cast`. A tensor that may have an entry has one from then on.
         """
         valid, owned, float32, takes_leaves = self.valid, self.owned, torch.float32, self._takes_leaves
-        smallest, is_refreshed = self.smallest, self._is_refreshed
+        smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
 
         def to_low(tensor: Tensor) -> Tensor:
             if is_dynamo_compiling():
                 return plain_cast(tensor)
             key = id(tensor)
-            if tensor.dtype is not float32 or tensor.numel() < smallest:
+            if tensor.dtype is not float32:
                 return plain_cast(tensor)
+            if tensor.numel() < smallest:
+                count = uses.get(key, 0)
+                if count < FEW:
+                    uses[key] = count + 1
+                    return plain_cast(tensor)
             if key not in owned and not (takes_leaves and tensor.requires_grad and tensor.is_leaf):
                 return plain_cast(tensor)
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
@@ -226,7 +235,7 @@ class WeightCache:
         stored result.
         """
         before, self._is_bypassed = self._is_bypassed, True
-        self.valid.clear()
+        self.invalidate_all()
         try:
             yield
         finally:
@@ -234,18 +243,20 @@ class WeightCache:
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Invalidate the entries of parameters that an optimizer stepped over."""
-        if self.valid:  # there is none after a scale_loss block
+        if self.valid or self._uses:  # there is none after a scale_loss block
             for parameter in parameters:
                 self.valid.pop(id(parameter), None)
+                self._uses.pop(id(parameter), None)
 
     def leave_to_graphs(self) -> None:
         """Hold no copy that is not refreshed any more, so that a backward pass frees each with the last use of it."""
         if not self._is_refreshed:
-            self.valid.clear()
+            self.invalidate_all()
 
     def invalidate_all(self) -> None:
         """Invalidate every entry: weights may have been edited where nothing shows it (`p.data.mul_`)."""
         self.valid.clear()
+        self._uses.clear()
 
 
 def _is_cacheable(tensor: Tensor) -> bool:

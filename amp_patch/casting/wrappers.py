@@ -90,10 +90,9 @@ class OpCasts:
         self._plain = self.to_low
         self._valid: Mapping[int, ValidEntry] = _NOTHING
         self._owned: Mapping[int, Tensor] = _NOTHING
-        self._smallest = 0
         if cache is not None and not self._rounds:  # else its copies are for products
             self.to_low = cache.make_cast(self._plain)
-            self._valid, self._owned, self._smallest = cache.valid, cache.owned, cache.smallest
+            self._valid, self._owned = cache.valid, cache.owned
         self._replacements = Replacements()
 
     def choose(self, entry: op_lists.OpEntry) -> "OpCasts | None":
@@ -260,7 +259,7 @@ class OpCasts:
         the cache in place, the input is not. Leave all others to `walk`, which does what this does.
         """
         switch, low, float32, by_lists = self.switch, self.low, torch.float32, Mode.BY_LISTS
-        plain_cast, to_low, get_entry, smallest = self._plain, self.to_low, self._valid.get, self._smallest
+        plain_cast, to_low, get_entry = self._plain, self.to_low, self._valid.get
 
         def wrapper(
             value: Any = _MISSING, weight: Any = _MISSING, bias: Any = _MISSING, /, *rest: Any, **named: Any
@@ -280,21 +279,15 @@ class OpCasts:
                 if x.dtype is not low and (x := plain_cast(x)) is value and is_uncastable(x):
                     return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if (dtype := w.dtype) is not low:
-                    if w.numel() < smallest:
-                        w = plain_cast(w)
-                    else:
-                        entry = get_entry(id(w)) if dtype is float32 else None
-                        valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
-                        w = entry[0] if valid else to_low(w)  # type: ignore[index]
+                    entry = get_entry(id(w)) if dtype is float32 else None
+                    valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
+                    w = entry[0] if valid else to_low(w)  # type: ignore[index]
                     if w is weight and is_uncastable(w):
                         return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if b is not None and (dtype := b.dtype) is not low:
-                    if b.numel() < smallest:
-                        b = plain_cast(b)
-                    else:
-                        entry = get_entry(id(b)) if dtype is float32 else None
-                        valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
-                        b = entry[0] if valid else to_low(b)  # type: ignore[index]
+                    entry = get_entry(id(b)) if dtype is float32 else None
+                    valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
+                    b = entry[0] if valid else to_low(b)  # type: ignore[index]
             except AttributeError:  # not tensors: the error is torch's to raise
                 return original(*filter(_is_given, (value, weight, bias)), *rest)
             if bias is _MISSING:

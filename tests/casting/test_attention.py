@@ -205,3 +205,33 @@ def test_how_long_is_short_follows_the_hardware(
     assert hardware.get_longest_attention("cpu", torch.float16) == hardware.get_longest_attention("cuda", LOW) == 0
     monkeypatch.setattr(hardware, "onednn_takes_bfloat16", lambda: False)  # AVX2: all products are in float32
     assert hardware.get_longest_attention("cpu", LOW) == 0
+
+
+def count_casts(output: Tensor, weight: Tensor) -> int:
+    """How many casts of a weight the graph of an output holds."""
+    seen: set[Any] = set()
+    waiting, casts = [output.grad_fn], 0
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        after = [function for function, _ in node.next_functions]
+        casts += "ToCopy" in node.name() and getattr(after[0], "variable", None) is weight
+        waiting += after
+    return casts
+
+
+@pytest.mark.parametrize(("width", "expected"), [(8, 3), (256, 1)], ids=["small", "large"])
+def test_a_weight_that_an_unrolled_network_uses_often_is_cast_a_few_times(width: int, expected: int) -> None:
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    for _ in range(2):  # a step forgets what was counted
+        state = torch.ones(2, width)
+        for _ in range(10):
+            state = model(state)
+        assert count_casts(state, model.weight) == expected
+        with amp.scale_loss(state.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
