@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..script_settings import NoRegionError
 from . import run as runs
-from .recording import NO_REGION
+from .recording import ERROR, NO_REGION
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class ScriptRunner:
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._is_quiet = is_quiet
         self._printed = ""
+        self._error: list[str] = []
 
     def __call__(self, run: "Run") -> "Recording":
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
@@ -83,7 +84,8 @@ class ScriptRunner:
             raise KeyboardInterrupt
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "took no step"
-            printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
+            shown = self._error or self._printed.splitlines()[-TAIL:]
+            printed = "".join(f"\n  {line}" for line in shown)
             from ..insight.runs import RunFailedError
 
             raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
@@ -110,6 +112,8 @@ class ScriptRunner:
             self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
             if (refusal := Path(folder, NO_REGION)).exists():
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
+            error = Path(folder, ERROR)
+            self._error = error.read_text(encoding="utf-8").splitlines() if error.exists() else []
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
