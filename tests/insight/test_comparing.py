@@ -467,6 +467,7 @@ def test_a_notebook_shows_a_row_for_each_run_and_escapes_what_it_is_given():
     shown = make_comparison()._repr_html_()
     assert shown.count("<tr>") == 1 + 4 and "<td>O4</td>" in shown and HOSTILE not in shown
     assert make_comparison().recording._repr_html_() == shown
+    assert str(make_comparison().recording) == str(make_comparison()) == make_comparison().table()
 
 
 def test_runs_are_named_by_level_and_lists():
