@@ -17,6 +17,7 @@ from typing import Any
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 from ..script_settings import NoRegionError
+from ..terminal import print_error
 
 NO_REGION, ERROR = "no-region", "error"
 """Files in the folder of a run."""
@@ -72,7 +73,17 @@ def take_over(*, is_watched: bool, **options: Any) -> None:
             reporting.set_verbosity(1)  # a line says what was laid over what
         native.start(takeover, is_watched=is_watched)
 
+    if not is_watched:
+        sys.excepthook = _print_refusal
     wrapt.when_imported("torch")(start)
+
+
+def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print what ends a script: that there is nothing to change in a line, for it is no fault of the script's."""
+    if issubclass(kind, NoRegionError):
+        print_error("amp-patch run", "failed", str(error))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _make_excepthook(folder: str) -> Callable[..., None]:
@@ -80,7 +91,7 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
     command says a line of: Ctrl-C, and that there is nothing to change, whose text is left in `NO_REGION`.
     """
 
-    def print_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if issubclass(kind, NoRegionError):
             Path(folder, NO_REGION).write_text(str(error), encoding="utf-8")
         elif not issubclass(kind, KeyboardInterrupt):
@@ -88,7 +99,7 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
                 file.write(_shorten(error))  # of several processes the first: the others may have failed for it
 
-    return print_error
+    return tell
 
 
 def _shorten(error: BaseException) -> str:

@@ -338,9 +338,10 @@ class Takeover:
             where = f"{find_line()} steps"
             where = f"{self._called_at} calls the model and {where}" if self._called_at else where
             raise NoRegionError(
-                f"this script trains without torch.autocast and without amp.initialize: {where}, and nothing says where"
-                " casts may act. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the"
-                " model and the loss; or have `amp-patch run --everywhere --opt-level O4` run all of it in one region"
+                f"this script has no mixed precision to change: {where}, without torch.autocast, and without the"
+                " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
+                " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
+                " all of it in one region: amp-patch run --everywhere --opt-level O4"
             )
         session = self.session()
         if self.changes and self._was_missed:

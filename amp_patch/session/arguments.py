@@ -193,6 +193,8 @@ def _no_optimizer(given: object) -> ArgumentTypeError:
     """Return the error about what is given in the place of an optimizer."""
     if isinstance(given, nn.Module):
         remedy = "pass the one that was made of its parameters"
+    elif isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
+        remedy = "scale_loss takes the loss first, so write scale_loss(loss, optimizer)"
     elif isinstance(given, Tensor):
         remedy = "make one of the parameters first, as torch.optim.SGD(model.parameters(), lr=0.1)"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
