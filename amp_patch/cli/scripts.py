@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..interrupts import TerminatedError
 from ..script_settings import NoRegionError
 from . import run as runs
 from .recording import ERROR, NO_REGION
@@ -133,8 +134,8 @@ def _call(
     is_over: Callable[[], bool] | None = None,
     log: Path | None = None,
 ) -> int:
-    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too: after that its exit code
-    is that of SIGINT.
+    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too, and SIGTERM, which it is
+    sent: after that its exit code is that of SIGINT.
 
     With `log`, a file that takes what it prints.
     """
@@ -149,8 +150,10 @@ def _call(
             try:
                 code = process.wait(None if is_over is None else _POLL_SECONDS)
                 return -signal.SIGINT if is_interrupted else code
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 is_interrupted = True
+                if isinstance(error, TerminatedError):
+                    process.terminate()
             except subprocess.TimeoutExpired:
                 if is_over is not None and is_over():
                     return _end(process)
