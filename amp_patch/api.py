@@ -400,7 +400,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
-            f"the saved amp state cannot be read: {error}; each entry is as {{'loss_scale': 65536.0, 'unskipped': 0}}"
+            f"the saved amp state cannot be read: {error}; each entry looks like"
+            " {'loss_scale': 65536.0, 'unskipped': 0}"
         ) from error
 
 

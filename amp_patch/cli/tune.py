@@ -93,7 +93,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: give a number above 0, such as 0.1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: give a number above 0, such as 0.1")
     return value
 
 

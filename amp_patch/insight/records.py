@@ -473,7 +473,7 @@ class Recording:
                 if record is not None:
                     records.append(record)
         if run is None:
-            raise RecordError(f"{path}: no record of kind 'run': this is no recording, or only a part of one")
+            raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only part of one")
         if number not in (None, lines):  # None: an earlier version wrote it
             raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
         return cls(run, records)

@@ -130,9 +130,9 @@ def check_function(function: object, name: str) -> None:
 
 
 def check_count(number: object, name: str, least: int = 1) -> None:
-    """Raise ArgumentTypeError for what is no whole number, and ArgumentValueError for too small a one."""
+    """Raise ArgumentTypeError for what is not a whole number, and ArgumentValueError for too small a one."""
     if not isinstance(number, int):
-        raise ArgumentTypeError(f"{name}={number!r} is no whole number: pass {max(least, 1)} or more")
+        raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
     if number < least:
         raise ArgumentValueError(f"{name}={number!r} must be at least {least}: pass {max(least, 1)} or more")
 

@@ -21,7 +21,7 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     `with_all` gives each layer a row of its own and shows unlisted ops that give what they were given.
     """
     if by not in get_args(By):
-        raise ArgumentValueError(f"by={by!r} is none of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
+        raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
     ops = list(merge_steps(recording.ops))
     forward = [op for op in choose_ops(recording, with_all=with_all) if op.phase in ("forward", "recompute")]
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)

@@ -152,8 +152,8 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
-            f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or choose"
-            f" any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
+            f"opt_level {opt_level!r} is not one of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or"
+            f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
     level, overrides, told = in_force.settings.lay_over(opt_level, given)
     policy = make_policy(level, {**overrides, **bounds})
