@@ -50,7 +50,7 @@ def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool =
     level = "[--opt-level LEVEL] " if has_level else ""
     parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} {level}[--lists LIST] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="what follows a -- is given to it")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script; arguments after -- are passed to it")
 
 
 class ScriptRunner:
@@ -146,6 +146,7 @@ def _call(
         if log is not None:
             output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
         process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
+        stack.callback(process.terminate)  # if this is left by an interrupt between two waits
         while True:
             try:
                 code = process.wait(None if is_over is None else _POLL_SECONDS)
