@@ -338,7 +338,7 @@ class Takeover:
             where = f"{find_line()} steps"
             where = f"{self._called_at} calls the model and {where}" if self._called_at else where
             raise NoRegionError(
-                f"this script has no mixed precision to change: {where}, without torch.autocast, and without the"
+                f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
                 " all of it in one region: amp-patch run --everywhere --opt-level O4"

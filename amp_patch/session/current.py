@@ -248,12 +248,13 @@ def disable() -> None:
         state.is_disabled = True
 
 
+NOT_INITIALIZED = "amp.initialize has not been called yet, or amp.reset() has undone it: call amp.initialize first"
+
+
 def require() -> Session:
     """Return the session in force; raises SessionError without one."""
     if state.session is not None and not state.session.is_whole:
         reset()  # an interrupt cut one short
     if state.session is None:
-        raise SessionError(
-            "amp.initialize has not been called yet, or amp.reset() has undone it: call amp.initialize first"
-        )
+        raise SessionError(NOT_INITIALIZED)
     return state.session
