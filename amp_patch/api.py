@@ -1,7 +1,6 @@
 """The public functions: Apex's names and signatures first, then what this package adds."""
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from .casting import cast_tree
 from .config import Policy, make_policy
-from .errors import ArgumentTypeError, CheckpointError, ModelError, did_you_mean
+from .errors import ArgumentTypeError, CheckpointError, ModelError, refuse_unknown
 from .functions import (
     float_function,
     get_original,
@@ -57,6 +56,7 @@ __all__ = [
 ]
 
 
+@refuse_unknown
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -275,6 +275,7 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
+@refuse_unknown
 @contextlib.contextmanager
 def session(
     opt_level: str = "O1",
@@ -321,13 +322,8 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 
     Raises SessionError inside another session, ArgumentTypeError for an unknown option, and the errors of `initialize`.
     """
-    known = [name for name in inspect.signature(initialize).parameters if name not in ("models", "optimizers")]
-    for name in options:
-        if name == "replace":
-            raise ArgumentTypeError("scope takes no `replace`: it closes no other session; call amp.reset() first")
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise ArgumentTypeError(f"scope takes no argument {name!r}: it takes those of initialize.{hint}")
+    if "replace" in options:
+        raise ArgumentTypeError("scope takes no `replace`: it closes no other session; call amp.reset() first")
     _current.refuse_second()
     was_disabled = _current.state.is_disabled
     returned = initialize(models, optimizers, **options)
@@ -404,7 +400,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
-            f"the saved amp state cannot be read: {error}; each entry is as {{'loss_scale': 65536.0, 'unskipped': 0}}"
+            f"the saved amp state cannot be read: {error}; each entry looks like"
+            " {'loss_scale': 65536.0, 'unskipped': 0}"
         ) from error
 
 

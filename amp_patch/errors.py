@@ -5,12 +5,17 @@ because that is what scripts written for Apex expect. A message says what was gi
 """
 
 import difflib
+import functools
+import inspect
 import os
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from .synonyms import SYNONYMS
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LEVEL = re.compile("[o0]?([0-9])")
 
@@ -151,6 +156,25 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     *others, last = (repr(f"{prefix}{name}") for name in meant)
     remark = " The first character is the letter O." if _LEVEL.fullmatch(_fold(meant[0])) and word[0] != "O" else ""
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?{remark}"
+
+
+def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a keyword argument that the function does not take is an ArgumentTypeError, with the one that may be
+    meant.
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise ArgumentTypeError(
+                    f"{function.__name__} takes no argument {name!r}: it takes {', '.join(known)}."
+                    f"{did_you_mean(name, known)}"
+                )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:

@@ -85,9 +85,9 @@ def check_owner(owner: Any, name: Any, function: str) -> None:
     if isinstance(owner, str) or not isinstance(name, str):
         place = owner if isinstance(owner, str) else getattr(owner, "__name__", "torch")
         given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
-        wrong = f"the owner as text, {owner!r}" if isinstance(owner, str) else f"the name as {type(name).__name__}"
+        wrong = f"the owner as text, {owner!r}" if isinstance(owner, str) else f"a {type(name).__name__}"
         raise ArgumentTypeError(
-            f"{function} takes a module or class itself and a name in it as text, and was given {wrong}: write"
+            f"{function} takes a module or class, and the name of a function in it as text, not {wrong}: write"
             f" {function}({place}, {given!r})"
         )
 

@@ -66,8 +66,8 @@ def as_device_type(device: torch.device | str | None) -> str:
     except RuntimeError:
         hint = did_you_mean(device, ("cuda", "cpu", "mps", "xpu"))
         raise ArgumentValueError(
-            f"device={device!r} is none that torch knows: pass one such as 'cuda', 'cpu' or 'mps', or leave it out for"
-            f" the accelerator, if there is one.{hint}"
+            f"device={device!r} is not a device that torch knows: pass one such as 'cuda', 'cpu' or 'mps', or leave"
+            f" it out for the accelerator, if there is one.{hint}"
         ) from None
 
 

@@ -10,6 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM has come to a command. Ctrl-C reaches the script that it runs as well, this does not."""
+
+
 class UndoStack:
     """Callbacks to be run last in, first out.
 

@@ -67,8 +67,8 @@ def check_verbosity(verbosity: object) -> None:
     """Raise ArgumentTypeError unless this is a whole number."""
     if not isinstance(verbosity, int):
         raise ArgumentTypeError(
-            f"verbosity={verbosity!r} is no whole number: pass 0 for no messages on stdout, 1 for the usual ones, or 2"
-            " for the parameters of each overflow too"
+            f"verbosity={verbosity!r} is not a whole number: pass 0 for no messages on stdout, 1 for the usual ones, or"
+            " 2 for the parameters of each overflow too"
         )
 
 

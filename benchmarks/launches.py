@@ -140,13 +140,12 @@ HEAD = """\
 
 `benchmarks/launches.py` writes this page. It counts on a simulated device, which runs torch's CPU kernels and refuses
 what a GPU refuses. A launch is one op on the device, such as a product, a cast of a tensor, or a `_foreach_` or fused
-op on many tensors. A wait is a moment in which the host stands still until the device has caught up.
+op on many tensors. A wait is a moment in which the host does nothing until the device has caught up.
 
-**These are counts, not times.** They tell how much work the host has with a step, which is what bounds small models on
-a GPU, and whether it ever stops to wait, which keeps it from queueing what comes next. They do not tell how long a
-kernel takes.
+**These are counts, not times.** They show how much work the host does for a step, which limits small models on a GPU,
+and whether the host ever waits, during which it cannot queue more work. They do not show how long a kernel takes.
 
-Each figure is one step of AdamW after two others, on a device that is far behind the host. GPT has 4 blocks and {gpt}
+Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks and {gpt}
 parameters, the conv net 6 residual blocks with BatchNorm and {resnet}, the mlp 5 layers and {mlp}. Attention is one
 launch. autocast in float16 is with `GradScaler`. torch {torch}.
 """

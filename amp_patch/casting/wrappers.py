@@ -359,7 +359,7 @@ class OpCasts:
             target = _target_of(args, kwargs)
             if _is_low(target, self.device_type):
                 raise BannedOpError(
-                    f"{name} runs in float32 by the op lists, and cannot do so in place on a {target.dtype} tensor."
+                    f"the op lists run {name} in float32, which cannot be done in place on a {target.dtype} tensor."
                     f" Call {name.removesuffix('_')} instead, or cast the tensor with .float() first."
                 )
             return in_float(args, kwargs, mode)
@@ -375,8 +375,8 @@ class OpCasts:
                 if _is_low(value, self.device_type):
                     raise BannedOpError(
                         f"{name} is banned on {value.dtype} tensors by the op lists: its result or gradient may"
-                        " leave the range. For binary_cross_entropy use"
-                        " torch.nn.functional.binary_cross_entropy_with_logits, which takes in the sigmoid; or"
+                        " overflow. For binary_cross_entropy use"
+                        " torch.nn.functional.binary_cross_entropy_with_logits, which includes the sigmoid; or"
                         " cast the inputs with .float(), or move the op to the blacklist."
                     )
             return original, args, kwargs

@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"
     )
     parser.add_argument(
-        "--by", choices=("module", "op", "entry"), default="module", help="what a row is (default: %(default)s)"
+        "--by",
+        choices=("module", "op", "entry"),
+        default="module",
+        help="what each row stands for (default: %(default)s)",
     )
     parser.add_argument("--all", action="store_true", help="show each layer, and ops that run as in plain torch")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the records as JSON lines")

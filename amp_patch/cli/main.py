@@ -1,18 +1,24 @@
 """The `amp-patch` command: one parser over the subcommands in `COMMANDS`, each imported when it is asked for.
 
 Exit codes: 0 done, 1 the work failed (an `AmpError` or `OSError`, said in one line) or found fault, 2 the command line
-cannot be used or an optional extra is missing, 130 Ctrl-C. Until a command runs, nothing here imports torch.
+cannot be used or an optional extra is missing, 130 Ctrl-C, 143 SIGTERM. Until a command runs, nothing here imports
+torch.
 """
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import types
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
 from ..errors import AmpError
+from ..interrupts import TerminatedError
 from ..terminal import print_error
 from .completion import complete, is_completing
 from .parser import Parser
@@ -51,8 +57,8 @@ EPILOG = """amp-patch COMMAND --help describes a command.
 
 Completion in a shell: pip install "amp_patch[completion]", then eval "$(register-python-argcomplete amp-patch)"
 """
-INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""The exit codes after Ctrl-C and after SIGTERM: 128 and the number of the signal, as shells have it."""
 
 
 def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) -> Parser:
@@ -90,8 +96,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
+@contextlib.contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """Have SIGTERM end a command as Ctrl-C does, so that its script ends too and what was found is kept. Gives a list
+    that has the signal once it has come.
+    """
+    came: list[int] = []
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        came.append(number)
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield came
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
+    with _terminable() as came:
+        code = _run(argv)
+    return TERMINATED if came and code == INTERRUPTED else code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     prog = " ".join(["amp-patch", *(command.name for command in COMMANDS if command.name in argv[:1])])
     try:

@@ -90,4 +90,4 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             self._leave_if_gone(value)
             raise argparse.ArgumentError(None, f"{value!r} is not a {str(action.metavar).lower()} {listed}")
-        raise argparse.ArgumentError(action, f"{value!r} is no choice {listed}")
+        raise argparse.ArgumentError(action, f"{value!r} is not one of the choices {listed}")

@@ -5,8 +5,10 @@ Imported as Python starts, so it imports no torch before the script does.
 """
 
 import atexit
+import contextlib
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 from ..script_settings import NoRegionError
+from ..terminal import print_error
 
-NO_REGION = "no-region"
-"""A file in the folder of a run."""
+NO_REGION, ERROR = "no-region", "error"
+"""Files in the folder of a run."""
 
 
 class _Waiting(events.Watcher):
@@ -70,21 +73,43 @@ def take_over(*, is_watched: bool, **options: Any) -> None:
             reporting.set_verbosity(1)  # a line says what was laid over what
         native.start(takeover, is_watched=is_watched)
 
+    if not is_watched:
+        sys.excepthook = _print_refusal
     wrapt.when_imported("torch")(start)
 
 
+def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print what ends a script: that there is nothing to change in a line, for it is no fault of the script's."""
+    if issubclass(kind, NoRegionError):
+        print_error("amp-patch run", "failed", str(error))
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _make_excepthook(folder: str) -> Callable[..., None]:
-    """Return what prints the traceback of what ends the script, but for what the command says a line of: Ctrl-C, and
-    that there is nothing to change, whose text is left in `NO_REGION`.
+    """Return what prints the traceback of what ends the script, and leaves a short one in `ERROR`; but for what the
+    command says a line of: Ctrl-C, and that there is nothing to change, whose text is left in `NO_REGION`.
     """
 
-    def print_error(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+    def tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if issubclass(kind, NoRegionError):
             Path(folder, NO_REGION).write_text(str(error), encoding="utf-8")
         elif not issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, traceback)
+            sys.__excepthook__(kind, error, trace)
+            with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
+                file.write(_shorten(error))  # of several processes the first: the others may have failed for it
 
-    return print_error
+    return tell
+
+
+def _shorten(error: BaseException) -> str:
+    """Return a traceback without the frames of torch and of this package: what is left is the user's."""
+    packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]
+    hidden = tuple(f"{os.path.dirname(one.__file__)}{os.sep}" for one in packages if one is not None and one.__file__)
+    found = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in found.stack if not frame.filename.startswith(hidden)]
+    found.stack = traceback.StackSummary.from_list(frames)
+    return "".join(found.format(chain=False))
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:

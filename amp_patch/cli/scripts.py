@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..interrupts import TerminatedError
 from ..script_settings import NoRegionError
 from . import run as runs
-from .recording import NO_REGION
+from .recording import ERROR, NO_REGION
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool =
     level = "[--opt-level LEVEL] " if has_level else ""
     parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} {level}[--lists LIST] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="what follows a -- is given to it")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script; arguments after -- are passed to it")
 
 
 class ScriptRunner:
@@ -73,6 +74,7 @@ class ScriptRunner:
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._is_quiet = is_quiet
         self._printed = ""
+        self._error: list[str] = []
 
     def __call__(self, run: "Run") -> "Recording":
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
@@ -83,7 +85,8 @@ class ScriptRunner:
             raise KeyboardInterrupt
         if code or not recordings:
             reason = f"ended with exit code {code}" if code else "took no step"
-            printed = "".join(f"\n  {line}" for line in self._printed.splitlines()[-TAIL:])
+            shown = self._error or self._printed.splitlines()[-TAIL:]
+            printed = "".join(f"\n  {line}" for line in shown)
             from ..insight.runs import RunFailedError
 
             raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
@@ -110,6 +113,8 @@ class ScriptRunner:
             self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
             if (refusal := Path(folder, NO_REGION)).exists():
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
+            error = Path(folder, ERROR)
+            self._error = error.read_text(encoding="utf-8").splitlines() if error.exists() else []
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
@@ -129,8 +134,8 @@ def _call(
     is_over: Callable[[], bool] | None = None,
     log: Path | None = None,
 ) -> int:
-    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too: after that its exit code
-    is that of SIGINT.
+    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too, and SIGTERM, which it is
+    sent: after that its exit code is that of SIGINT.
 
     With `log`, a file that takes what it prints.
     """
@@ -141,12 +146,15 @@ def _call(
         if log is not None:
             output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
         process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
+        stack.callback(process.terminate)  # if this is left by an interrupt between two waits
         while True:
             try:
                 code = process.wait(None if is_over is None else _POLL_SECONDS)
                 return -signal.SIGINT if is_interrupted else code
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 is_interrupted = True
+                if isinstance(error, TerminatedError):
+                    process.terminate()
             except subprocess.TimeoutExpired:
                 if is_over is not None and is_over():
                     return _end(process)

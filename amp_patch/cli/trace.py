@@ -5,7 +5,6 @@ runs again, with a list of what is advised, to say whether that is enough.
 """
 
 import argparse
-import math
 import os
 import shlex
 import sys
@@ -74,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import FaultRecord, format_fault
+    from ..insight.fault_text import describe_search
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
@@ -82,8 +82,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     faults = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord)]
     searched = [fault for fault, _ in faults if fault.is_search]
     if searched:
-        times, scale = count_of(len(searched), "step"), math.log2(searched[0].loss_scale)
-        print(f"no fault: {times} skipped as the dynamic loss scale came down from 2**{scale:.0f}")
+        print(describe_search(searched))
     faults = _sort(faults)
     if faults:
         fault, recording = faults[0]
@@ -220,5 +219,5 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 5% or 0.05")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: write 5% or 0.05")
     return share

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, 1 if there is none.
 
-    After Ctrl-C, 130.
+    After Ctrl-C, 130. What was found by then is written.
     """
     from ..insight import Tuner
 
     runner = ScriptRunner(arguments, is_quiet=True)
     check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
-    result = Tuner(
+    tuner = Tuner(
         runner,
         opt_level=arguments.opt_level,
         extends=arguments.extends,
@@ -64,7 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         max_runs=arguments.max_runs,
         out=arguments.out,
         log=_print,
-    ).run()
+    )
+    try:
+        result = tuner.run()
+    except KeyboardInterrupt:  # before the first list was tried
+        _print("\ninterrupted before a list was tried; nothing is written")
+        raise
     _print(f"\n{result.message}; {result.runs} runs")
     if result.text and arguments.out is None:
         _print(f"\n{result.text.rstrip()}")
@@ -88,7 +93,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: give a number above 0, such as 0.1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: give a number above 0, such as 0.1")
     return value
 
 

@@ -83,5 +83,5 @@ def steps(text: str) -> tuple[int, int]:
     first = int(found[1]) if found else 0
     last = int(found[2]) if found and found[2] else first + 1
     if found is None or last <= first:
-        raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: write 1:3 for steps 1 and 2, or 1 for one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: write 1:3 for steps 1 and 2, or 1 for one")
     return first, last

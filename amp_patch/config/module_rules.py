@@ -133,7 +133,7 @@ def _find_problem(chooser: str) -> str | None:
         return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
     if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
         return None
-    return f"{chooser!r} is no class of modules; name one such as torch.nn.LayerNorm, or list an op by its name"
+    return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
 
 
 def _may_come(names: list[str]) -> bool:

@@ -106,7 +106,7 @@ def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_mis
     if owner_name and owner_name not in OWNERS:
         return
     if name in REFUSED:
-        raise OpListError(f"{op!r} cannot be on a list, since the casts are made of it, or it is no op; leave it out")
+        raise OpListError(f"{op!r} cannot be on a list: casts are made of it, or it is not an op; leave it out")
     if name in READS:
         raise OpListError(f"{op!r} cannot be on a list, since it returns no tensor; leave it out")
 
@@ -245,7 +245,7 @@ def _find_owner(op: str, path: list[str], name: str, complete: str = "") -> obje
         if value is None:
             raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
         if _home_of(value).partition(".")[0] != top:
-            problem = f"{op!r} leads through {part!r}, which is no module or class of {top!r}"
+            problem = f"{op!r} leads through {part!r}, which is not a module or class of {top!r}"
             raise OpListError(f"{problem}; name the function where it is defined")
         owner = value
     value = inspect.getattr_static(owner, name, None)
@@ -256,8 +256,8 @@ def _find_owner(op: str, path: list[str], name: str, complete: str = "") -> obje
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
     if isinstance(value, (type, types.ModuleType)) or not callable(value) or is_stdlib:
         raise OpListError(
-            f"{op!r} is a class, a module, a constant or of the standard library, so no rule can apply to it; name a"
-            " function"
+            f"{op!r} is a class, a module, a constant or part of the standard library, so no rule can apply to it; name"
+            " a function"
         )
     return owner
 

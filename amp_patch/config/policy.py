@@ -130,7 +130,7 @@ def _parse_number(value: object) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, bool):
             return float(value)  # type: ignore[arg-type]
-    raise PolicyError(f"{value!r} is no number")
+    raise PolicyError(f"{value!r} is not a number")
 
 
 COMPUTE = ("auto", "native", "float32")
@@ -139,7 +139,7 @@ COMPUTE = ("auto", "native", "float32")
 def _parse_compute(value: object) -> str:
     if value in COMPUTE:
         return str(value)
-    raise PolicyError(f"{value!r} is none of {', '.join(COMPUTE)}.{did_you_mean(value, COMPUTE)}")
+    raise PolicyError(f"{value!r} is not one of {', '.join(COMPUTE)}.{did_you_mean(value, COMPUTE)}")
 
 
 def _parse_dtype_of(name: str) -> Parser:

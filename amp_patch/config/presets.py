@@ -66,7 +66,7 @@ def make_policy_without_model(
 
 def _table(presets: str | os.PathLike[str] | None) -> "Presets":
     if presets is not None and not isinstance(presets, (str, os.PathLike)):
-        raise PolicyError(f"presets={presets!r} is no path: pass that of a presets file, or leave it out")
+        raise PolicyError(f"presets={presets!r} is not a path: pass the path of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 

@@ -36,7 +36,7 @@ class Document:
         if not isinstance(tree, dict) or not isinstance(tree.get("cells"), list):
             raise ValueError("it has no cells, as notebooks of version 4 have")
         if not all(isinstance(cell, dict) for cell in tree["cells"]):
-            raise ValueError("it has a cell that is no mapping")
+            raise ValueError("it has a cell that is not a mapping")
         lines: list[str] = []
         for number, cell in enumerate((cell for cell in tree["cells"] if cell.get("cell_type") == "code"), 1):
             source = cell.get("source", "")

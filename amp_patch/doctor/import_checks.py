@@ -94,7 +94,7 @@ def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
     else:
         advice = did_you_mean(*find_missing(name)).strip() or "Nothing stands in for it: look in today's torch."
     if _has_fallback(script, node):
-        message = f"{name}: not in the stand-in for apex, so the script takes its own way round"
+        message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
         return Fault(node, "note", message, advice)
     return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)
 

@@ -134,8 +134,10 @@ def recommend(device: Device) -> str:
     if verdicts["float16"] == "fast":
         return f"use O1 or O2: {device.name} has fast float16 products, and no fast bfloat16 ones"
     if verdicts["float16"] == "unknown":
-        return f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest: nothing is known of it here"
-    return f"keep O0 here: 16 bits save memory on {device.name}, and no time"
+        return (
+            f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest: amp_patch has no figures for it"
+        )
+    return f"keep O0 here: 16 bits save memory on {device.name}, but no time"
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
@@ -187,5 +189,5 @@ def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
         return []
     where = f" ({found.location})" if found.location else ""
     message = f"the package apex{where} is not NVIDIA's, and has no amp: PyPI has another package of that name"
-    advice = "Take it away (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
+    advice = "Remove it (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

@@ -113,7 +113,10 @@ class Project:
         for line, codes in ignored.items():
             for code in sorted(codes - RULES.keys() - RETIRED.keys() - {_EVERY_CODE}):
                 cell, line = document.place(line)
-                message, advice = f"{code!r} in an ignore comment is no code of a rule", "`--list` shows the codes."
+                message, advice = (
+                    f"{code!r} in an ignore comment is not the code of a rule",
+                    "`--list` shows the codes.",
+                )
                 yield Finding("AMP002", "note", message, advice, script.path, line, 1, cell)
 
 

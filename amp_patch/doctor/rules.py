@@ -129,7 +129,7 @@ def explain(code: str) -> str:
     if code in RETIRED:
         return f"{code} is gone: {RETIRED[code]}."
     if code not in RULES:
-        raise SettingsError(f"{code!r} is no code of a rule.{did_you_mean(code, RULES)}")
+        raise SettingsError(f"{code!r} is not the code of a rule.{did_you_mean(code, RULES)}")
     one = RULES[code]
     parts = [f"{code}: {one.summary}", one.why]
     if one.bad:
@@ -164,7 +164,7 @@ def _check_prefix(prefix: str, codes: Collection[str]) -> None:
         reasons = "; ".join(f"{code}: {RETIRED[code]}" for code in gone)
         raise SettingsError(f"{prefix!r} selects nothing, these rules are gone ({reasons}). There are {_codes()}.")
     hint = did_you_mean(prefix, {code[: len(prefix)] for code in codes}) or f" There are {_codes()}."
-    raise SettingsError(f"{prefix!r} is no code of a rule, and begins none.{hint}")
+    raise SettingsError(f"{prefix!r} is not the code of a rule, nor the start of one.{hint}")
 
 
 def _codes() -> str:

@@ -34,7 +34,7 @@ def wrapped_models(context: Context) -> Iterator[Fault]:
                 wrappers = script.names.resolve(value.func) & _WRAPPERS
                 if wrappers and not _is_ruled_out(script, value, call):
                     name = min(wrappers).rpartition(".")[2]
-                    message = f"{name} is put around the model before amp.initialize, which refuses parallel wrappers"
+                    message = f"{name} wraps the model before amp.initialize, which refuses parallel wrappers"
                     yield Fault(value, "error", message, "Give amp.initialize the bare model and wrap what it returns.")
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
 
@@ -124,7 +124,7 @@ def optimizers_made_anew(context: Context) -> Iterator[Fault]:
                 continue
             again = [other for other in script.initializations if script.is_before(one.statement, other)]
             if not again and not script.is_without_amp(one.statement):
-                message = f"{one.target} is made anew after amp.initialize, which was given another one"
+                message = f"{one.target} is created again after amp.initialize, which was given the old one"
                 yield Fault(one.value, "error", message, "Make the optimizer first, then call amp.initialize.")
 
 

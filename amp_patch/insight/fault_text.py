@@ -1,10 +1,10 @@
 """A fault as text: what does not fit, where it came from, and what to try."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..tables import align
-from .records import FaultRecord, RunRecord
+from ..tables import align, count_of
+from .records import FaultRecord, Recording, RunRecord
 from .remedies import Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
@@ -13,6 +13,28 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
     """Return a fault as some lines. Without the run, a list is laid over the shipped one."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
+
+
+def format_faults(recording: Recording) -> str:
+    """Return the faults of a traced run, or how many steps had none."""
+    faults = recording.of(FaultRecord)
+    found = [format_fault(fault, recording.run) for fault in faults if not fault.is_search]
+    if found:
+        return "\n\n".join(found)
+    searched = [fault for fault in faults if fault.is_search]
+    lines = [describe_search(searched)] if searched else []
+    fitting = len(recording.steps) - len(searched)
+    if fitting > 0:
+        lines.append(f"every value fits, in {count_of(fitting, 'step')}")
+    elif not searched:
+        lines.append("no fault was found, and no step of an optimizer ended")
+    return "\n".join(lines)
+
+
+def describe_search(faults: Sequence[FaultRecord]) -> str:
+    """Return a sentence about steps that were skipped as a dynamic loss scale came down."""
+    times = count_of(len(faults), "step")
+    return f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
 
 
 def entitle_fault(fault: FaultRecord) -> str:

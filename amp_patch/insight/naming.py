@@ -165,13 +165,18 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield f"the gradient of {full}", tensor.grad
 
 
-def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
+    """Return what the names of the modules of each model begin with: its class, and its number where several models are
+    of that class; nothing for a model alone.
+    """
+    if len(models) < 2:
+        return ()
     kinds = [type(model).__name__ for model in models]
-    for number, model in enumerate(models):
-        prefix = ""
-        if len(models) > 1:
-            prefix = kinds[number]
-        if kinds.count(kinds[number]) > 1:
-            prefix = f"{kinds[number]}[{number}]"
+    return tuple(f"{kind}[{number}]" if kinds.count(kind) > 1 else kind for number, kind in enumerate(kinds))
+
+
+def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+    prefixes = find_prefixes(models) or ("",) * len(models)
+    for prefix, model in zip(prefixes, models, strict=True):
         for name, module in model.named_modules():
             yield id(module), (module, ".".join(itertools.filterfalse(lambda part: not part, (prefix, name))))

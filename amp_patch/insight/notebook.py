@@ -1,25 +1,51 @@
-"""Recordings, faults and comparisons as notebooks show them: plain tables, without style or script."""
+"""Recordings, faults and comparisons as notebooks and `print` show them: plain tables, without style or script."""
 
 from collections.abc import Iterable, Sequence
 
 from .comparing.summary import Summary
-from .comparing.text import COLUMNS, cells, footnotes, heading
-from .fault_text import describe_fault, entitle_fault
+from .comparing.text import COLUMNS, cells, footnotes, format_comparison, heading
+from .fault_text import describe_fault, entitle_fault, format_fault, format_faults
 from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
 from .report.markup import Markup, element, join
-from .text import OP_COLUMNS, choose_ops, describe_recording, op_cells
+from .text import OP_COLUMNS, choose_ops, describe_recording, entitle_recording, format_recording, op_cells
 
 ROWS = 200
 """So many rows of ops are shown, and so many faults at most."""
+
+
+def recording_as_text(recording: Recording) -> str:
+    """Return a recording as the command that makes such a one prints it."""
+    if recording.of(ComparisonRecord):
+        return format_comparison(Summary(recording))
+    if recording.ops:
+        return format_recording(recording)
+    return f"{entitle_recording(recording)}\n{format_faults(recording)}"
+
+
+def fault_as_text(fault: FaultRecord) -> str:
+    """Return a fault as `amp-patch trace` prints it."""
+    return format_fault(fault, None)
+
+
+def recording_in_a_line(recording: Recording) -> str:
+    """Return a line that says what a recording is of."""
+    if recording.of(ComparisonRecord):
+        return f"Comparison: {heading(Summary(recording))}"
+    what = f"{sum(op.calls for op in recording.ops)} calls of ops"
+    if not recording.ops:
+        what = format_faults(recording).partition("\n")[0]
+    return f"Recording: {entitle_recording(recording)}; {what}"
 
 
 def show_recording(recording: Recording) -> Markup:
     """Return the faults of a recording; of one without, its runs if it compares some, else its ops."""
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
-    faults = recording.of(FaultRecord)
+    faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults:
         return join([show_fault(fault, recording.run) for fault in faults[:ROWS]])
+    if not recording.ops:
+        return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_ops(recording)
     heading, *notes = describe_recording(recording)
     left_out = [f"{len(ops) - ROWS} more rows: format_recording has them"] if len(ops) > ROWS else []

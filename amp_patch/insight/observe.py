@@ -63,6 +63,7 @@ class Observer:
         self._covers: list[Callable[..., Any]] = []
         self._undo = UndoStack()
         self.is_on = False
+        self.has_seen = False  # any op
 
     def start(self) -> None:
         """Observe from now on, in this thread what is unlisted too."""
@@ -173,6 +174,7 @@ class Observer:
 
     def note(self, op: Op, before: Sequence[Any]) -> None:
         """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
+        self.has_seen = True
         overload, node, calls = op.overload, op.node, self._calls()
         number = None
         count = count_nodes()

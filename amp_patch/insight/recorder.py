@@ -16,6 +16,7 @@ from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
 from .folding import Folding
+from .naming import find_prefixes
 from .observe import Observer
 from .records import Record, Recording, RunRecord, StepRecord
 from .rules import short
@@ -41,6 +42,7 @@ class Recorder(Probe):
         self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
         self._steps: list[StepRecord] = []
         self.is_in_block = False  # and then watches one session alone
+        self._has_lost_session = False
 
     def _records(self) -> list[Record]:
         return [*self._folding.ops(), *self._folding.undone(), *self._steps]
@@ -65,7 +67,24 @@ class Recorder(Probe):
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
+            self._has_lost_session = True
             self.leave_block()
+
+    def check_seen(self) -> None:
+        """Raise SessionError if the function that ran in the block is not one that this looks at: it ran nothing, or
+        ended the session.
+        """
+        if self._has_lost_session:
+            raise SessionError(
+                "step ended the session that was to be looked at, as a call of amp.initialize in it does: pass a"
+                " function that trains for one step, with what amp.initialize returned before. Functions that call"
+                " amp.initialize themselves are for insight.compare and insight.tune"
+            )
+        if not any(observer.has_seen for observer in self._observers):
+            raise SessionError(
+                "step called no model and ran no op under amp.initialize, so there is nothing to look at: pass a"
+                " function that trains for one step: forward, backward, optimizer.step()"
+            )
 
     def leave_block(self) -> None:
         """Stop, and be told nothing more. Harmless twice."""
@@ -135,6 +154,7 @@ def describe_run(session: Session) -> RunRecord:
         digest="" if oplists is None else oplists.digest,
         rank=find_rank() or 0,
         is_native=isinstance(session, NativeSession),
+        prefixes=find_prefixes(session.models()),
     )
 
 
@@ -155,7 +175,13 @@ def recording() -> Iterator[Recording]:
     Raises:
         SessionError: a recording is under way.
     """
-    recorder = Recorder()
+    with _filled_in_by(Recorder()) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _filled_in_by(recorder: Recorder) -> Iterator[Recording]:
+    """Give a recording that has what the recorder has seen when the block ends."""
     found = Recording(describe_none(), [])
     with in_block(recorder):
         try:
@@ -196,15 +222,18 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     """Call `step` `warmup` times as it is, then `steps` times recorded, and return the recording.
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
-    step makes the low copies of weights that later ones find: hence the warm-up. Raises ArgumentTypeError or
-    ArgumentValueError for arguments that are none of these, and SessionError as `recording` does.
+    step makes the low copies of weights that later ones find: hence the warm-up. `print` shows the recording as
+    `amp-patch explain` does. Raises ArgumentTypeError or ArgumentValueError for arguments that are none of these, and
+    SessionError if `step` runs nothing, if it ends the session by calling `initialize`, and as `recording` does.
     """
     check_function(step, "step")
     check_count(steps, "steps")
     check_count(warmup, "warmup", 0)
     for _ in range(warmup):
         step()
-    with recording() as found:
+    recorder = Recorder()
+    with _filled_in_by(recorder) as found:
         for _ in range(steps):
             step()
+    recorder.check_seen()
     return found

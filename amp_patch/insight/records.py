@@ -23,7 +23,8 @@ SCHEMA = 1
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists;
-    `is_native`: by no `amp.initialize`, but what the script does by itself.
+    `is_native`: by no `amp.initialize`, but what the script does by itself; `prefixes`: of several models, what the
+    names of their modules begin with.
     """
 
     kind: ClassVar[str] = "run"
@@ -37,6 +38,7 @@ class RunRecord:
     rank: int
     schema: int = SCHEMA
     is_native: bool = False
+    prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,11 @@ class FaultRecord:
     eps: float | None = None
     lr: float | None = None
 
+    def __str__(self) -> str:
+        return _show("fault_as_text", self)
+
     def _repr_html_(self) -> str:
-        return _show("fault", self)
+        return _show("show_fault", self)
 
 
 # ---- runs that are compared ------------------------------------------------------------------------------------------
@@ -411,8 +416,14 @@ class Recording:
     run: RunRecord
     records: list[Record]
 
+    def __str__(self) -> str:
+        return _show("recording_as_text", self)
+
+    def __repr__(self) -> str:
+        return f"<{_show('recording_in_a_line', self)}; print() shows it>"
+
     def _repr_html_(self) -> str:
-        return _show("recording", self)
+        return _show("show_recording", self)
 
     def of(self, kind: type[R]) -> list[R]:
         """Return the records of one class."""
@@ -462,7 +473,7 @@ class Recording:
                 if record is not None:
                     records.append(record)
         if run is None:
-            raise RecordError(f"{path}: no record of kind 'run': this is no recording, or only a part of one")
+            raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only part of one")
         if number not in (None, lines):  # None: an earlier version wrote it
             raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
         return cls(run, records)
@@ -493,7 +504,7 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
             raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
 
 
-def _show(kind: str, shown: Any) -> str:
-    """Return what a notebook shows; what makes that imports this module."""
-    html: str = getattr(importlib.import_module(".notebook", __package__), f"show_{kind}")(shown)
-    return html
+def _show(maker: str, shown: Any) -> str:
+    """Return what print or a notebook shows; what makes that imports this module."""
+    text: str = getattr(importlib.import_module(".notebook", __package__), maker)(shown)
+    return text

@@ -130,9 +130,9 @@ def check_function(function: object, name: str) -> None:
 
 
 def check_count(number: object, name: str, least: int = 1) -> None:
-    """Raise ArgumentTypeError for what is no whole number, and ArgumentValueError for too small a one."""
+    """Raise ArgumentTypeError for what is not a whole number, and ArgumentValueError for too small a one."""
     if not isinstance(number, int):
-        raise ArgumentTypeError(f"{name}={number!r} is no whole number: pass {max(least, 1)} or more")
+        raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
     if number < least:
         raise ArgumentValueError(f"{name}={number!r} must be at least {least}: pass {max(least, 1)} or more")
 
@@ -146,23 +146,25 @@ def check_names(names: object, name: str) -> None:
 class FunctionRunner:
     """Runs a function without arguments that trains: it makes its model, calls `amp.initialize` and takes steps.
 
-    The session that it leaves is closed.
+    The session that it leaves is closed. Raises SessionError if a session is in force.
     """
 
     def __init__(self, train: Callable[[], object]) -> None:
+        from ..session import current  # imports torch
+
         check_function(train, "train")
+        if current.state.session is not None:
+            raise SessionError("a session is in force, and a run opens one of its own: call amp.reset() first")
         self._train = train
 
     def __call__(self, run: Run) -> Recording:
         """Run it once, up to the step with which the probe has seen enough. What it raises before leaves, too.
 
-        Raises SessionError if a session is in force, or if the function opens none and enters no `torch.autocast`.
+        Raises SessionError if the function opens no session and enters no `torch.autocast`.
         """
         from .. import native  # imports torch
         from ..session import current
 
-        if current.state.session is not None:
-            raise SessionError("a session is in force, and a run opens one of its own: call amp.reset() first")
         probe = make_probe(run, self._leave)
         unwatch = events.watch(probe)
         takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)

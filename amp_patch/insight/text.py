@@ -21,19 +21,30 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     `with_all` gives each layer a row of its own and shows unlisted ops that give what they were given.
     """
     if by not in get_args(By):
-        raise ArgumentValueError(f"by={by!r} is none of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
+        raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
     ops = list(merge_steps(recording.ops))
     forward = [op for op in choose_ops(recording, with_all=with_all) if op.phase in ("forward", "recompute")]
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
-    if any(map(_is_computed_in_float32, forward)) and by == "module":
-        table += "\n* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
-    return "\n".join([_heading(recording), table, "", *_sums(ops), *_undone(recording)])
+    if not forward:
+        table = "every op of the forward pass ran as in plain torch; --all, or with_all=True, shows each"
+    legend = _legend(recording, forward) if by == "module" else ()
+    return "\n".join([entitle_recording(recording), "", table, *legend, "", *_sums(ops), *_undone(recording)])
 
 
 def describe_recording(recording: Recording) -> list[str]:
     """Return what there is to say of the whole, less the rows: under what it was recorded first."""
     ops = list(merge_steps(recording.ops))
-    return [_heading(recording).strip(), *_sums(ops), *(line.strip() for line in _undone(recording))]
+    legend = _legend(recording, choose_ops(recording))
+    return [entitle_recording(recording), *legend, *_sums(ops), *(line.strip() for line in _undone(recording))]
+
+
+def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
+    """Yield a line for what in the rows does not speak for itself."""
+    if any(map(_is_computed_in_float32, ops)):
+        yield "* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
+    prefixes = recording.run.prefixes
+    if prefixes and any(op.module for op in ops):
+        yield f"several models: names begin with the model ({', '.join(prefixes)}), which module rules leave out"
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
@@ -79,12 +90,14 @@ def _is_computed_in_float32(op: OpRecord) -> bool:
     return op.ran == ("f32",) and any(dtype in ("f16", "bf16") for dtype in op.out) and not op.op.startswith("aten.")
 
 
-def _heading(recording: Recording) -> str:
+def entitle_recording(recording: Recording) -> str:
+    """Return under what was recorded, and how much."""
     run = recording.run
     level = f"torch.autocast, {run.opt_level}" if run.is_native and run.low else run.opt_level or "session"
-    what = f"{level}, {run.low or 'no casts'} on {run.device}, torch {run.torch}"
+    device = f" on {run.device}" if run.device else ""  # "" where nothing ran
+    what = f"{level}, {run.low or 'no casts'}{device}, torch {run.torch}"
     steps = count_of(len(recording.steps), "step")
-    return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "") + "\n"
+    return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "")
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")

@@ -87,8 +87,8 @@ class Tracer(Recorder):
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
 
     def _records(self) -> list[Record]:
-        """Return the faults so far, those that are no search for a loss scale first."""
-        return [*self._faults, *self._finder.faults, *self._searched]
+        """Return the faults so far, those that are no search for a loss scale first, and the steps."""
+        return [*self._faults, *self._finder.faults, *self._searched, *self._steps]
 
     @property
     def faults(self) -> list[FaultRecord]:
@@ -423,7 +423,8 @@ def trace(
 ) -> Recording:
     """Call `step` so many times, or until a value does not fit, and say where that came from.
 
-    `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`.
+    `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. `print`
+    shows what is returned: the faults, or over how many steps every value fits.
 
     Args:
         step: is called.
@@ -435,7 +436,7 @@ def trace(
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.
-        SessionError: nothing was seen to run, or a recording is under way.
+        SessionError: `step` runs nothing, or ends the session by calling `initialize`, or a recording is under way.
         ArgumentTypeError, ArgumentValueError: an argument is none of these.
     """
     check_function(step, "step")
@@ -454,6 +455,8 @@ def trace(
                 error = raised
             if error is not None or tracer.faults:
                 break
+    if error is None and not tracer.faults:
+        tracer.check_seen()
     recording = tracer.recording
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults and on_fault == "raise":

@@ -54,7 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":
             raise ArgumentTypeError(
-                f"mixed_precision={self.mixed_precision!r}: leave it out, the opt_level says what runs in 16 bits"
+                f"mixed_precision={self.mixed_precision!r}: leave it out, opt_level decides what runs in 16 bits"
             )
         self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}
         self._amp_models: list[nn.Module] = []

@@ -42,7 +42,9 @@ class AmpTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if accelerator.mixed_precision != "no":
-            raise ArgumentTypeError("fp16 or bf16 in the arguments: the opt_level says what is computed in 16 bits")
+            raise ArgumentTypeError(
+                "fp16 or bf16 is set in the arguments: leave both out, because opt_level decides what runs in 16 bits"
+            )
         Accelerator.adopt(accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -76,6 +76,6 @@ def _as_log(target: Any) -> Log:
     if callable(target):
         return target  # type: ignore[no-any-return]
     raise ArgumentTypeError(
-        f"{type(target).__name__} is no tracker: pass a SummaryWriter, a run of Weights & Biases, or a function"
+        f"{type(target).__name__} is not a tracker: pass a SummaryWriter, a run of Weights & Biases, or a function"
         " log(tag, value, step)"
     )

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..casting import Autocast, Mode, OpCasts, RulesAlone
 from ..config import OpLists, Policy, load_oplists, make_policy, shipped
-from ..session import Session, Stats
+from ..errors import SessionError
+from ..session import Session, Stats, current
 from ..training import unscaling
 
 AS_IS, OVERLAY = "as-is", "autocast"
@@ -95,6 +96,10 @@ class NativeSession(Session):
         """Have the loss scale be that of a GradScaler."""
         if not isinstance(self.scalers[0], _ScriptsScaler) or self.scalers[0].scaler is not scaler:
             self.scalers[0] = _ScriptsScaler(scaler)  # type: ignore[call-overload]
+
+    def scale_loss(self, *given: Any) -> Any:
+        """Refuse, because the script has called no `amp.initialize`. Raises SessionError."""
+        raise SessionError(current.NOT_INITIALIZED)
 
     # ---- what it is asked for ----------------------------------------------------------------------------------------
 

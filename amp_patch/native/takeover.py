@@ -213,8 +213,8 @@ class Takeover:
                     region.fast_dtype = session.policy.low_dtype
                 elif self._lists and dtype is not session.policy.low_dtype:
                     warn(
-                        f"the lists are in force for {dtype_name(session.policy.low_dtype)}, the dtype of the first"
-                        f" region of torch.autocast: one in {dtype_name(dtype)} is left to torch"
+                        f"the lists apply to {dtype_name(session.policy.low_dtype)}, the dtype of the first region of"
+                        f" torch.autocast: regions in {dtype_name(dtype)} are left to torch"
                     )
                 session.note_region(region.fast_dtype)
                 return original(region)
@@ -236,7 +236,7 @@ class Takeover:
         policy = self._policy
         if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
             raise PolicyError(
-                f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, in the place of"
+                f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of"
                 f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
                 " optimizer) as scaled: scaled.backward()`; for Trainer, Lightning and Accelerate see"
                 " amp_patch.integrations"
@@ -338,9 +338,10 @@ class Takeover:
             where = f"{find_line()} steps"
             where = f"{self._called_at} calls the model and {where}" if self._called_at else where
             raise NoRegionError(
-                f"this script trains without torch.autocast and without amp.initialize: {where}, and nothing says where"
-                " casts may act. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the"
-                " model and the loss; or have `amp-patch run --everywhere --opt-level O4` run all of it in one region"
+                f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
+                " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
+                " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
+                " all of it in one region: amp-patch run --everywhere --opt-level O4"
             )
         session = self.session()
         if self.changes and self._was_missed:
@@ -352,7 +353,7 @@ class Takeover:
         if low is torch.float16 and not self._is_scaling:
             raise PolicyError(
                 f"{self._level} is float16, whose gradients need a loss scale, and this script steps without a"
-                " GradScaler: use O4, or scale its loss by torch.amp.GradScaler"
+                " GradScaler: use O4, or add a torch.amp.GradScaler to the script"
             )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

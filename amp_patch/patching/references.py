@@ -124,8 +124,8 @@ def describe_stuck(stuck: Sequence[str]) -> str:
     if len(stuck) > MAX_NAMED:
         shown += f" and {len(stuck) - MAX_NAMED} more"
     return (
-        f"patched functions are also held where they cannot be exchanged, and calls from there are not cast: {shown}. "
-        "Look the function up when it is called (F.gelu), or make these objects after initialize."
+        f"some objects hold patched functions where they cannot be replaced, so their calls are not cast: {shown}. "
+        "Look the function up when it is called (F.gelu), or create these objects after initialize."
     )
 
 

@@ -193,6 +193,8 @@ def _no_optimizer(given: object) -> ArgumentTypeError:
     """Return the error about what is given in the place of an optimizer."""
     if isinstance(given, nn.Module):
         remedy = "pass the one that was made of its parameters"
+    elif isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
+        remedy = "scale_loss takes the loss first, so write scale_loss(loss, optimizer)"
     elif isinstance(given, Tensor):
         remedy = "make one of the parameters first, as torch.optim.SGD(model.parameters(), lr=0.1)"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
@@ -229,13 +231,13 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
             problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
         if use_masters and is_zero_redundancy(optimizer):
             problems.append(
-                f"{name} has handed out the model's parameters to the ranks, and would not step on their masters: use a"
+                f"{name} divides the model's parameters among the ranks, and would not step on their masters: use a"
                 " plain optimizer, or O1 or O4, or fully_shard with amp_patch.fsdp_policy, which shards masters too"
             )
         if use_masters and is_post_local(optimizer):
             problems.append(
-                f"{name} averages the model's parameters where they have gradients, which masters have in their place:"
-                " use O1 or O4"
+                f"{name} averages those parameters of the model that have gradients, and at this level their masters"
+                " have the gradients: use O1 or O4"
             )
         if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
             problems.append(

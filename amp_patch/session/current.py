@@ -189,7 +189,7 @@ def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: S
         if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
             warn(
                 f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
-                " was moved or copied?"
+                " was moved or copied? Create it after that, and before initialize"
             )
 
 
@@ -248,12 +248,13 @@ def disable() -> None:
         state.is_disabled = True
 
 
+NOT_INITIALIZED = "amp.initialize has not been called yet, or amp.reset() has undone it: call amp.initialize first"
+
+
 def require() -> Session:
     """Return the session in force; raises SessionError without one."""
     if state.session is not None and not state.session.is_whole:
         reset()  # an interrupt cut one short
     if state.session is None:
-        raise SessionError(
-            "amp.initialize has not been called yet (or amp.reset() has been since): call it before anything else"
-        )
+        raise SessionError(NOT_INITIALIZED)
     return state.session

@@ -40,8 +40,8 @@ def describe_conflict(in_force: Policy, asked: Policy, alive: Sequence[nn.Module
         return f"opt_level {level} is in force for a session block, and {other} was asked for: leave the block first"
     if any(model is one for model in given for one in alive):
         return (
-            f"this {describe(given)} is initialized already, at {level}, and {other} was asked for: {ways}; the same"
-            " arguments again would change nothing"
+            f"this {describe(given)} is initialized already, at {level}, and {other} was asked for: {ways}."
+            " Calling it again with the same arguments is harmless."
         )
     told = (
         f"opt_level {level} is in force for {describe(alive)}, which is still in use, and {other} was asked for. Pass"
@@ -49,7 +49,7 @@ def describe_conflict(in_force: Policy, asked: Policy, alive: Sequence[nn.Module
     )
     holders = find_holders(alive)
     if not holders:
-        return told + " Nothing with a name holds them: look for local variables of functions that run."
+        return told + " No global variable holds them: look at the local variables of functions that are running."
     return f"{told} Held by: {', '.join(holders)}.{_advise(holders)}"
 
 

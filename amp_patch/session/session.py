@@ -322,7 +322,7 @@ class Session:
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises LossIdError if there is none."""
         if not hasattr(loss_id, "__index__"):
-            raise ArgumentTypeError(f"loss_id={loss_id!r} is no whole number: pass 0 for the first loss scaler")
+            raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):
             raise LossIdError(
                 f"loss_id {loss_id} is out of range for {len(self.scalers)} loss scalers: they are numbered from 0, and"
@@ -344,9 +344,9 @@ def _load_lists(policy: Policy) -> OpLists | None:
     if policy.patch_torch_functions and not oplists.is_whole and not _has_low(oplists):
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
-            f"lists={names}: no op runs in {low} by these, so next to nothing is cast. To change a few rules of the"
-            f" default list, write `extends: {low}` in the file, or pass lists=[{low!r}, ...]; `extends: null` says"
-            " that nothing else is wanted"
+            f"lists={names}: no op runs in {low} by these, so almost nothing is cast. To change a few rules of the"
+            f" default list, write `extends: {low}` in the file, or pass lists=[{low!r}, ...]. If this is what you"
+            " want, write `extends: null`"
         )
     return oplists
 

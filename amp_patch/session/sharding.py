@@ -142,8 +142,8 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     largest = max(found, key=len)
     if not all(ranks <= largest for ranks in found):
         raise ModelError(
-            "parameters are sharded over meshes neither of which holds the other: pass initialize the process group of"
-            " all ranks that step together, as overflow_group"
+            "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"
+            " that step together to initialize, as overflow_group"
         )
     if not groups:
         return found[largest]

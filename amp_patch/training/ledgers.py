@@ -127,15 +127,15 @@ class Ledgers:
         if thread != threading.get_ident() and (is_scaled or self._has_masters):
             raise SessionError(
                 "a scale_loss block or a step of another thread is under way, and both would scale the same gradients."
-                " Let one thread at a time be in a block and in the step() after it (a threading.Lock), or train each"
-                " model in a process of its own."
+                " Put a threading.Lock around each block and the step() after it, or train each model in its own"
+                " process."
             )
 
     def _check_scale(self, block: Block, other: Block) -> None:
         if block.scale is not other.scale:
             raise SessionError(
-                "a scale_loss block inside one with another loss scale: gradients of one backward pass would be divided"
-                " by the scale of the other. Enter it after the first has ended, or use the same loss_id for both."
+                "a scale_loss block inside one with another loss scale: the gradients of each would be divided by the"
+                " scale of the other. Enter it after the first has ended, or use the same loss_id for both."
             )
 
     def end(self, block: Block, *, is_delayed: bool) -> None:
@@ -254,8 +254,8 @@ class Ledgers:
         """
         if (self._open or self._waiting) and self._has_masters:
             warn(
-                "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where those of"
-                " 16-bit parameters are not in the masters yet: clip after the block"
+                "gradients are clipped inside a scale_loss block, or after one with delay_unscale, before the masters"
+                " have them: clip after the last block, and before the step"
             )
         else:
             self.settle()
@@ -448,7 +448,7 @@ class Ledgers:
         if pairs:
             raise OptimizerError(
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
-                " was under no_sync(). Leave the last one of an accumulation window out of it."
+                " ran under no_sync(). Run the last micro-batch outside of no_sync()."
             )
         gradients = [parameter.grad for parameter in plain if id(parameter) in local]
         change_scale_(gradients, self.local.scale, self._scale)
@@ -476,7 +476,7 @@ class Ledgers:
         for holder in holders:
             holder.grad = None
         self._scale, self._waiting, self._change = None, [], _Change()
-        warn("an interrupt left gradients half unscaled: they are dropped, and the next step goes without them")
+        warn("an interrupt left gradients half unscaled, so they were dropped: the next step does not use them")
 
 
 def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:

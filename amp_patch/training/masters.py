@@ -213,7 +213,7 @@ class Masters:
         if self.take_edits() and self.is_compiled:
             self.is_compiled = False
             warn(
-                "masters were edited since the last step, and a compiled model does not see that by itself: call"
+                "masters were edited since the last step, and a compiled model does not notice that: call"
                 " amp.refresh() after each edit, before the model runs"
             )
 

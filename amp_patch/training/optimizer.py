@@ -326,9 +326,9 @@ class OptimizerBinding:
             self._tell_changed_buffers()
             if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
                 warn(
-                    f"step() of {name} after a backward pass of a loss that it was passed with, but none of its"
-                    " parameters has a gradient: it trains nothing. Does it hold parameters that the model has no more?"
-                    " Move, shard or wrap the model first, then make the optimizer, then call initialize."
+                    f"step() of {name} after the backward pass of its loss, but none of its parameters has a gradient:"
+                    " it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap the"
+                    " model first, then create the optimizer, then call initialize."
                 )
         elif all(scaler.awaits_loss for scaler in self._decisions.scalers) and not self.groups.is_empty():
             self._has_looked_for_gradients = True
@@ -337,7 +337,7 @@ class OptimizerBinding:
             warn(
                 f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
                 " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
-                " scaled_loss.backward()`, or give initialize loss_scale=1.0."
+                " scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
             )
 
     def _tell_changed_buffers(self) -> None:
@@ -345,8 +345,8 @@ class OptimizerBinding:
         if changed:
             names = self._get_names(changed[:3])
             warn(
-                f"buffers that training changes are in 16 bits ({', '.join(names)}): what is small beside their"
-                " values is lost. Keep the module that holds them in float32, by a list with"
+                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
+                " their values are lost. Keep the module that holds them in float32, with a list such as"
                 " `modules: [{match: NAME, run: float32}]`"
             )
 
@@ -358,10 +358,9 @@ class OptimizerBinding:
         """Call the closure, then step or skip: which of them must be known before the optimizer's own step begins."""
         if not evaluates_closure_first(original):
             raise OptimizerError(
-                f"step(closure) of {type(self.reference()).__name__} does not work with a dynamic loss scale:"
-                " whether to skip must be known before the optimizer calls the closure, and only those of torch.optim"
-                " but LBFGS are known to call it once, at first. Call step() without a closure, or give initialize a"
-                " static loss_scale, or use a bfloat16 level (O4, O5)."
+                f"step(closure) of {type(self.reference()).__name__} does not work with a dynamic loss scale: this"
+                " optimizer may call the closure at any time, and whether to skip the step must be known before. Call"
+                " step() without a closure, pass a static loss_scale to initialize, or use a bfloat16 level (O4, O5)."
             )
         with torch.enable_grad():
             loss = closure()

@@ -45,8 +45,8 @@ class LocalGradients:
             return
         if module not in self._reduces and _is_stale(module):
             raise ModelError(
-                f"this {type(module).__name__} was made before its model was cast, and would reduce no gradient of the"
-                " cast parameters: call initialize first, and wrap the model then"
+                f"this {type(module).__name__} was made before its model was cast, so it would not reduce the gradients"
+                " of the cast parameters: call initialize first, then wrap the model"
             )
         self._has_modules = True
         if module.require_backward_grad_sync:
@@ -80,8 +80,8 @@ class LocalGradients:
         for module in list(self._reduces):
             if _is_stale(module):
                 warn(
-                    f"a {type(module).__name__} made under amp reduces no gradients from now on, since its model is"
-                    " float32 again: wrap the model anew"
+                    f"a {type(module).__name__} made under amp no longer reduces gradients, because its model is in"
+                    " float32 again: wrap the model once more"
                 )
 
 

@@ -165,9 +165,10 @@ class Steps:
         culprits = self._find_culprits()
         if culprits:
             self._warn(
-                f"non-finite gradients ({', '.join(culprits[:5])}) at a loss scale of 1, under which nobody looks at"
-                f" each of them: this is one step in {LOOK_EVERY}. The steps are taken. Look for NaN in the data or the"
-                f' weights, or an op that needs float32, which {TRACE} finds; in float16 try loss_scale="dynamic".'
+                f"non-finite gradients ({', '.join(culprits[:5])}) at a loss scale of 1, where only one step in"
+                f" {LOOK_EVERY} is checked: other steps may have had them too, and none is skipped. Look for NaN in the"
+                f" data or the weights, or an op that needs float32: {TRACE} finds it. In float16 try"
+                ' loss_scale="dynamic".'
             )
 
     def resolve(self) -> None:
@@ -219,7 +220,7 @@ class Steps:
             say("%s", told)
         if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
             self._warn(
-                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled up any"
+                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any"
                 " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32:"
                 f" {TRACE} finds it.",
             )

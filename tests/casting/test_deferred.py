@@ -376,11 +376,11 @@ WRONG = {
     "no module": ("lib_x.opps.roi_align", "'lib_x' has no 'opps'"),
     "a class": (
         "lib_x.ops.Attention",
-        "'lib_x.ops.Attention' is a class, a module, a constant or of the standard library",
+        "'lib_x.ops.Attention' is a class, a module, a constant or part of the standard library",
     ),
     "through a foreign module": (
         "lib_x.ops.torch.sum",
-        "leads through 'torch', which is no module or class of 'lib_x'",
+        "leads through 'torch', which is not a module or class of 'lib_x'",
     ),
 }
 

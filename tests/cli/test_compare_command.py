@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import signal
 
 import pytest
@@ -88,6 +89,25 @@ def test_a_script_without_steps_is_nothing_to_compare(call):
     ]:
         code, _, err = call(source, "--runs", "O0")
         assert code == 1 and f"nothing to compare: no run took a step (O0: {reason}" in err
+
+
+def test_a_script_that_fails_in_a_model_is_shown_by_its_own_lines_and_once(call):
+    source = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+for _ in range(4):
+    model = torch.nn.Sequential(model)
+with torch.autocast("cpu", torch.bfloat16):
+    model(torch.zeros(2, 3))  # four are needed
+"""
+    code, _, err = call(source)
+    lines = [line.strip() for line in err.splitlines()]
+    assert code == 1 and lines.count("model(torch.zeros(2, 3))  # four are needed") == 1
+    assert sum(line.startswith("RuntimeError: ") for line in lines) == 1 and "amp_patch/" not in err
+    numbers = re.findall(r"\[(\d+)/(\d+|\?)\]", err)
+    assert [number for number, _ in numbers] == ["1", "2", "3", "4"] and len({total for _, total in numbers[1:]}) == 1
+    assert numbers[0][1] == "?"  # it is not known yet that the script is one by torch.autocast
 
 
 def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):

@@ -54,13 +54,13 @@ def test_what_is_found_makes_the_exit_code_1_but_for_notes(source, code, diagnos
     ("options", "said"),
     [
         (["absent.py"], "neither a file nor a directory"),
-        (["--select", "AMP3O5"], "'AMP3O5' is no code of a rule, and begins none. Did you mean 'AMP30"),
+        (["--select", "AMP3O5"], "'AMP3O5' is not the code of a rule, nor the start of one. Did you mean 'AMP30"),
         (["--select", "AMP306"], "'AMP306' selects nothing, these rules are gone (AMP306: torch's clip functions"),
         (["--select", ""], "--select: '' names no rule: write codes or prefixes, such as AMP3,AMP501"),
         (["--ignore", " ,"], "--ignore: ' ,' names no rule: write codes or prefixes, such as AMP3,AMP501"),
-        (["--explain", "AMP999"], "'AMP999' is no code of a rule"),
+        (["--explain", "AMP999"], "'AMP999' is not the code of a rule"),
         (["-"], "'-' is neither a file nor a directory"),
-        (["--output-format", "xml"], "'xml' is no choice (text, json)"),
+        (["--output-format", "xml"], "'xml' is not one of the choices (text, json)"),
     ],
 )
 def test_what_cannot_be_used_is_2(options, said, diagnose):

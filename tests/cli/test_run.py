@@ -209,6 +209,34 @@ def test_spawned_processes_have_it_too(tmp_path):
     assert (done.returncode, done.stdout) == (0, "0 hello amp_patch.apex.amp\n"), done.stderr
 
 
+def test_a_script_with_nothing_to_change_is_refused_in_a_line(run_command):
+    source = """
+import contextlib
+
+import torch
+
+
+def initialize(model, optimizer, opt_level):
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def scale_loss(loss, optimizer):
+    yield loss
+
+
+model = torch.nn.Linear(2, 2)
+model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1")
+with scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+    _, _, err = run_command("run", source, "--opt-level", "O4")
+    (line,) = [line for line in err.splitlines() if line.startswith("amp-patch run: failed: ")]
+    assert "train.py:20 steps, without torch.autocast, and without the initialize of amp_patch or apex" in line
+    assert "Traceback" not in err and run_command("run", source)[2] == ""
+
+
 # ---- bad usage -------------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,11 @@
 """`amp-patch tune`: unmodified scripts, and what the command says and leaves."""
 
 import functools
+import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -34,6 +36,7 @@ for number in range(5):
     print("step", number)
 """
 LOW = "extends: apex\nwhitelist: [exp, sum]\n"
+CALL = scripts._call  # of a process; tests of scripts put another in its place
 
 
 @pytest.fixture
@@ -104,6 +107,26 @@ def test_an_interrupt_keeps_the_best_so_far(call, monkeypatch, tmp_path):
     monkeypatch.setattr(scripts, "_call", interrupted)
     code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml")
     assert code == 130 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_sigterm_ends_the_script_too_and_keeps_the_best_so_far(call, monkeypatch, tmp_path):
+    run_script, runs = scripts._call, []
+
+    def terminated(command, environment, is_over, log):
+        runs.append(1)
+        if len(runs) < 3:
+            return run_script(command, environment, is_over, log)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return CALL([sys.executable, "-c", "import time; time.sleep(60)"], {}, log=log)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(scripts, "_call", terminated)
+    code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml")
+    assert code == 143 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
+    assert [path.name for path in tmp_path.glob(".*")] == [] and signal.getsignal(signal.SIGTERM) is before
+    runs[:] = [1, 1]
+    code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "other.yaml")
+    assert code == 143 and "nothing is written" in out and not (tmp_path / "other.yaml").exists()
 
 
 def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatch):

@@ -302,7 +302,7 @@ def test_of_the_beginnings_of_a_code_the_longest_decides(select, ignore, has, ha
 @pytest.mark.parametrize("prefix", ["", "X", "AMP4012"])
 def test_a_beginning_of_no_code_is_refused(prefix):
     for arguments in ([prefix], ()), ((), [prefix]):
-        with pytest.raises(SettingsError, match="no code of a rule"):
+        with pytest.raises(SettingsError, match="is not the code of a rule"):
             Selection(*arguments)
 
 

@@ -418,18 +418,23 @@ def test_a_noise_of_nothing_is_not_known():
     others = [one for one in found.records if not getattr(one, "is_noise", False)]
     silent = Comparison(Recording(found.recording.run, [*others, *same]))
     assert found.noise == pytest.approx(1e-6) and silent.noise is None
-    assert "noise: not known" in silent.table() and "times the noise" not in silent.table()
+    assert "noise: not known" in silent.table() and "beyond noise" not in silent.table()
 
 
 @pytest.mark.parametrize(
     ("off", "factor", "steps", "told"),
     [
-        (1e-6, 1.0, 30, "O1: as good as O0 within noise; no difference in time"),
-        (3e-6, 0.5, 30, "O1: as good as O0 but for 3e-05 of the loss, 3 times the noise; faster by a factor of 2.00"),
-        (-0.1, 1.08, 30, "O1: better than O0 by 100.0% of the loss, 1e+05 times the noise; no difference in time"),
-        (0.1, 3.0, 30, "O1: worse than O0 by 100.0% of the loss, 1e+05 times the noise; slower by a factor of 3.00"),
-        (math.nan, 1.0, 30, "O1: worse than O0: the loss is not finite"),
-        (0.0, 0.35, 8, "O1: the losses of O0; no time: 8 steps tell nothing"),
+        (1e-6, 1.0, 30, "O1: as good as O0 (loss 1.0e-06 higher, within noise); time within noise"),
+        (
+            3e-5,
+            0.5,
+            30,
+            "O1: as good as O0 (loss 0.03% higher, beyond noise, but below 0.1%); faster (a step takes 0.50",
+        ),
+        (-0.01, 1.08, 30, "O1: better than O0 (loss 10.00% lower, beyond noise); time within noise"),
+        (0.01, 3.0, 30, "O1: worse than O0 (loss 10.00% higher, beyond noise); slower (a step takes 3.00"),
+        (math.nan, 1.0, 30, "O1: worse than O0 (the loss is not finite)"),
+        (0.0, 0.35, 8, "O1: as good as O0 (the same loss); time not judged, 8 steps are too few"),
     ],
 )
 def test_a_run_has_a_verdict(off, factor, steps, told):
@@ -445,10 +450,24 @@ def test_a_run_has_a_verdict(off, factor, steps, told):
     assert told in Comparison(recording).table()
 
 
+@pytest.mark.parametrize(("offs", "verdict"), [((0.1, -0.12, 0.05), "as good as"), ((0.1, 0.12, 0.11), "worse than")])
+def test_a_difference_whose_sign_the_seed_decides_means_nothing(offs, verdict):
+    curves = []
+    for seed, off in enumerate(offs):
+        curves.append(CurveRecord("O0", seed, (1.0,), (1.0,), (), 10.0))
+        curves.append(CurveRecord("O0", seed, (1.0 + 1e-6,), (1.0,), (), 10.0, is_noise=True))
+        curves.append(CurveRecord("O1", seed, (1.0 + off,), (1.0,), (), 10.0))
+    about = ComparisonRecord("O0", 1, (0, 1, 2), "a CPU", "")
+    runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert f"O1: {verdict} O0" in Comparison(recording).table()
+
+
 def test_a_notebook_shows_a_row_for_each_run_and_escapes_what_it_is_given():
     shown = make_comparison()._repr_html_()
     assert shown.count("<tr>") == 1 + 4 and "<td>O4</td>" in shown and HOSTILE not in shown
     assert make_comparison().recording._repr_html_() == shown
+    assert str(make_comparison().recording) == str(make_comparison()) == make_comparison().table()
 
 
 def test_runs_are_named_by_level_and_lists():

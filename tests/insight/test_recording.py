@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pydoc
 import re
 import sys
@@ -423,6 +424,7 @@ def test_modules_of_several_models_have_the_name_of_their_model():
     with insight.recording() as found:
         models[1](models[0](torch.ones(1, 2)))
     assert [record.module for record in forward(found, "F.linear")] == ["Generator", "Critic"]
+    assert "(Generator, Critic)" in str(found)  # the legend says what names begin with
 
 
 def test_listed_ops_of_other_threads_are_recorded():
@@ -478,6 +480,36 @@ def test_explain_warms_up_and_records():
     assert {record.step for record in found.ops if record.module == "head"} == {0, 1}
     assert amp.stats().steps + amp.stats().steps_skipped == 3
     assert [step.skipped for step in found.steps] == [False, False]
+
+
+@pytest.mark.parametrize("look", [insight.explain, insight.trace])
+def test_a_function_that_is_not_one_step_is_refused(look):
+    def start():
+        train(*initialize(make_gpt(layers=1), "O4"), 1)
+
+    for is_in_session in (False, True):
+        with pytest.raises(amp.SessionError, match="there is nothing to look at: pass a function that trains"):
+            look(lambda: None)
+        if not is_in_session:
+            start()
+    gc.collect()  # the model of the session is gone, so that the next call of initialize ends it
+    with pytest.raises(amp.SessionError, match="ended the session .* for insight.compare"):
+        look(start)
+
+
+def test_print_shows_what_the_commands_show():
+    model, optimizer = initialize(make_gpt(layers=1), "O4")
+    found = insight.explain(lambda: train(model, optimizer, 1))
+    assert str(found) == insight.format_recording(found)
+    assert len(repr(found)) < 200 and "bf16 on cpu" in repr(found)
+    traced = insight.trace(lambda: train(model, optimizer, 1), steps=2)
+    assert "every value fits, in 2 steps" in str(traced) and "every value fits" in repr(traced)
+    assert "every value fits, in 2 steps" in traced._repr_html_()
+    with torch.no_grad():
+        model.head.weight.fill_(math.inf)
+    faulty = insight.trace(lambda: train(model, optimizer, 1), on_fault="record")
+    (fault,) = faulty.of(insight.FaultRecord)
+    assert insight.format_fault(fault, faulty.run) in str(faulty) and str(fault) == insight.format_fault(fault, None)
 
 
 @pytest.mark.parametrize(("rank", "size", "found"), [("3", "4", 3), ("3", "1", 0), ("zero", "4", 0)])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import amp_patch as amp
 from amp_patch import insight
 from amp_patch.script_settings import NoRegionError
 
@@ -68,3 +69,16 @@ def test_a_training_without_amp_is_not_trained_twice():
     with pytest.raises(NoRegionError, match=r"test_compared\.py:\d+ calls the model"):
         insight.compare(plain, steps=2)
     assert len(trained) == 1
+
+
+def test_a_scaled_loss_without_initialize_is_told_to_initialize():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        with amp.scale_loss(net(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    with pytest.raises(amp.SessionError, match="amp.initialize has not been called yet"):
+        insight.compare(step, ["O0", "O4"], steps=2)

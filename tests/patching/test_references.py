@@ -469,7 +469,7 @@ def warnings_of(open_it):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         open_it()
-    return [w for w in caught if "cannot be exchanged" in str(w.message)]
+    return [w for w in caught if "cannot be replaced" in str(w.message)]
 
 
 def test_what_cannot_be_redirected_is_named_in_one_warning(import_program, lists):

@@ -182,7 +182,7 @@ BAD_OPTIONS = [
     ({"opt_level": "O1", "lists": "bfloat61"}, amp.OpListError, "bfloat61.*Did you mean 'bfloat16'"),
     ({"opt_level": "O1", "lists": "nowhere/my.yaml"}, amp.OpListError, "nowhere/my.yaml"),
     ({"opt_level": "O5", "lists": "float16"}, amp.PolicyError, "lists=float16: O5 patches no functions"),
-    ({"opt_level": "O1", "compute": "tf32"}, amp.PolicyError, "compute='tf32'.*none of auto, native, float32"),
+    ({"opt_level": "O1", "compute": "tf32"}, amp.PolicyError, "compute='tf32'.*not one of auto, native, float32"),
     ({"presets": "nowhere/presets.yaml"}, amp.PolicyError, "nowhere/presets.yaml"),
 ]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean
+from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean, refuse_unknown
 from ...reporting import say
 from ...script_settings import in_force
 from .._core import (
@@ -85,6 +85,7 @@ O0, O1, O2, O3 = Level("O0"), Level("O1"), Level("O2"), Level("O3")
 opt_levels = {"O3": O3, "O2": O2, "O1": O1, "O0": O0}
 
 
+@refuse_unknown
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -151,32 +152,29 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
-            f"opt_level {opt_level!r} is none of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or choose"
-            f" any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
+            f"opt_level {opt_level!r} is not one of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or"
+            f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
     level, overrides, told = in_force.settings.lay_over(opt_level, given)
-    preset = make_policy(level, {})
     policy = make_policy(level, {**overrides, **bounds})
     if told:
         maybe_print(told, rank0=True)
     properties = Properties()
-    properties.take(preset)
-    _print_options(
-        f"amp: opt_level {level}, {preset.description or 'no description'}\nIts own options are:", properties
-    )
     properties.take(policy)
     if overrides.get("cast_model_type") is False:
         properties.cast_model_type = False
-    _print_options(f"The script sets {', '.join(overrides) or 'nothing else'}, so the options are:", properties)
+    _print_options(policy, properties, overrides)
     lists = ("apex",) if policy.patch_torch_functions else ()
     return replace(policy, lists=lists, casts_inside=False), properties
 
 
-def _print_options(heading: str, properties: Properties) -> None:
-    for line in heading.splitlines():
-        say("%s", line)
-    for name, value in properties.options.items():
-        say("%-22s : %s", name, value)
+def _print_options(policy: Policy, properties: Properties, overrides: Mapping[str, Any]) -> None:
+    """Print the level, the options in force, and which of them the script has set."""
+    say("amp: opt_level %s, %s", policy.opt_level, policy.description or "no description")
+    options = {name: value for name, value in properties.options.items() if name not in ("enabled", "opt_level")}
+    say("  %s", ", ".join(f"{name}: {value}" for name, value in options.items()))
+    if overrides:
+        say("  set by the script: %s", ", ".join(overrides))
 
 
 def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> SessionView:

@@ -104,21 +104,21 @@ class Campaign:
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
 
-    def _replan(self) -> None:
-        """Take the runs for torch.autocast, if the reference had it and there are some."""
+    def _settle_runs(self) -> None:
+        """Decide which runs there are, now that the reference has run: those for torch.autocast if it had that."""
         plan = self._plan
-        if self._header is None or not self._header.is_native or plan.native_runs is None:
-            return
-        self._plan = plan._replace(runs=plan.native_runs, native_runs=None)
-        new = {name: ComparedRecord(name, failed="did not run") for name in plan.native_runs}
-        self._compared = {name: self._compared.get(name, record) for name, record in new.items()}
-        self._curves = {name: self._curves.get(name, []) for name in new}
+        is_native = self._header is not None and self._header.is_native
+        runs = plan.native_runs if is_native and plan.native_runs is not None else plan.runs
+        self._plan = plan._replace(runs=runs, native_runs=None)
+        not_run = {name: ComparedRecord(name, failed="did not run") for name in runs}
+        self._compared = {name: self._compared.get(name, record) for name, record in not_run.items()}
+        self._curves = {name: self._curves.get(name, []) for name in runs}
 
     def run(self) -> None:
         """Run all. What a run raises is noted, an interrupt leaves."""
         plan = self._plan
         self._train(plan.reference, plan.seeds[0])
-        self._replan()
+        self._settle_runs()
         order = sorted(self._plan.runs, key=lambda name: name != plan.reference)
         for seed in plan.seeds:
             for name in order:
@@ -208,7 +208,8 @@ class Campaign:
         self._done += 1
         runs = len(self._plan.runs)
         total = (runs + 1) * len(self._plan.seeds) + runs
-        self._tell(f"[{self._done}/{total}] {what}")
+        is_settled = self._plan.native_runs is None
+        self._tell(f"[{self._done}/{total if is_settled else '?'}] {what}")
 
 
 def _compare(reference: SampleRecord, own: SampleRecord) -> tuple[float | None, ...]:

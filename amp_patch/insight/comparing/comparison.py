@@ -16,6 +16,9 @@ class Comparison(Summary):
         """Read what `to_jsonl` wrote. Raises RecordError for anything else."""
         return cls(Recording.read(path))
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """Return a row for each run as text, and what there is to know of all."""
         return format_comparison(self)

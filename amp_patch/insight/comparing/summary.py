@@ -43,7 +43,7 @@ class Summary:
     def __init__(self, recording: Recording) -> None:
         found = recording.of(ComparisonRecord)
         if len(found) != 1:
-            raise RecordError("no record of kind 'comparison': this is no recording of one")
+            raise RecordError("no record of kind 'comparison': this is not a recording of a comparison")
         self.recording = recording
         self.about = found[0]
         self.runs = recording.of(ComparedRecord)

@@ -49,6 +49,9 @@ class TuneResult:
     text: str
     is_interrupted: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.message}; {self.runs} runs\n\n{self.text}".rstrip()
+
     def table(self) -> str:
         """Return the trials as text, a line each."""
         rows = [

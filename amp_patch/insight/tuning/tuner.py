@@ -61,7 +61,7 @@ class Tuner:
         log: Callable[[str], object] = print,
     ) -> None:
         if units not in UNITS:
-            raise ArgumentValueError(f"units={units!r} is none of {', '.join(UNITS)}.{did_you_mean(units, UNITS)}")
+            raise ArgumentValueError(f"units={units!r} is not one of {', '.join(UNITS)}.{did_you_mean(units, UNITS)}")
         check_count(steps, "steps")
         check_count(max_runs, "max_runs", 2)
         if not isinstance(tolerance, (int, float)) or not tolerance > 0:
