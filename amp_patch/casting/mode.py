@@ -107,7 +107,7 @@ class Switch:
         self._local = _OfThread()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
-        _switches.add(self)
+        _switches[:] = [*(one for one in _switches if one() is not None), weakref.ref(self)]
 
     def __deepcopy__(self, memo: Any) -> "Switch":
         return self  # a copied model is under the same session
@@ -252,8 +252,8 @@ class Switch:
         self.regions = len(self._open) + (self.autocast is not None)
 
 
-_switches: "weakref.WeakSet[Switch]" = weakref.WeakSet()
-"""Those of this process."""
+_switches: "list[weakref.ref[Switch]]" = []
+"""Those of this process. A WeakSet would run code of Python's as each is freed: Ctrl-C in there is lost."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
@@ -269,9 +269,11 @@ def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
 
 
 def _silence_in_child() -> None:
-    for switch in _switches:
-        switch.on = False
-        switch._lock = threading.RLock()  # the parent may have held it at the fork
+    for reference in _switches:
+        switch = reference()
+        if switch is not None:
+            switch.on = False
+            switch._lock = threading.RLock()  # the parent may have held it at the fork
 
 
 if hasattr(os, "register_at_fork"):

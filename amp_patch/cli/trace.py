@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 FAULT, TROUBLE = 1, 2
 FURTHER = 10
-"""So many steps beyond the one that had the fault are looked at with a list, unless --steps says which."""
+"""So many steps beyond the one that had the fault are looked at with a list, unless --steps says which. Those that a
+dynamic loss scale skips do not count: in them no list is at fault, and none is proved.
+"""
 
 _ROUNDS = 4  # lists that are tried, each with more than the one before
 
@@ -73,16 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import FaultRecord, format_fault
-    from ..insight.fault_text import describe_search
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
     if arguments.json is not None and found.recordings:
         write_all(found.recordings, arguments.json)
     faults = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord)]
-    searched = [fault for fault, _ in faults if fault.is_search]
-    if searched:
-        print(describe_search(searched))
+    _tell_of_search(found)
     faults = _sort(faults)
     if faults:
         fault, recording = faults[0]
@@ -98,7 +97,13 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()) -> Watched:
     from ..insight.runs import Run
 
-    options = {"first": first, "last": last, "underflow": arguments.underflow, "ignore": arguments.ignore}
+    options = {
+        "first": first,
+        "last": last,
+        "underflow": arguments.underflow,
+        "ignore": arguments.ignore,
+        "counts_skipped": arguments.steps is not None,
+    }
     run = Run("tracer:Tracer", options, Settings(None, lists))
     return ScriptRunner(arguments).watch(run, until=_has_fault)
 
@@ -113,11 +118,13 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
         print("\nno list was written: none is known against this; amp-patch tune --units both may find one", flush=True)
         return FAULT
     remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
-    first, last = arguments.steps or (0, fault.step + 1 + FURTHER)
+    last = 0
     for _ in range(_ROUNDS):
+        last = max(last, fault.step + 1 + FURTHER)
+        first, end = arguments.steps or (0, last)
         write_file(path, _format_list(remedy))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
-        found = _watch(arguments, first, last, (str(path),))
+        found = _watch(arguments, first, end, (str(path),))
         faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
         if not faults:
             return _tell_of_fixed(found, first, path, arguments.parser.prog)
@@ -151,6 +158,7 @@ def _format_list(remedy: "remedies.Remedy") -> str:
 
 def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
+    _tell_of_search(found)
     code = _tell_of_none(found, first, prog)
     if _are_all_skipped(found, first):
         return FAULT
@@ -179,6 +187,21 @@ def _has_fault(recording: "Recording") -> bool:
     return any(not fault.is_search for fault in recording.of(FaultRecord))
 
 
+def _find_searches(found: Watched) -> "list[FaultRecord]":
+    """Return what is known of the steps that were skipped as a dynamic loss scale came down."""
+    from ..insight import FaultRecord
+
+    return [fault for one in found.recordings[:1] for fault in one.of(FaultRecord) if fault.is_search]
+
+
+def _tell_of_search(found: Watched) -> None:
+    from ..insight.fault_text import describe_search
+
+    searches = _find_searches(found)
+    if searches:
+        print(describe_search(searches), flush=True)
+
+
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
@@ -186,7 +209,8 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
         print("every step was skipped, so none was checked to its end: run more steps")
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
-        print(f"every value fits, in {count_of(steps_taken, 'step')}", flush=True)
+        checked = steps_taken - len(_find_searches(found))
+        print(f"every value fits, in {count_of(checked, 'step')}", flush=True)
         if not found.is_interrupted:
             return 0
     if found.is_interrupted:
@@ -206,10 +230,7 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
 
 def _are_all_skipped(found: Watched, first: int) -> bool:
     """Tell whether the script ended well, and each of its steps was skipped as a dynamic loss scale came down."""
-    from ..insight import FaultRecord
-
-    skipped = sum(len(one.of(FaultRecord)) for one in found.recordings[:1])
-    return 0 < max(found.steps, default=0) - first <= skipped and not found.code
+    return 0 < max(found.steps, default=0) - first <= len(_find_searches(found)) and not found.code
 
 
 def _share(text: str) -> float:

@@ -25,8 +25,11 @@ FileError = type[OpListError] | type[PolicyError]
 
 # Only its event parser is used, which is the same for the safe and the full loader.
 _LOADER = getattr(yaml, "CLoader", yaml.Loader)
-# All but the characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position.
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# All but the characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position. And
+# those that turn the direction of text, by which a terminal or a diff shows another line than the one that is read.
+_FORBIDDEN = re.compile(
+    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def _decode(path: Path, error: FileError, data: bytes) -> str:
     found = _FORBIDDEN.search(text)
     if found:
         line, column = _position(text[: found.start()])
-        raise error(f"character U+{ord(found[0]):04X} is not allowed in YAML; remove it", path, line, column)
+        raise error(f"character U+{ord(found[0]):04X} is not allowed; remove it", path, line, column)
     return text
 
 

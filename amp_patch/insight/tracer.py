@@ -26,7 +26,6 @@ from .short_dtypes import LARGEST
 from .tensors import has_nan, storage_of
 from .written import Item
 
-_KEPT = 100  # faults that a dynamic loss scale answers for
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
@@ -53,6 +52,7 @@ class Tracer(Recorder):
     Args:
         first, last, on_end: as of `Recorder`.
         underflow, ignore: as of `FaultFinder`.
+        counts_skipped: whether `last` counts steps that were skipped; else one more is looked at for each.
     """
 
     ends_alone = True
@@ -65,8 +65,10 @@ class Tracer(Recorder):
         *,
         underflow: float | None = None,
         ignore: Sequence[str] = (),
+        counts_skipped: bool = True,
     ) -> None:
         super().__init__(first, last, on_end)
+        self._counts_skipped = counts_skipped
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._find_exact, self._get_scale)
         self._faults: list[FaultRecord] = []
@@ -121,6 +123,8 @@ class Tracer(Recorder):
             self._skips.append(is_skipped)
         if self._is_counted(optimizer) and self.is_recording:
             self._finish_faults(all(self._skips or [is_skipped]))
+            if is_skipped and not self._counts_skipped and self._last is not None:
+                self._last += 1
         super().step_ended(optimizer)
         self._finder.step = self._count
         if self._faults and self.is_recording:
@@ -236,7 +240,7 @@ class Tracer(Recorder):
                 done.append(fault)
         if not all(self._is_search(fault) for fault in done):
             self._faults += done
-        elif done and len(self._searched) < _KEPT:
+        elif done:
             self._searched.append(replace(done[0], is_search=True))
         self._begin_step()
 
@@ -340,10 +344,16 @@ class Tracer(Recorder):
         )
 
     def _is_search(self, fault: FaultRecord) -> bool:
+        """Tell whether a step was skipped over a dynamic loss scale that is too large, or may be: what other code than
+        torch's ops wrote into a gradient is only known to be wrong once the scale is as low as it goes.
+        """
         assert self._session is not None
-        is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
-        is_of_scale = fault.phase == "backward" and (fault.scale or 0.0) >= 1.0
-        return bool(is_dynamic and fault.skipped and is_of_scale)
+        bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
+        if not bounds or not fault.skipped or fault.phase != "backward":
+            return False
+        lowest = max(1.0, min(bounds))
+        is_unseen = fault.cause == "came in" and not (fault.aten and fault.parameter)
+        return (fault.scale or 0.0) >= lowest or (is_unseen and fault.loss_scale > lowest)
 
     def _find_name(self, storage: int) -> str:
         for name, tensor in name_tensors(self._models()):

@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_functions: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
+_functions: dict[str, weakref.ref[Callable[..., Any]]] = {}
+"""Those taken out. A WeakValueDictionary would run code of Python's as each is freed: Ctrl-C in there is lost."""
+
 _numbers = itertools.count()
 
 
@@ -27,12 +29,21 @@ def retire(replacement: Any) -> None:
         # a dot would be read as an attribute of an attribute
         place = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
         replacement.__module__, replacement.__qualname__ = __name__, f"{place}:{next(_numbers)}"
-        _functions[replacement.__qualname__] = replacement
+        _functions[replacement.__qualname__] = weakref.ref(replacement)
 
 
 def get_originals() -> dict[int, Callable[..., Any]]:
-    """Return the original of each retired replacement that somebody still holds, by the replacement's id."""
-    return {id(replacement): replacement.__wrapped__ for replacement in _functions.values()}  # type: ignore[attr-defined]
+    """Return the original of each retired replacement that somebody still holds, by the replacement's id; forget the
+    others.
+    """
+    originals: dict[int, Callable[..., Any]] = {}
+    for name, reference in list(_functions.items()):
+        replacement: Any = reference()
+        if replacement is None:
+            _functions.pop(name, None)
+        else:
+            originals[id(replacement)] = replacement.__wrapped__
+    return originals
 
 
 def get_packages() -> set[str]:
@@ -44,5 +55,6 @@ def __getattr__(name: str) -> Any:
     place = name.rpartition(":")[0]
     if ":" not in place:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    replacement = _functions.get(name)
+    reference = _functions.get(name)
+    replacement = None if reference is None else reference()
     return pkgutil.resolve_name(place.replace("/", ".")) if replacement is None else replacement

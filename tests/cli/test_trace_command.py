@@ -115,6 +115,16 @@ def test_fix_writes_a_list_and_says_whether_it_is_enough(options, base, steps, c
     assert code == 0
 
 
+def test_fix_looks_beyond_steps_that_a_dynamic_scale_skips(call):
+    source = script("amp_patch", bad=None, scale={"init": 2.0**24}).replace("range(4)", "range(40)")
+    source = source.replace("lr=1e-3", "lr=0.0").replace(".mean()", ".mean() * 1e3")
+    source = source.replace("randn(8, 16)", "randn(8, 16) * 3e5")
+    source = source.replace("optimizer =", "model[0].weight.data.div_(3e5)\noptimizer =", 1)
+    code, out, _ = call(source, "--fix", "fix.yaml")
+    skipped = int(out.partition("no fault: ")[2].partition(" steps skipped")[0])
+    assert code == 0 and skipped > 10 and "every value fits, in 11 steps\nfix.yaml is enough" in out
+
+
 def test_fix_writes_nothing_where_no_list_helps(call, tmp_path):
     code, out, _ = call(script(bad=2).replace("1e5", "float('nan')"), "--fix", "fix.yaml")
     assert code == 1 and "no list was written" in out and not (tmp_path / "fix.yaml").exists()

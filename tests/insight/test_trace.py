@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from gpt import make_gpt
@@ -370,6 +371,30 @@ def test_a_gradient_that_no_scale_helps_is_a_fault_under_a_dynamic_scale_too():
 
     (fault,) = find(make_step(Sandwich(Call(Explode.apply)), loss_scale="dynamic"))
     assert not fault.is_search and fault.phase == "backward"
+
+
+@pytest.mark.parametrize("fitting", [1.0, 0.5])
+def test_what_other_code_wrote_into_a_gradient_is_a_fault_once_the_scale_is_as_low_as_it_goes(fitting):
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            written = torch.empty_like(gradient)
+            fits = amp.stats().loss_scales[0] <= fitting
+            written.numpy()[...] = gradient.numpy() if fits else numpy.inf  # by no op of torch's
+            return written
+
+    found = find(make_step(Sandwich(Call(Kernel.apply)), loss_scale={"init": 4.0}))
+    expected = {(0, True), (1, True)} | ({(2, False)} if fitting < 1 else set())
+    assert {(one.step, one.is_search) for one in found} == expected
+
+
+def test_a_dynamic_scale_that_may_not_come_down_far_enough_is_a_fault():
+    (fault, *_) = find(make_gpt_step(make_gpt(), loss_scale={"init": 2.0**24}, min_loss_scale=2.0**24))
+    assert not fault.is_search and fault.scale < 2.0**24
 
 
 def test_a_function_of_the_users_is_on_the_trail():

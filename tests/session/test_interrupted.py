@@ -208,6 +208,27 @@ def test_an_interrupt_in_reset(level, rules):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_no_interrupt_is_lost_as_a_session_is_freed(level, rules):
+    """Python only prints what is raised in the callback of a weak reference: Ctrl-C there would end nothing."""
+    called: list[str] = []
+
+    def note(frame, event, _):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if event == "call" and name in ("remove", "_remove") and "weakref" in file:
+            called.append(f"{name} in {file}")
+
+    script = initialized(level, rules)
+    script.train()
+    sys.setprofile(note)
+    try:
+        amp.reset()
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert not called
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_reset_after_an_interrupt_in_training(level, rules):
     places = count(initialized(level, rules).train)
     amp.reset()

@@ -18,7 +18,6 @@ import random
 import signal
 import sys
 import warnings
-import weakref
 from pathlib import Path
 
 import torch
@@ -35,25 +34,14 @@ COUNTS = {"steps": 7_500, "sessions": 2_000, "interrupts": 2_000}
 ALLOWED_MB = 16.0
 """Of resident memory between two tenths: the allocator's own, which comes and goes."""
 
-ALLOWED_DEAD = 0.2
-"""Weak references to what is gone, for each interrupt: Python leaves one in a WeakSet where an interrupt comes as a
-member is freed, and loses the interrupt.
-"""
-
 Row = dict[str, float]
 
 
 class Growth:
-    """Counts what lives in this process, and says what grew.
+    """Counts what lives in this process, and says what grew."""
 
-    Args:
-        count: of steps, sessions or interrupts.
-        dead: how many weak references to what is gone may be left.
-    """
-
-    def __init__(self, count: int, dead: float) -> None:
+    def __init__(self, count: int) -> None:
         self._every = max(1, count // 10)
-        self._dead = dead
         self._rows: list[Row] = []
         self._types: list[collections.Counter[str]] = []
 
@@ -67,15 +55,12 @@ class Growth:
             return
         gc.collect()
         found = gc.get_objects()
-        dead = [one for one in found if type(one) is weakref.ref and one() is None]
         types = collections.Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in found)
-        types["weakref.ReferenceType"] -= len(dead)
         row = {
             "done": done,
             "objects": len(found),
             "tensors": sum(isinstance(one, torch.Tensor) for one in found),
             "hooks": len(GLOBAL_POST_HOOKS) + _count_hooks(found),
-            "dead references": len(dead),
             "MB": _read_resident_mb(),
         }
         self._rows.append(row)
@@ -89,8 +74,6 @@ class Growth:
         for name in ("tensors", "hooks"):
             if late[name] > early[name]:
                 grown.append(f"{name}: {early[name]:,.0f} -> {late[name]:,.0f}")
-        if late["dead references"] > early["dead references"] + self._dead:
-            grown.append(f"dead references: {early['dead references']:,.0f} -> {late['dead references']:,.0f}")
         if late["MB"] > early["MB"] + ALLOWED_MB:
             grown.append(f"MB: {early['MB']:,.0f} -> {late['MB']:,.0f}")
         for name, number in self._types[-1].items():
@@ -232,7 +215,7 @@ def main() -> int:
             continue
         count = arguments.count or COUNTS[part]
         print(f"{name}: {count:,}", flush=True)
-        growth = Growth(count, ALLOWED_DEAD * count if part == "interrupts" else 0)
+        growth = Growth(count)
         run(count, growth)
         for line in (*growth.find(), *find_changes()):
             print(f"  grew: {line}")
