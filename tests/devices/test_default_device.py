@@ -22,10 +22,10 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.dropout, self.last = nn.Linear(16, 300), nn.Dropout(0.3), nn.Linear(300, 5)
+        self.first, self.last = nn.Linear(16, 300), nn.Linear(300, 5)
 
     def forward(self, inputs):
-        return self.last(self.dropout(torch.relu(self.first(inputs))))
+        return self.last(torch.dropout(torch.relu(self.first(inputs)), 0.3, self.training))
 
 
 def make(level="O1", **options):
