@@ -134,7 +134,7 @@ class Tracer(Recorder):
         self._reaching["others"] |= self._finder.find_faults(others)
 
     def _note_loss(self, loss: Tensor) -> None:
-        size = float(loss.detach().double().abs().mean())
+        size = float(loss.detach().cpu().double().abs().mean())
         if math.isfinite(size):
             self._losses = [min(self._losses[0], size) if self._losses else size, size]
 
@@ -178,7 +178,7 @@ class Tracer(Recorder):
             op=type(optimizer).__name__,
             out=short(bad.dtype),
             parameter=name,
-            share=float((~bad.detach().isfinite()).double().mean()),
+            share=int((~bad.detach().isfinite()).sum()) / bad.numel(),
             in_float32=math.inf if master is None else _find_largest([master]),
             eps=None if group.get("eps") is None else float(group["eps"]),
             lr=None if group.get("lr") is None else float(group["lr"]),
