@@ -1,5 +1,6 @@
 """Dtypes by name, and which tensors may be cast."""
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -58,13 +59,14 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def is_castable(tensor: Tensor, device_type: str | None = None) -> bool:
-    """Tell whether `tensor` is float16, bfloat16 or float32, not opaque, and, if a device type is given, lives on such
-    a device.
-    """
-    if tensor.dtype not in CASTABLE or is_opaque(tensor):
-        return False
-    return device_type is None or tensor.device.type == device_type
+def round_to_float32(number: float) -> float:
+    """Return the nearest number that float32 has; inf, with the sign of the number, beyond its range."""
+    return ctypes.c_float(number).value
+
+
+def is_castable(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is float16, bfloat16 or float32, and not opaque."""
+    return tensor.dtype in CASTABLE and not is_opaque(tensor)
 
 
 def is_opaque(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype
+from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype, round_to_float32
 from ..errors import PolicyError, did_you_mean
 from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
 
@@ -33,7 +33,7 @@ def _to_number(value: object) -> float:
 
 def is_scale(number: float) -> bool:
     """Tell whether a loss scale can be this number: finite and positive, in float32 too."""
-    return 0.0 < torch.tensor(number, dtype=torch.float32, device="cpu").item() < math.inf
+    return 0.0 < round_to_float32(number) < math.inf
 
 
 def _is_fraction(value: object) -> bool:

@@ -152,7 +152,7 @@ class Tracer(Recorder):
         self._reaching["others"] |= self._finder.find_faults(others)
 
     def _note_loss(self, loss: Tensor) -> None:
-        size = float(loss.detach().double().abs().mean())
+        size = float(loss.detach().cpu().double().abs().mean())
         if not math.isfinite(size):
             return
         if self._loss.base is None or size < self._loss.base:
@@ -211,7 +211,7 @@ class Tracer(Recorder):
             op=type(optimizer).__name__,
             out=short(bad.dtype),
             parameter=name,
-            share=float((~bad.detach().isfinite()).double().mean()),
+            share=int((~bad.detach().isfinite()).sum()) / bad.numel(),
             in_float32=in_float32,
             eps=_read_number(group, "eps"),
             lr=_read_number(group, "lr"),

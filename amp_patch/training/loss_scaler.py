@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import presets
+from ..dtypes import round_to_float32
 from ..multi_tensor import clone
 from ..torch_private import update_scale_
 from .unscaling import either
@@ -170,20 +171,19 @@ class LossScaler:
         unskipped = _read_count("unskipped", state["unskipped"])
         left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
-        device = self.scale.device
         if self.is_dynamic:
             self.known_scale = scale
-            self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+            self.scale = torch.tensor(scale, dtype=torch.float32)
             # at the interval or beyond it the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)
-        self._good_steps = torch.tensor(unskipped, dtype=torch.int32, device=device)
-        self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32, device=device)
+        self._good_steps = torch.tensor(unskipped, dtype=torch.int32)
+        self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32)
 
 
 def _read_scale(value: Any) -> float:
     """Return a saved loss scale. Raises TypeError, or ValueError where float32 has it not as a positive number."""
     try:
-        scale = torch.tensor(float(value), dtype=torch.float32, device="cpu").item()
+        scale = round_to_float32(float(value))
     except (OverflowError, RuntimeError) as error:
         raise ValueError(f"loss_scale cannot be read: {error}") from None
     if not 0 < scale < math.inf:

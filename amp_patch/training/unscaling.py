@@ -17,7 +17,7 @@ from ..torch_private import (
     view_negated,
 )
 
-_reciprocal = torch.ops.aten.reciprocal.default  # whatever a list says of it
+_reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor  # whatever a list says of them
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
@@ -56,10 +56,11 @@ def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, aft
     there = [gradient for gradient in gradients if gradient is not None]
     if not there or before is after:
         return
-    device = there[0].device
-    old = torch.ones((), device=device) if before is None else before.to(device)
-    new = torch.ones((), device=device) if after is None else after.to(device)
-    rescale_(there, new / old)
+    factor = after
+    if before is not None:
+        factor = _reciprocal(before) if after is None else _divide(after.to(before.device), before)
+    assert factor is not None
+    rescale_(there, factor)
 
 
 def either(left: Tensor | None, right: Tensor) -> Tensor:

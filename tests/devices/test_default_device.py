@@ -1,11 +1,12 @@
 """Every public function once where tensors are made on the device unless something else is said."""
 
 import functools
+import math
 import types
 
 import pytest
 import torch
-from devices import DEVICE, IS_SIM, requires_device
+from devices import DEVICE, IS_SIM, requires_device, requires_sim
 from torch import nn
 
 import amp_patch as amp
@@ -22,10 +23,10 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.dropout, self.last = nn.Linear(16, 300), nn.Dropout(0.3), nn.Linear(300, 5)
+        self.first, self.last = nn.Linear(16, 300), nn.Linear(300, 5)
 
     def forward(self, inputs):
-        return self.last(self.dropout(torch.relu(self.first(inputs))))
+        return self.last(torch.dropout(torch.relu(self.first(inputs)), 0.3, self.training))
 
 
 def make(level="O1", **options):
@@ -131,3 +132,23 @@ def test_compare_and_tune(tmp_path):
     found = insight.compare(train, runs=["O0", "O1", "O4"])
     assert not found.failed and all(one.peak for one in found.runs) and found.noise
     assert insight.tune(train, log=lambda _: None).is_reached
+
+
+@requires_sim
+def test_insight_takes_no_float64_of_a_device():
+    """MPS has none."""
+
+    def train(lr=0.1):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        for _ in range(2):
+            take_step(model, optimizer)
+
+    with simdev.count() as counts:
+        fault = insight.trace(lambda: train(lr=math.inf), on_fault="record").records[-1]
+        amp.reset()
+        insight.compare(train, runs=["O0", "O4"])
+    assert fault.cause == "step" and 0 < fault.share <= 1
+    assert not [record.op for record in counts.records if "Double" in (record.dtype, record.result_dtype)]

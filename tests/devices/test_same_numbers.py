@@ -9,8 +9,10 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex import amp_C
 from amp_patch.apex import optimizers as apex
 from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm
+from amp_patch.training.unscaling import change_scale_
 
 if IS_SIM:
     import run_programs
@@ -74,8 +76,14 @@ def backward(loss, optimizer, loss_id=0, **options):
         scaled_loss.backward(retain_graph=True)
 
 
+def sum_of_losses(model, number):
+    """Where the first one is: they may be on two devices."""
+    left, right = losses_of(model, number)
+    return left + right.to(left.device)
+
+
 def plain(model, optimizer, number):
-    backward(sum(losses_of(model, number)), optimizer)
+    backward(sum_of_losses(model, number), optimizer)
 
 
 def overflowing(model, optimizer, number):
@@ -88,9 +96,14 @@ def two_losses(model, optimizer, number):
     backward(right, optimizer, loss_id=1)
 
 
+def two_losses_of_one_scale(model, optimizer, number):
+    for loss in losses_of(model, number):
+        backward(loss, optimizer)
+
+
 def accumulated(model, optimizer, number):
-    backward(sum(losses_of(model, number)), optimizer, delay_unscale=True)
-    backward(sum(losses_of(model, number + 100)), optimizer)
+    backward(sum_of_losses(model, number), optimizer, delay_unscale=True)
+    backward(sum_of_losses(model, number + 100), optimizer)
 
 
 def clipped(model, optimizer, number):
@@ -101,7 +114,7 @@ def clipped(model, optimizer, number):
 def zeroed(model, optimizer, number):
     """What the first loss has left in one layer is zeroed in the block of the second."""
     left, right = losses_of(model, number)
-    backward(left + right, optimizer)
+    backward(left + right.to(left.device), optimizer)
     with amp.scale_loss(right, optimizer, loss_id=1) as scaled_loss:
         for parameter in model.right.parameters():
             if parameter.grad is not None:  # at O2 and O5 it is in the masters
@@ -109,7 +122,7 @@ def zeroed(model, optimizer, number):
         scaled_loss.backward()
 
 
-STEPS = (plain, overflowing, two_losses, accumulated, clipped, zeroed)
+STEPS = (plain, overflowing, two_losses, accumulated, clipped, zeroed, two_losses_of_one_scale)
 
 
 def train(model, optimizer, numbers):
@@ -182,19 +195,18 @@ def test_a_run_goes_on_on_another_device(first, second, level, tmp_path):
 
 
 class Split(Net):
-    """The first half on one device, the second on another."""
+    """Most of it on one device, a branch and its loss on another."""
 
     def to(self, device):
         super().to("sim:0" if device == "split" else device)
         if device == "split":
-            for part in (self.norm, self.left, self.right):
-                part.to("sim:1")
+            self.left.to("sim:1")
         return self
 
     def forward(self, images):
         hidden = F.gelu(self.batch_norm(self.convolution(images.to(self.convolution.weight.device)))).flatten(1)
-        hidden = self.norm(hidden.to(self.norm.weight.device))
-        return self.left(hidden), self.right(hidden)
+        hidden = self.norm(hidden)
+        return self.left(hidden.to(self.left.weight.device)), self.right(hidden)
 
 
 @pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused"])
@@ -204,10 +216,50 @@ def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
     found = {}
     for device in ("cpu", "split"):
         model, optimizer = start(device, level, kind, loss_scale="dynamic")
-        train(model, optimizer, (0, 1, 2, 3, 5))  # clipped, a sum of norms has another order
+        train(model, optimizer, (0, 1, 2, 3, 5, 6))  # clipped, a sum of norms has another order
         found[device] = everything(model, optimizer)
         amp.reset()
     assert_same(found["split"], found["cpu"])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0, 8.0), (None, 8.0), (2.0, None)])
+def test_gradients_and_their_scales_may_be_on_two_devices(before, after):
+    gradients = [torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")]
+    scales = [
+        value and torch.tensor(value, device="sim:0" if value == before else "sim:1") for value in (before, after)
+    ]
+    change_scale_(gradients, *scales)
+    expected = torch.full((3,), (after or 1.0) / (before or 1.0))
+    assert all(torch.equal(gradient.cpu(), expected) for gradient in gradients)
+
+
+def call_amp_C(*devices):
+    """What those kernels of the stand-in give that do not read the flag, of lists with a tensor on each device."""
+    drawn = torch.randn(5, len(devices), 5, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    gradients, params, averages, squares, outputs = (
+        [values.to(device) for values, device in zip(rows, devices, strict=True)] for rows in drawn.unbind()
+    )
+    squares = [values.square() for values in squares]
+    flag = torch.zeros(1, dtype=torch.int32, device=devices[0])
+    scale, good_steps, left = torch.ones(1, device=devices[0]), flag.clone(), flag.clone()
+    with simdev.lag(10**6), simdev.no_sync():
+        norm, each = amp_C.multi_tensor_l2norm(0, flag, [gradients], True)
+        amp_C.multi_tensor_scale(0, flag, [gradients, outputs], 0.5)
+        amp_C.multi_tensor_axpby(0, flag, [outputs, gradients, outputs], 2.0, 3.0, -1)
+        unscaled, _ = amp_C.multi_tensor_unscale_l2norm(0, flag, [gradients], scale)
+        amp_C.multi_tensor_adam(0, flag, [gradients, params, averages, squares], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.01)
+        amp_C.multi_tensor_lamb(
+            0, flag, [gradients, params, averages, squares], 0.1, 0.9, 0.99, 1e-8, 2, 1, 0.01, 1, 1, norm, 1.0
+        )
+        amp_C.update_scale_hysteresis(scale, good_steps, left, flag.float(), 2.0, 0.5, 1, 2)
+    found = [norm, each, unscaled, *outputs, *params, *averages, *squares, scale, good_steps, left, flag]
+    return [tensor.cpu() for tensor in found]
+
+
+def test_the_kernels_of_the_stand_in_take_lists_of_two_devices_and_wait_for_nothing():
+    expected = call_amp_C("cpu", "cpu")
+    for devices in (("sim", "sim"), ("sim:0", "sim:1")):
+        assert all(map(torch.equal, call_amp_C(*devices), expected))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -11,7 +11,7 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.apex.optimizers import FusedAdam
+from amp_patch.apex import optimizers as apex
 
 if IS_SIM:
     import simdev
@@ -138,12 +138,23 @@ def test_other_ways_to_gradients_wait_for_nothing_either(level, make_gradients):
                     optimizer.zero_grad()
 
 
+OF_THE_STAND_IN = {
+    "adam": (apex.FusedAdam, {"max_grad_norm": 1.0}),
+    "lamb": (apex.FusedLAMB, {}),
+    "novograd": (apex.FusedNovoGrad, {}),
+    "sgd": (apex.FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fused_adam_of_the_stand_in_waits_for_nothing(level):
+@pytest.mark.parametrize("name", OF_THE_STAND_IN)
+def test_the_optimizers_of_the_stand_in_wait_for_nothing(name, level):
+    """But for those that cannot skip by a flag, where a dynamic scale may have them skip."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4)]).to("sim")
-    optimizer = FusedAdam(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    make, options = OF_THE_STAND_IN[name]
+    optimizer = make(model.parameters(), **options)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic" if name == "adam" else 128.0, verbosity=0)
     with simdev.lag(10**6):
         for number in range(3):
             with simdev.no_sync() if number else contextlib.nullcontext():

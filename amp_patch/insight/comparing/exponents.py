@@ -61,6 +61,8 @@ def count(tensors: "Iterable[Tensor]") -> Counted:
             nonfinite += sizes.numel() - finite.numel()
             found = finite[finite > 0]
             zeros += finite.numel() - found.numel()
+            if found.device.type == "mps":
+                found = found.cpu()  # frexp came there after torch 2.13
             mantissa, exponent = torch.frexp(found)  # mantissa from 0.5 up to 1
             kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
             places = (exponent - 1 - _LOWEST) * CLASSES + kind

@@ -76,7 +76,7 @@ class CurveProbe(Probe):
         if session.device_type != "cpu":
             torch.accelerator.synchronize()
         self._seconds.append(time.perf_counter() - self._started)
-        losses = [loss.double().mean().item() for loss in self._pending]
+        losses = [loss.cpu().double().mean().item() for loss in self._pending]
         self._pending.clear()
         self._losses.append(_shorten(mean(losses)))
         self._scales.append(session.stats().loss_scales[0])

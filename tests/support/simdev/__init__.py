@@ -2,9 +2,11 @@
 computed by torch's own CPU kernels, one launch for each op.
 
 * A device pointer is no address of the host: code that follows one dies at once. Fresh memory is NaN.
-* Tensors of two devices, generators of another device and pinned tensors of the device are refused, as on CUDA.
-* `count()` tells launches, syncs and copies; `no_sync()` raises where the host would wait. A copy to the host that
-  does not wait holds NaN until somebody waits for it. `lag(n)` has events come true n launches later.
+* Tensors of two devices, 0-dim ones among them, generators of another device and pinned tensors of the device are
+  refused, as on CUDA. A 0-dim tensor of the CPU is taken where CUDA takes one.
+* `count()` tells launches, syncs and copies; `no_sync()` raises where the host would wait. A copy to pinned memory that
+  does not wait holds NaN until somebody waits for it; one to other memory of the host waits. `lag(n)` has events come
+  true n launches later.
 
 It cannot show times, races between streams, CUDA graphs, compiled code, or what cuDNN and TF32 do to numbers.
 

@@ -150,7 +150,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return default_generator(device);
     }
     at::Generator getNewGenerator(c10::DeviceIndex device) const override { return make_generator(device); }
-    at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+    at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
     at::Device getDeviceFromPtr(void* pointer) const override {
         TORCH_CHECK((uintptr_t)pointer & kDeviceBit, "sim: this memory is not the device's");
         return device_at(current_device);

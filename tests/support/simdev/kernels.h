@@ -8,12 +8,31 @@
 namespace sim {
 using c10::IValue;
 
-// Ops that take tensors of the CPU beside those of the device, as on CUDA.
+// Ops whose indices may be tensors of the CPU, as on CUDA.
 const std::unordered_set<std::string> takes_cpu_tensors = {
     "aten::index.Tensor",
     "aten::index_put",
     "aten::index_put_",
     "aten::_index_put_impl_",
+};
+
+// Ops that read one number (0-dim) from the host, beside those that go element by element: of those with a kernel for
+// CUDA that native_functions.yaml exempts from its check of devices, these ask where the number is.
+const std::unordered_set<std::string> takes_cpu_number = {
+    "aten::rsub.Tensor",
+    "aten::floor_divide",
+    "aten::floor_divide_.Tensor",
+    "aten::fill_.Tensor",
+    "aten::masked_fill_.Tensor",
+    "aten::index_fill_.int_Tensor",
+    "aten::_foreach_mul.Tensor",
+    "aten::_foreach_mul_.Tensor",
+    "aten::_foreach_div.Tensor",
+    "aten::_foreach_div_.Tensor",
+    "aten::_fused_adam_.tensor_lr",
+    "aten::_fused_adamw_.tensor_lr",
+    "aten::_fused_sgd_.tensor_lr",
+    "aten::_fused_adagrad_.tensor_lr",
 };
 
 // Ops after which the host waits to know how large the result is.
@@ -38,22 +57,11 @@ struct Call {
     std::unordered_map<c10::StorageImpl*, c10::Storage> alias_of;   // by storage of the device
     std::unordered_map<c10::StorageImpl*, c10::Storage> device_of;  // by storage of the host
     int device = -1;
-    Tensor first_input, last_output, cpu_tensor;
+    Tensor first_input, last_output;
 
     Tensor alias(const Tensor& tensor) {
-        if (!tensor.defined())
+        if (!tensor.defined() || !tensor.device().is_privateuseone())
             return tensor;
-        if (!tensor.device().is_privateuseone()) {
-            if (tensor.is_cpu() && tensor.dim() > 0)
-                cpu_tensor = tensor;
-            return tensor;
-        }
-        const int index = tensor.device().index();
-        TORCH_CHECK(device < 0 || device == index || tensor.dim() == 0,
-                    "Expected all tensors to be on the same device, but found at least two devices, sim:", device,
-                    " and ", tensor.device(), "!");
-        if (device < 0 || tensor.dim() > 0)
-            device = index;
         if (!first_input.defined())
             first_input = tensor;
         auto alias = at::detail::make_tensor<at::TensorImpl>(
@@ -85,11 +93,8 @@ struct Call {
                 aliases.push_back(tensor ? std::optional<Tensor>(alias(*tensor)) : tensor);
             return aliases;
         }
-        if (value.isDevice() && value.toDevice().is_privateuseone()) {
-            if (device < 0)
-                device = index_or_current(value.toDevice().index());
+        if (value.isDevice() && value.toDevice().is_privateuseone())
             return c10::Device(c10::kCPU);
-        }
         if (is_device_generator(value))
             return static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
         return value;
@@ -200,25 +205,56 @@ bool has_boolean_index(const std::vector<IValue>& args) {
     return false;
 }
 
-// What kernels read of a loss scale: on CUDA a number on the host will not do, as it does elsewhere.
-const std::unordered_set<std::string> of_loss_scale = {"inv_scale", "grad_scale", "found_inf", "growth_tracker"};
+std::vector<Tensor> tensors_in(const IValue& value) {
+    if (value.isTensor())
+        return {value.toTensor()};
+    if (value.isTensorList())
+        return value.toTensorVector();
+    std::vector<Tensor> found;
+    if (value.isOptionalTensorList())
+        for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+            found.push_back(tensor.value_or(Tensor()));
+    return found;
+}
 
-void check_arguments(const Call& call, const std::vector<IValue>& args, const c10::FunctionSchema& schema,
-                     const std::string& name) {
-    const bool is_on_device = call.first_input.defined() || call.device >= 0;
+// The device that an op runs on: that of the first tensor on one, or that of what it makes; -1 where nothing says so.
+int find_device(const std::vector<IValue>& args) {
+    for (const auto& value : args)
+        for (const Tensor& tensor : tensors_in(value))
+            if (tensor.defined() && tensor.device().is_privateuseone())
+                return tensor.device().index();
+    for (const auto& value : args)
+        if (value.isDevice() && value.toDevice().is_privateuseone())
+            return index_or_current(value.toDevice().index());
+    return -1;
+}
+
+// Refuse what CUDA refuses: tensors of any shape on another device, and numbers of the host but where one may be.
+void check_devices(const c10::OperatorHandle& op, const std::string& name, const std::vector<IValue>& args, int device) {
+    const bool moves_numbers = name == "aten::where.self";
+    bool takes_number = op.hasTag(at::Tag::pointwise) || takes_cpu_number.count(name);
     for (size_t place = 0; place < args.size(); ++place) {
-        const bool is_read = is_on_device && args[place].isTensor() && of_loss_scale.count(schema.arguments()[place].name());
-        TORCH_CHECK(!is_read || args[place].toTensor().device() == at::Device(at::kPrivateUse1, call.device),
-                    schema.arguments()[place].name(), " must be on sim:", call.device, " (when calling ", name, ")");
+        const auto* alias = op.schema().arguments()[place].alias_info();
+        const bool is_written = alias && alias->isWrite();
+        for (const Tensor& tensor : tensors_in(args[place])) {
+            if (!tensor.defined() || tensor.device() == device_at(device))
+                continue;
+            const bool is_number = tensor.dim() == 0 && !args[place].isTensorList() && !is_written;
+            if (is_number && moves_numbers)
+                continue;
+            if (tensor.is_cpu() && place > 0 && takes_cpu_tensors.count(name))
+                continue;
+            TORCH_CHECK(tensor.is_cpu() && is_number && takes_number,
+                        "Expected all tensors to be on the same device, but found at least two devices, sim:", device,
+                        " and ", tensor.device(), "! (argument ", op.schema().arguments()[place].name(), " of ", name,
+                        ")");
+            takes_number = false;  // one of them
+        }
     }
     for (const auto& value : args) {
-        const bool is_wrong =
-            is_on_device && value.isGenerator() && value.toGenerator().defined() && !Call::is_device_generator(value);
+        const bool is_wrong = value.isGenerator() && value.toGenerator().defined() && !Call::is_device_generator(value);
         TORCH_CHECK(!is_wrong, "Expected a 'sim' device type for generator but found 'cpu'");
     }
-    TORCH_CHECK(!is_on_device || !call.cpu_tensor.defined() || takes_cpu_tensors.count(name),
-                "Expected all tensors to be on the same device, but found at least two devices, sim:", call.device,
-                " and cpu! (when calling ", name, ")");
 }
 
 bool is_view(const c10::FunctionSchema& schema) {
@@ -253,6 +289,12 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 // An op on lists of tensors of several devices, as on CUDA: a launch for each tensor.
 void run_one_by_one(const c10::OperatorHandle& op, const std::vector<IValue>& args, torch::jit::Stack* stack) {
     torch::jit::drop(*stack, args.size());
+    if (op.schema().name() == "aten::_foreach_copy_") {  // the one that may go from one device to another
+        const auto targets = args[0].toTensorVector(), sources = args[1].toTensorVector();
+        for (size_t place = 0; place < targets.size(); ++place)
+            targets[place].copy_(sources[place], args[2].toBool());
+        return;
+    }
     c10::List<Tensor> results;
     for (size_t place = 0; place < args[0].toTensorVector().size(); ++place) {
         torch::jit::Stack one;
@@ -281,14 +323,17 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const auto name = overload.empty() ? schema.name() : schema.name() + "." + overload;
     const size_t begin = stack->size() - schema.arguments().size();
     const std::vector<IValue> args(stack->begin() + begin, stack->end());
-    if (begins_with(name, "aten::_foreach_") && are_on_several_devices(args))
+    const bool has_rows = name == "aten::_foreach_copy_" || (args[0].isTensorList() && args[0].toTensorVector().size() > 1);
+    if (begins_with(name, "aten::_foreach_") && has_rows && are_on_several_devices(args))
         return run_one_by_one(op, args, stack);
     Call call;
+    call.device = find_device(args);
+    if (call.device >= 0)
+        check_devices(op, name, args, call.device);
+    else
+        call.device = current_device;
     for (size_t place = 0; place < args.size(); ++place)
         (*stack)[begin + place] = call.alias_value(args[place]);
-    check_arguments(call, args, schema, name);
-    if (call.device < 0)
-        call.device = current_device;
     {
         std::optional<RandomNumbers> random;
         if (op.hasTag(at::Tag::nondeterministic_seeded))

@@ -102,6 +102,35 @@ c10::Storage make_storage(size_t size, at::DataPtr data) {
     return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(data), &allocator, /*resizable=*/true);
 }
 
+// Pinned memory of the host, by address.
+std::map<const char*, size_t> pinned;
+
+void unpin(void* host) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    pinned.erase(static_cast<char*>(host));
+    free(host);
+}
+
+bool is_pinned(const void* host) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    auto after = pinned.upper_bound(static_cast<const char*>(host));
+    return after != pinned.begin() && std::prev(after)->first + std::prev(after)->second > host;
+}
+
+struct PinnedAllocator final : c10::Allocator {
+    at::DataPtr allocate(size_t size) override {
+        std::lock_guard<std::recursive_mutex> guard(mutex);
+        void* host = nullptr;
+        TORCH_CHECK(posix_memalign(&host, 64, std::max(size, size_t(1))) == 0, "sim: out of memory");
+        pinned[static_cast<char*>(host)] = size;
+        return {host, host, &unpin, c10::Device(c10::kCPU)};
+    }
+    at::DeleterFnPtr raw_deleter() const override { return &unpin; }
+    void copy_data(void* to, const void* from, std::size_t size) const override { memcpy(to, from, size); }
+};
+
+PinnedAllocator pinned_allocator;
+
 // Have a storage hold `size` bytes at least; 0 empties it.
 void grow(const c10::Storage& storage, size_t size) {
     auto* impl = storage.unsafeGetStorageImpl();

@@ -91,7 +91,7 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
     const bool is_to_host = target.is_cpu(), is_from_host = self.is_cpu();
     const bool is_between = !is_to_host && !is_from_host && self.device() != target.device();
     note(is_to_host ? "d2h" : is_from_host ? "h2d" : is_between ? "p2p" : "launch", "aten::copy_", self, target);
-    if (is_to_host && non_blocking) {
+    if (is_to_host && non_blocking && is_pinned(target.data_ptr())) {
         begin_copy(target, source.to(target.scalar_type(), /*non_blocking=*/false, /*copy=*/true));
         return target;
     }
