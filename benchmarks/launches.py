@@ -145,9 +145,9 @@ op on many tensors. A wait is a moment in which the host does nothing until the 
 **These are counts, not times.** They show how much work the host does for a step, which limits small models on a GPU,
 and whether the host ever waits, during which it cannot queue more work. They do not show how long a kernel takes.
 
-Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks and {gpt}
-parameters, the conv net 6 residual blocks with BatchNorm and {resnet}, the mlp 5 layers and {mlp}. Attention is one
-launch. autocast in float16 is with `GradScaler`. torch {torch}.
+Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks
+and {gpt} parameters, the conv net 6 residual blocks with BatchNorm and {resnet}, the mlp 5 layers and {mlp}.
+Attention is one launch. autocast in float16 is with `GradScaler`. torch {torch}.
 """
 
 
