@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def _leave(self, message: str) -> NoReturn:
-        print_error(self.prog, "error", f"{message}\n{self.prog} --help tells more")
+        print_error(self.prog, "error", f"{message}\nsee {self.prog} --help")
         self.exit(2)
 
     def _leave_if_gone(self, word: str) -> None:

@@ -27,7 +27,7 @@ def format_faults(recording: Recording) -> str:
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
     elif not searched:
-        lines.append("no fault was found, and no step of an optimizer ended")
+        lines.append("it holds no op, no fault and no step of an optimizer")
     return "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def _describe_cause(fault: FaultRecord) -> str:
             text += f", at a learning rate of {fault.lr:g}"
         return text
     if not fault.aten:
-        of = f"the gradient of {fault.parameter} is not finite, and no op that was seen made it so"
+        of = f"the gradient of {fault.parameter} is not finite, and no op that trace saw made it so"
         return f"came in: {of} (a kernel that torch does not dispatch, compiled code, or another rank)"
     if fault.cause == "came in":
         return f"came in: {fault.parameter or 'an input that no op made'} held {fault.value} before ({share})"

@@ -42,9 +42,9 @@ def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
     """Yield a line for what in the rows does not speak for itself."""
     if any(map(_is_computed_in_float32, ops)):
         yield "* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
-    prefixes = recording.run.prefixes
-    if prefixes and any(op.module for op in ops):
-        yield f"several models: names begin with the model ({', '.join(prefixes)}), which module rules leave out"
+    if recording.run.prefixes and any(op.module for op in ops):
+        classes = ", ".join(recording.run.prefixes)
+        yield f"several models: names begin with the class of the model ({classes}); leave it out in module rules"
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:

@@ -89,8 +89,8 @@ class Tracer(Recorder):
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
 
     def _records(self) -> list[Record]:
-        """Return the faults so far, those that are no search for a loss scale first, and the steps."""
-        return [*self._faults, *self._finder.faults, *self._searched, *self._steps]
+        """Return the faults so far, those that are no search for a loss scale first."""
+        return [*self._faults, *self._finder.faults, *self._searched]
 
     @property
     def faults(self) -> list[FaultRecord]:
@@ -468,6 +468,7 @@ def trace(
     if error is None and not tracer.faults:
         tracer.check_seen()
     recording = tracer.recording
+    recording.records += tracer._steps  # which say what was looked at
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults and on_fault == "raise":
         raise NonFiniteError(format_fault(faults[0], recording.run), faults[0]) from error

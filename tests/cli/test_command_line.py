@@ -83,7 +83,7 @@ def test_a_wrong_command_line_is_told_what_is_wrong_and_where_help_is(folder, ca
         assert left.value.code == 2
         printed, said = capsys.readouterr()
         error, remedy = said.splitlines()
-        assert (printed, remedy) == ("", f"{prog} --help tells more")
+        assert (printed, remedy) == ("", f"see {prog} --help")
         assert error.startswith(f"{prog}: error: ") and told in error
 
 

@@ -431,8 +431,18 @@ def test_a_noise_of_nothing_is_not_known():
             30,
             "O1: as good as O0 (loss 0.03% higher, beyond noise, but below 0.1%); faster (a step takes 0.50",
         ),
-        (-0.01, 1.08, 30, "O1: better than O0 (loss 10.00% lower, beyond noise); time within noise"),
-        (0.01, 3.0, 30, "O1: worse than O0 (loss 10.00% higher, beyond noise); slower (a step takes 3.00"),
+        (
+            -0.01,
+            1.08,
+            30,
+            "O1: better than O0 (loss 10.00% lower, beyond noise; 3 seeds tell more than 1); time within noise",
+        ),
+        (
+            0.01,
+            3.0,
+            30,
+            "O1: worse than O0 (loss 10.00% higher, beyond noise; 3 seeds tell more than 1); slower (a step takes 3.00",
+        ),
         (math.nan, 1.0, 30, "O1: worse than O0 (the loss is not finite)"),
         (0.0, 0.35, 8, "O1: as good as O0 (the same loss); time not judged, 8 steps are too few"),
     ],
@@ -454,13 +464,13 @@ def test_a_run_has_a_verdict(off, factor, steps, told):
 def test_a_difference_whose_sign_the_seed_decides_means_nothing(offs, verdict):
     curves = []
     for seed, off in enumerate(offs):
-        curves.append(CurveRecord("O0", seed, (1.0,), (1.0,), (), 10.0))
-        curves.append(CurveRecord("O0", seed, (1.0 + 1e-6,), (1.0,), (), 10.0, is_noise=True))
-        curves.append(CurveRecord("O1", seed, (1.0 + off,), (1.0,), (), 10.0))
+        for run, loss, is_noise in (("O0", 1.0, False), ("O0", 1.0 + 1e-6, True), ("O1", 1.0 + off, False)):
+            curves.append(CurveRecord(run, seed, (loss + seed,), (1.0,), (), 10.0, is_noise))
     about = ComparisonRecord("O0", 1, (0, 1, 2), "a CPU", "")
     runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
-    assert f"O1: {verdict} O0" in Comparison(recording).table()
+    table = Comparison(recording).table()
+    assert f"O1: {verdict} O0" in table and "seeds tell more" not in table
 
 
 def test_a_notebook_shows_a_row_for_each_run_and_escapes_what_it_is_given():

@@ -5,7 +5,7 @@ import os
 from ..records import Recording
 from .picture import draw_comparison
 from .summary import Summary
-from .text import format_comparison
+from .text import format_comparison, heading
 
 
 class Comparison(Summary):
@@ -18,6 +18,9 @@ class Comparison(Summary):
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {heading(self)}; print() shows it>"
 
     def table(self) -> str:
         """Return a row for each run as text, and what there is to know of all."""

@@ -48,13 +48,15 @@ def _judge_loss(summary: Summary, row: Row, loss: float) -> str:
     beyond = "beyond noise" if summary.noise is not None else "the noise is not known"
     if part <= ALIKE:
         return f"as good as {reference} ({off}, {beyond}, but below {ALIKE:.1%})"
-    return f"{'worse' if row.difference > 0 else 'better'} than {reference} ({off}, {beyond})"
+    seeds = len(summary.about.seeds)
+    hint = f"; {SEEDS} seeds tell more than {seeds}" if seeds < SEEDS and not summary.are_seeds_equal else ""
+    return f"{'worse' if row.difference > 0 else 'better'} than {reference} ({off}, {beyond}{hint})"
 
 
 def _is_within_seeds(summary: Summary, row: Row) -> bool:
     """Tell whether the mean difference over the seeds is below two standard errors."""
     seeds = len(summary.differences(row.name))
-    if row.spread is None or row.difference is None or seeds < SEEDS:
+    if row.spread is None or row.difference is None or seeds < SEEDS or summary.are_seeds_equal:
         return False
     return abs(row.difference) <= 2 * row.spread / math.sqrt(seeds)
 
