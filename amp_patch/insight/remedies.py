@@ -215,22 +215,23 @@ def _find_listed_name(item: "Item") -> str:
     return item.aten if op_names.find_or_none(item.aten) else ""
 
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"\d+")
 
 
 def fold(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
-    """Return patterns for modules: names that differ in numbers alone are one, which may match more than these, but
-    nothing of another kind; those inside of others are left out. `kinds`: the classes of all modules.
+    """Return patterns for modules: names of one class that differ in numbers alone are one pattern, which may match
+    more than these, but nothing of another class; those inside of others are left out. `kinds`: the classes of all
+    modules.
     """
-    alike: dict[str, list[str]] = {}
+    alike: dict[tuple[str, type | None], list[str]] = {}
     for name in dict.fromkeys(names):
-        alike.setdefault(_NUMBER.sub("*", name), []).append(name)
+        alike.setdefault((_NUMBER.sub("*", name), kinds.get(name)), []).append(name)
     patterns: list[str] = []
-    for same in alike.values():
+    for (_, kind), same in alike.items():
         pattern = _star(same)
         parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
         others = {kind for name, kind in kinds.items() if parts.fullmatch(name)}
-        patterns += [pattern] if others <= {kinds.get(name) for name in same} else same
+        patterns += [pattern] if others <= {kind} else same
     return [one for one in patterns if not any(one.startswith(f"{other}.") for other in patterns)]
 
 

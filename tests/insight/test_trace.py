@@ -335,6 +335,22 @@ def test_a_cast_of_the_users():
     assert (fault.aten, fault.given, fault.out, fault.cause) == ("_to_copy", ("f32",), "f16", "precision")
 
 
+def test_modules_of_one_class_that_differ_in_a_number_are_one_pattern():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = Norm(), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x + self.layer(self.norm(x * 3e3))
+
+    blocks = nn.Sequential()
+    for number in range(3):
+        blocks.add_module(f"block{number}", Block())
+    (fault, *_) = find(make_step(Sandwich(blocks), level="O2", loss_scale=1.0))
+    assert fault.regions == ('match: "between.*.norm"',)
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 

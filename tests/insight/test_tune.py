@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from faulty_gpt import LOW, FaultyGPT, make_training
 from gpt import make_gpt
 from torch import nn
-from torch_state import find_changes
+from torch_state import VERSION, find_changes
 from training import backward, take_step
 
 import amp_patch as amp
@@ -538,6 +538,7 @@ def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(leve
     assert dtypes == [[low, torch.float32], [low, low]]
 
 
+@pytest.mark.skipif(VERSION < (2, 7), reason="torch 2.6 draws other random numbers in 16 bits than in float32")
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_noise_of_the_users_own_is_drawn_as_without(has_generator, tune):
     def train():
