@@ -504,7 +504,7 @@ def test_a_conflict_names_what_holds_deleted_models(monkeypatch):
 def test_a_model_that_only_a_running_function_holds_is_told_of_as_such():
     model = nn.Linear(5, 5)
     amp.initialize(model, opt_level="O4", verbosity=0)
-    with pytest.raises(amp.SessionError, match="look for local variables of functions that run"):
+    with pytest.raises(amp.SessionError, match="look at the local variables of functions that are running"):
         amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)
     del model
     amp.initialize(nn.Linear(2, 5), opt_level="O5", verbosity=0)  # the error has kept nothing
