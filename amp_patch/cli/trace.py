@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from ..insight import FaultRecord, format_fault
-    from ..insight.fault_text import describe_search
+    from ..insight import FaultRecord, describe_search, format_fault
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
