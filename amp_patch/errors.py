@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from .synonyms import SYNONYMS
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _LEVEL = re.compile("[o0]?([0-9])")
 
@@ -158,14 +158,14 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?{remark}"
 
 
-def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: a keyword argument that the function does not take is an ArgumentTypeError, with the one that may be
     meant.
     """
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs:
             if name not in known:
                 raise ArgumentTypeError(

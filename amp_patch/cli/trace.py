@@ -195,7 +195,7 @@ def _find_searches(found: Watched) -> "list[FaultRecord]":
 
 
 def _tell_of_search(found: Watched) -> None:
-    from ..insight.fault_text import describe_search
+    from ..insight import describe_search
 
     searches = _find_searches(found)
     if searches:

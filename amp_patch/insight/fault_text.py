@@ -23,7 +23,8 @@ def format_faults(recording: Recording) -> str:
         return "\n\n".join(found)
     searched = [fault for fault in faults if fault.is_search]
     lines = [describe_search(searched)] if searched else []
-    fitting = len(recording.steps) - len(searched)
+    skipped = sum(step.skipped is True for step in recording.steps)
+    fitting = len(recording.steps) - max(skipped, len(searched))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
     elif not searched:

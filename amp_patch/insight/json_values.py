@@ -1,8 +1,37 @@
-"""Values of records as JSON has them, and back."""
+"""Records as lines of JSON, and back."""
 
+import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, get_args, get_origin
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from ..errors import RecordError
+
+R = TypeVar("R")
+
+
+def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
+    """Yield the data of each line of a file and its record, of the class that `kinds` has for it; None for a kind that
+    only a later version knows. Raises RecordError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            data = json.loads(line)
+            kind = kinds.get(data.pop("kind", None))
+            record = None
+            if kind is not None:
+                types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+                record = kind(**{name: freeze(data[name], types[name]) for name in data if name in types})
+                check(record)
+            yield data, record
+        except (ValueError, AttributeError, TypeError) as error:
+            raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
 
 
 def check(record: Any) -> None:

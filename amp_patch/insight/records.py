@@ -7,14 +7,13 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
 from ..errors import RecordError
 from ..files import write_file
-from .json_values import check, freeze, plain
+from .json_values import plain, read_lines
 
 SCHEMA = 1
 """The version of the schema, which goes up with every change that an older reader would misread."""
@@ -460,7 +459,7 @@ class Recording:
         run: RunRecord | None = None
         records: list[Record] = []
         number, lines = None, 0
-        for data, record in _read(Path(path)):
+        for data, record in read_lines(Path(path), _KINDS):
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
                     raise RecordError(
@@ -482,26 +481,6 @@ class Recording:
 def _format(record: Record, **more: int) -> str:
     """Return a record as a line of JSON."""
     return json.dumps(plain({"kind": record.kind, **asdict(record), **more}), allow_nan=False)
-
-
-def _read(path: Path) -> Iterator[tuple[dict[str, Any], Record | None]]:
-    """Yield the data of each line and its record; None for a kind that only a later version knows."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            data = json.loads(line)
-            kind = _KINDS.get(data.pop("kind", None))
-            record = None
-            if kind is not None:
-                types = {field.name: field.type for field in fields(kind)}
-                record = kind(**{name: freeze(data[name], types[name]) for name in data if name in types})
-                check(record)
-            yield data, record
-        except (ValueError, AttributeError, TypeError) as error:
-            raise RecordError(f"{path}:{number}: not a line of a recording ({error})") from None
 
 
 def _show(maker: str, shown: Any) -> str:

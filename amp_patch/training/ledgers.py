@@ -255,7 +255,7 @@ class Ledgers:
         if (self._open or self._waiting) and self._has_masters:
             warn(
                 "gradients are clipped inside a scale_loss block, or after one with delay_unscale, before the masters"
-                " have them: clip after the last block, and before the step"
+                " have them: clip after the block, and before the step"
             )
         else:
             self.settle()

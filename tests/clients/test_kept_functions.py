@@ -40,7 +40,7 @@ def read():
 def test_each_place_is_exchanged_and_given_back(lists):
     before = read()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="patched functions are also held")
+        warnings.filterwarnings("error", message="some objects hold patched functions")
         model = nn.Sequential(activations.ACT2FN["gelu"], activations.ACT2FN["gelu_pytorch_tanh"])
         amp.initialize(model, opt_level="O4", lists=lists, verbosity=0)
     during = read()

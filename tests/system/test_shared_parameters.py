@@ -243,7 +243,7 @@ def test_the_copy_of_a_model_says_what_a_copied_optimizer_is():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
-    with pytest.warns(UserWarning, match="make it a new optimizer"):
+    with pytest.warns(UserWarning, match="create a new optimizer for it"):
         copy.deepcopy((net, optimizer))
 
 
