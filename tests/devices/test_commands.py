@@ -90,10 +90,9 @@ def test_trace(script, call):
     assert code == 1 and "step 1, forward" in out and "exp" in out
 
 
-@each_script
-def test_compare(script, call):
+def test_compare(call):
     options = ("--runs", "O0,O1,O4", "--steps", "3", "--jsonl", "c.jsonl")
-    code, out, _ = call("compare", script, *options)
+    code, out, _ = call("compare", APEX, *options)
     found = Comparison.read("c.jsonl")
     assert code == 0 and not found.failed, out
     assert all(one.peak for one in found.runs) and {one.module for one in found.layers("O4")} == {"0", "1", "2", "3"}

@@ -2,6 +2,8 @@
 bit, at every level, with every kind of optimizer, and however far the device is behind the host.
 """
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ import amp_patch as amp
 from amp_patch.apex import amp_C
 from amp_patch.apex import optimizers as apex
 from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm
+from amp_patch.integrations.trackers import Tracker
 from amp_patch.training.unscaling import change_scale_
 
 if IS_SIM:
@@ -220,6 +223,27 @@ def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
         found[device] = everything(model, optimizer)
         amp.reset()
     assert_same(found["split"], found["cpu"])
+
+
+def test_gradients_of_two_devices_have_one_norm_and_names_where_they_overflow(monkeypatch):
+    monkeypatch.setitem(globals(), "Net", Split)
+    found = {}
+    for device in ("cpu", "split"):
+        model, optimizer = start(device, "O1", "adamw-foreach", loss_scale=128.0)
+        logged = {}
+        tracker = Tracker(types.SimpleNamespace(log=lambda values, step, logged=logged: logged.update(values)), every=1)
+        plain(model, optimizer, 0)
+        tracker(optimizer)
+        tracker.flush()
+        with amp.scale_loss(losses_of(model, 0)[0], optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model.left.weight.grad[0, 0] = float("inf")
+        with pytest.warns(UserWarning, match=r"\(left\.weight\)"):
+            optimizer.step()
+            amp.stats()
+        found[device] = logged["amp/grad_norm"]
+        amp.reset()
+    assert found["split"] == pytest.approx(found["cpu"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2.0, 8.0), (None, 8.0), (2.0, None)])
