@@ -32,7 +32,7 @@ OPTIMIZERS = {  # an eps of 1e-8 is 0 in the float16 of O3
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, fused=True),
 }
 APEX = {
-    "apex-adam": lambda p: apex.FusedAdam(p, lr=3e-3),
+    "apex-adam": lambda p: apex.FusedAdam(p, lr=3e-3, max_grad_norm=1.0),
     "apex-lamb": lambda p: apex.FusedLAMB(p, lr=3e-3),
     "apex-novograd": lambda p: apex.FusedNovoGrad(p, lr=3e-3),
     "apex-sgd": lambda p: apex.FusedSGD(p, lr=0.05, momentum=0.9),
@@ -212,7 +212,7 @@ class Split(Net):
         return self.left(hidden.to(self.left.weight.device)), self.right(hidden)
 
 
-@pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused"])
+@pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused", "apex-adam"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
     monkeypatch.setitem(globals(), "Net", Split)
@@ -233,6 +233,9 @@ def test_gradients_of_two_devices_have_one_norm_and_names_where_they_overflow(mo
         logged = {}
         tracker = Tracker(types.SimpleNamespace(log=lambda values, step, logged=logged: logged.update(values)), every=1)
         plain(model, optimizer, 0)
+        assert all(
+            scaled.item() == 128.0 for scaled in amp.scale([torch.ones_like(loss) for loss in losses_of(model, 0)])
+        )
         tracker(optimizer)
         tracker.flush()
         with amp.scale_loss(losses_of(model, 0)[0], optimizer) as scaled_loss:
