@@ -11,6 +11,7 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex import amp as apex_amp
 from amp_patch.apex import amp_C
 from amp_patch.apex import optimizers as apex
 from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm
@@ -258,6 +259,20 @@ def test_gradients_and_their_scales_may_be_on_two_devices(before, after):
     change_scale_(gradients, *scales)
     expected = torch.full((3,), (after or 1.0) / (before or 1.0))
     assert all(torch.equal(gradient.cpu(), expected) for gradient in gradients)
+
+
+def test_a_loss_scale_may_be_set_while_a_pass_is_under_way():
+    found = {}
+    for device in ("cpu", "sim"):
+        model, optimizer = start(device, "O1", "adamw-fused", loss_scale="dynamic")
+        plain(model, optimizer, 0)
+        with amp.scale_loss(losses_of(model, 1)[0], optimizer) as scaled_loss:
+            scaled_loss.backward()
+            apex_amp._amp_state.loss_scalers[0]._loss_scale = 256.0
+        optimizer.step()
+        found[device] = everything(model, optimizer)
+        amp.reset()
+    assert_same(found["sim"], found["cpu"])
 
 
 def call_amp_C(*devices):
