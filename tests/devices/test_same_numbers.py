@@ -275,6 +275,17 @@ def test_a_loss_scale_may_be_set_while_a_pass_is_under_way():
     assert_same(found["sim"], found["cpu"])
 
 
+def test_a_buffer_that_was_cast_is_loaded_from_the_cpu_and_moves_to_another_device():
+    model = nn.Linear(2, 2).to("sim")
+    model.register_buffer("offset", torch.tensor(0.1, device="sim"))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", verbosity=0)
+    third = torch.tensor(1 / 3)
+    model.load_state_dict({"offset": third}, strict=False)
+    assert model.state_dict()["offset"].item() == third.item()
+    model.offset.data = model.offset.to("sim:1")
+    assert model.state_dict()["offset"].item() == third.half().item()
+
+
 def call_amp_C(*devices):
     """What those kernels of the stand-in give that do not read the flag, of lists with a tensor on each device."""
     drawn = torch.randn(5, len(devices), 5, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
