@@ -46,6 +46,7 @@ for number in range(4):
 NATIVE = f"""
 {HEAD}
 scaler = torch.amp.GradScaler({DEVICE!r})
+model(torch.randn(6, 64))
 for number in range(4):
     optimizer.zero_grad()
     with torch.autocast({DEVICE!r}, torch.float16):
@@ -74,7 +75,7 @@ def test_run(script, call):
         (("--opt-level", "O4"), "bfloat16", "float32"),
     ):
         code, out, err = call("run", script, *options)
-        assert code == 0 and out.count(f"gate torch.{given} torch.{found} {DEVICE}") == 4, out + err
+        assert code == 0 and out.count(f"gate torch.{given} torch.{found} {DEVICE}") >= 4, out + err
 
 
 @each_script
