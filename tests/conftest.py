@@ -70,8 +70,8 @@ def torch_is_left_as_found():
 
 @pytest.fixture(autouse=True)
 def tensors_are_made_on_the_device(request, torch_is_left_as_found):
-    """Under `make sim`, run the tests of training and of sessions on the simulated device."""
-    is_meant = IS_SIM and {"training", "session"} & {*request.path.parts}
+    """Under `make sim`, run the tests of training, of sessions and of the stand-in on the simulated device."""
+    is_meant = IS_SIM and {"training", "session", "apex"} & {*request.path.parts}
     if is_meant:
         torch.set_default_device(DEVICE)
     yield

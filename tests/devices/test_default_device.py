@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from devices import DEVICE, IS_SIM, requires_device, requires_sim
+from devices import DEVICE, IS_SIM, no_sync, requires_device, requires_sim
 from torch import nn
 
 import amp_patch as amp
@@ -100,9 +100,11 @@ def test_functions_that_are_registered():
     assert owner.half(full, full).dtype is torch.float32
 
 
-def test_insight_of_a_step():
+def test_insight_of_a_step_waits_for_nothing():
     model, optimizer = make()
-    recording = insight.explain(lambda: take_step(model, optimizer))
+    take_step(model, optimizer)
+    with no_sync():
+        recording = insight.explain(lambda: take_step(model, optimizer))
     assert recording.run.device == DEVICE and "F.linear" in insight.format_recording(recording)
 
 

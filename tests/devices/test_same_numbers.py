@@ -2,6 +2,8 @@
 bit, at every level, with every kind of optimizer, and however far the device is behind the host.
 """
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,11 @@ from devices import IS_SIM, requires_sim
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.apex import amp as apex_amp
 from amp_patch.apex import amp_C
 from amp_patch.apex import optimizers as apex
 from amp_patch.apex.normalization import FusedLayerNorm, FusedRMSNorm
+from amp_patch.integrations.trackers import Tracker
 from amp_patch.training.unscaling import change_scale_
 
 if IS_SIM:
@@ -29,7 +33,7 @@ OPTIMIZERS = {  # an eps of 1e-8 is 0 in the float16 of O3
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-4, fused=True),
 }
 APEX = {
-    "apex-adam": lambda p: apex.FusedAdam(p, lr=3e-3),
+    "apex-adam": lambda p: apex.FusedAdam(p, lr=3e-3, max_grad_norm=1.0),
     "apex-lamb": lambda p: apex.FusedLAMB(p, lr=3e-3),
     "apex-novograd": lambda p: apex.FusedNovoGrad(p, lr=3e-3),
     "apex-sgd": lambda p: apex.FusedSGD(p, lr=0.05, momentum=0.9),
@@ -209,7 +213,7 @@ class Split(Net):
         return self.left(hidden.to(self.left.weight.device)), self.right(hidden)
 
 
-@pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused"])
+@pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused", "apex-adam"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
     monkeypatch.setitem(globals(), "Net", Split)
@@ -222,6 +226,30 @@ def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
     assert_same(found["split"], found["cpu"])
 
 
+def test_gradients_of_two_devices_have_one_norm_and_names_where_they_overflow(monkeypatch):
+    monkeypatch.setitem(globals(), "Net", Split)
+    found = {}
+    for device in ("cpu", "split"):
+        model, optimizer = start(device, "O1", "adamw-foreach", loss_scale=128.0)
+        logged = {}
+        tracker = Tracker(types.SimpleNamespace(log=lambda values, step, logged=logged: logged.update(values)), every=1)
+        plain(model, optimizer, 0)
+        assert all(
+            scaled.item() == 128.0 for scaled in amp.scale([torch.ones_like(loss) for loss in losses_of(model, 0)])
+        )
+        tracker(optimizer)
+        tracker.flush()
+        with amp.scale_loss(losses_of(model, 0)[0], optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model.left.weight.grad[0, 0] = float("inf")
+        with pytest.warns(UserWarning, match=r"\(left\.weight\)"):
+            optimizer.step()
+            amp.stats()
+        found[device] = logged["amp/grad_norm"]
+        amp.reset()
+    assert found["split"] == pytest.approx(found["cpu"], rel=1e-6)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2.0, 8.0), (None, 8.0), (2.0, None)])
 def test_gradients_and_their_scales_may_be_on_two_devices(before, after):
     gradients = [torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")]
@@ -231,6 +259,31 @@ def test_gradients_and_their_scales_may_be_on_two_devices(before, after):
     change_scale_(gradients, *scales)
     expected = torch.full((3,), (after or 1.0) / (before or 1.0))
     assert all(torch.equal(gradient.cpu(), expected) for gradient in gradients)
+
+
+def test_a_loss_scale_may_be_set_while_a_pass_is_under_way():
+    found = {}
+    for device in ("cpu", "sim"):
+        model, optimizer = start(device, "O1", "adamw-fused", loss_scale="dynamic")
+        plain(model, optimizer, 0)
+        with amp.scale_loss(losses_of(model, 1)[0], optimizer) as scaled_loss:
+            scaled_loss.backward()
+            apex_amp._amp_state.loss_scalers[0]._loss_scale = 256.0
+        optimizer.step()
+        found[device] = everything(model, optimizer)
+        amp.reset()
+    assert_same(found["sim"], found["cpu"])
+
+
+def test_a_buffer_that_was_cast_is_loaded_from_the_cpu_and_moves_to_another_device():
+    model = nn.Linear(2, 2).to("sim")
+    model.register_buffer("offset", torch.tensor(0.1, device="sim"))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", verbosity=0)
+    third = torch.tensor(1 / 3)
+    model.load_state_dict({"offset": third}, strict=False)
+    assert model.state_dict()["offset"].item() == third.item()
+    model.offset.data = model.offset.to("sim:1")
+    assert model.state_dict()["offset"].item() == third.half().item()
 
 
 def call_amp_C(*devices):

@@ -50,11 +50,11 @@ requires_sim = pytest.mark.skipif(not IS_SIM, reason=WHY_NOT or "counts what the
 
 @contextlib.contextmanager
 def no_sync():
-    """Raise where the host would wait for the device."""
+    """Raise where the host would wait for the device, which is far behind if it is simulated."""
     if IS_SIM:
         import simdev
 
-        with simdev.no_sync():
+        with simdev.lag(10**6), simdev.no_sync():
             yield
         return
     torch.cuda.set_sync_debug_mode("error")
@@ -71,7 +71,7 @@ def syncs():
     if IS_SIM:
         import simdev
 
-        with simdev.count() as counts:
+        with simdev.lag(10**6), simdev.count() as counts:
             yield found
         found += [None] * counts.syncs
         return

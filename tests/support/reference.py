@@ -10,8 +10,8 @@ def make_batches(count: int, size: int = 16, seed: int = 0) -> list[tuple[torch.
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8) / 8 - 1
-    targets = torch.from_numpy(labels).long()
+    images = torch.tensor(pixels).float().reshape(-1, 1, 8, 8) / 8 - 1
+    targets = torch.tensor(labels).long()
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     return [(images[index], targets[index]) for index in order.split(size)[:count]]
 

@@ -229,17 +229,20 @@ int find_device(const std::vector<IValue>& args) {
     return -1;
 }
 
+bool is_written(const c10::FunctionSchema& schema, size_t place) {
+    const auto* alias = schema.arguments()[place].alias_info();
+    return alias && alias->isWrite();
+}
+
 // Refuse what CUDA refuses: tensors of any shape on another device, and numbers of the host but where one may be.
 void check_devices(const c10::OperatorHandle& op, const std::string& name, const std::vector<IValue>& args, int device) {
     const bool moves_numbers = name == "aten::where.self";
     bool takes_number = op.hasTag(at::Tag::pointwise) || takes_cpu_number.count(name);
     for (size_t place = 0; place < args.size(); ++place) {
-        const auto* alias = op.schema().arguments()[place].alias_info();
-        const bool is_written = alias && alias->isWrite();
         for (const Tensor& tensor : tensors_in(args[place])) {
             if (!tensor.defined() || tensor.device() == device_at(device))
                 continue;
-            const bool is_number = tensor.dim() == 0 && !args[place].isTensorList() && !is_written;
+            const bool is_number = tensor.dim() == 0 && !args[place].isTensorList() && !is_written(op.schema(), place);
             if (is_number && moves_numbers)
                 continue;
             if (tensor.is_cpu() && place > 0 && takes_cpu_tensors.count(name))
@@ -282,6 +285,14 @@ bool are_on_several_devices(const std::vector<IValue>& args) {
         }
     }
     return false;
+}
+
+// Kernels for lists count what they write for autograd; for a single tensor torch does it before.
+void count_writes(const c10::FunctionSchema& schema, const std::vector<IValue>& args) {
+    for (size_t place = 0; place < args.size(); ++place)
+        for (const Tensor& tensor : is_written(schema, place) ? tensors_in(args[place]) : std::vector<Tensor>())
+            if (!tensor.is_inference())
+                tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack);
@@ -342,6 +353,8 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     }
     call.write_back();
+    if (begins_with(name, "aten::_foreach_"))
+        count_writes(schema, args);
     bool gives_number = false;
     for (size_t place = stack->size() - schema.returns().size(); place < stack->size(); ++place) {
         auto& value = (*stack)[place];
