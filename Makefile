@@ -56,7 +56,7 @@ test: lint sim
 # a process of its own: the device cannot be unregistered
 sim: $(STAMP)
 	AMP_PATCH_DEVICE=sim OMP_NUM_THREADS=1 $(PY) -m pytest tests/devices tests/training tests/session \
-		tests/apex/test_apex_amp.py tests/apex/test_apex_fp16_utils.py tests/apex/test_apex_private.py
+		tests/apex/test_apex_amp.py tests/apex/test_apex_fp16_utils.py
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)

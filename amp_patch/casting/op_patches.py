@@ -43,13 +43,16 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
                 yield plan_op(spelling.owner, spelling.name, "neutral", casts)
 
 
+_SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
+
+
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
     """Yield each patch, and the same where graphs of torch.fx and nested tensors refer to a public function."""
-    functional = torch.nn.functional
     for patch in planned:
         yield patch
-        if patch.owner is functional and vars(functional).get(patch.name) is vars(C_NN).get(patch.name, functional):
-            yield Patch(C_NN, patch.name, patch.factory, patch.note)
+        for owner, second in _SECOND_PLACES:
+            if patch.owner is owner and vars(owner).get(patch.name) is vars(second).get(patch.name, owner):
+                yield Patch(second, patch.name, patch.factory, patch.note)
 
 
 def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -> Patch:

@@ -256,6 +256,17 @@ def test_graphs_of_fx_are_cast_whenever_they_were_traced(is_traced_before: bool)
     assert graph(x).dtype is torch.float32 and torch.equal(graph(x), model(x))
 
 
+def test_a_graph_of_fx_calls_ops_by_their_home_module_and_they_are_cast() -> None:
+    graph = torch.fx.symbolic_trace(lambda x, y: torch.einsum("ij,jk->ik", x, y))
+    assert "torch.functional.einsum" in graph.code
+    x, y = torch.ones(2, 4), torch.ones(4, 3, dtype=LOW)
+    model = nn.Linear(4, 4)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+    assert graph(x, y).dtype is LOW
+    amp.reset()
+    assert graph(x, x.T).dtype is torch.float32
+
+
 def test_a_recorded_graph_holds_casts_and_no_stored_copy() -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", compute="native", verbosity=0)

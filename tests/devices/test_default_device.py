@@ -149,7 +149,7 @@ def test_insight_takes_no_float64_of_a_device():
             take_step(model, optimizer)
 
     with simdev.count() as counts:
-        fault = insight.trace(lambda: train(lr=math.inf), on_fault="record").records[-1]
+        (fault,) = insight.trace(lambda: train(lr=math.inf), on_fault="record").of(insight.FaultRecord)
         amp.reset()
         insight.compare(train, runs=["O0", "O4"])
     assert fault.cause == "step" and 0 < fault.share <= 1
