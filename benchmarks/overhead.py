@@ -104,15 +104,25 @@ def measure_initialize(level: str, rounds: int) -> list[list[str]]:
     ]
 
 
-def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
+class Layer(nn.Linear):
+    """A layer of 8x8 weights, with a large weight beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.large = nn.Parameter(torch.randn(4096, 8))
+
+
+def make_calls(model: Layer, low: torch.dtype) -> list[Call]:
     """The calls to time, on 8x8 tensors.
 
-    The float32 weights belong to `model`, so the patch finds their low copies in its cache.
+    The float32 weights belong to `model`. Those of 8x8 elements are cast at each use on a CPU; low copies of larger
+    ones are cached.
     """
-    rows, weight, bias = torch.randn(8, 8), model.weight, model.bias
+    rows, weight, bias, large = torch.randn(8, 8), model.weight, model.bias, model.large
     low_rows = rows.to(low)
     low_weight = weight.detach().to(low).requires_grad_()
     low_bias = bias.detach().to(low).requires_grad_()
+    low_large = large.detach().to(low).requires_grad_()
     low_layer, layer = (low_rows, low_weight, low_bias), (low_rows, weight, bias)
     heads = low_rows[None]
 
@@ -130,12 +140,12 @@ def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
 
     clones = (rows.clone(),)
     return [
-        Call("whitelist: F.linear, cached weight", F, "linear", linear, layer[:2], low_layer[:2]),
-        Call("whitelist: F.linear, with bias", F, "linear", linear, layer, low_layer),
-        Call("whitelist: F.linear, float32 input: one cast", F, "linear", linear, (rows, weight, bias), low_layer),
+        Call("whitelist: F.linear, low", F, "linear", linear, low_layer),
+        Call("whitelist: F.linear, cached weight", F, "linear", linear, (low_rows, large), (low_rows, low_large)),
+        Call("whitelist: F.linear, small weight: one cast", F, "linear", linear, layer[:2], low_layer[:2]),
+        Call("whitelist: F.linear, with bias: two casts", F, "linear", linear, layer, low_layer),
         Call("whitelist: x @ w, low", Tensor, "__matmul__", matmul, low_layer[:2]),
-        Call("whitelist: x @ w, cached weight", Tensor, "__matmul__", matmul, layer[:2], low_layer[:2]),
-        Call("whitelist: x @ w, float32 x: one cast", Tensor, "__matmul__", matmul, (rows, weight), low_layer[:2]),
+        Call("whitelist: x @ w, float32 x: one cast", Tensor, "__matmul__", matmul, (rows, low_weight), low_layer[:2]),
         Call("whitelist: attention, low", F, "scaled_dot_product_attention", attention, (heads,)),
         Call("whitelist: torch.einsum, low", torch, "einsum", lambda x: torch.einsum("ij,jk->ik", x, x), (low_rows,)),
         Call("blacklist: F.softmax, float32", F, "softmax", lambda x: F.softmax(x, dim=-1), (rows,)),
@@ -156,7 +166,7 @@ def make_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
     ]
 
 
-def make_apex_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
+def make_apex_calls(model: Layer, low: torch.dtype) -> list[Call]:
     """The same for the rules that only the list `apex` has."""
 
     def entropy(x: Tensor) -> Tensor:
@@ -169,26 +179,35 @@ def make_apex_calls(model: nn.Linear, low: torch.dtype) -> list[Call]:
     ]
 
 
+def find_low_dtype(level: str) -> torch.dtype:
+    """The dtype that whitelisted ops have under a level on this machine."""
+    model = nn.Linear(1, 1)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    low = amp.stats().low_dtype
+    amp.reset()
+    if low is None:
+        raise SystemExit(f"{level} casts nothing")
+    return low
+
+
 def measure_calls(
-    level: str, rounds: int, calls: int, make: Callable[[nn.Linear, torch.dtype], list[Call]], lists: str | None
+    level: str, rounds: int, calls: int, make: Callable[[Layer, torch.dtype], list[Call]], lists: str | None
 ) -> list[list[str]]:
     """Microseconds of each call bare and under `level`; every round opens and closes a session of its own."""
     bare: dict[str, list[float]] = {}
     patched: dict[str, list[float]] = {}
     is_patched: dict[str, bool] = {}
-    low = torch.bfloat16
+    low = find_low_dtype(level)
 
     def microseconds(call: Call, inputs: tuple[Tensor, ...]) -> float:
         return 1e6 * seconds_per_call(lambda: call.code(*inputs), calls)
 
     for _ in range(rounds):
-        model = nn.Linear(8, 8)
+        model = Layer()
         timed = make(model, low)
         for call in timed:
             bare.setdefault(call.label, []).append(microseconds(call, call.bare or call.patched))
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, lists=lists, verbosity=0)
-        if amp.stats().low_dtype != low:
-            raise SystemExit(f"{level} is in {amp.stats().low_dtype} here, but the calls are timed in {low}")
         for call in timed:
             is_patched[call.label] = amp.is_patched(call.owner, call.name)
             call.code(*call.patched)
