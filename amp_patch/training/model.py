@@ -320,11 +320,29 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
     return {module: rules[index] for module, index in decided.items() if index >= 0}, used
 
 
-def find_borders(model: nn.Module, runs: dict[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return those of `runs` whose module is to run otherwise than a module that holds it."""
-    borders = {model: runs[model]} if model in runs else {}
-    for module in model.modules():
+def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return those of `runs` whose module is to run otherwise than the module that calls it.
+
+    Containers such as ModuleList are never called: the module that holds one calls its parts.
+    """
+    borders: dict[nn.Module, str] = {}
+    seen: set[tuple[nn.Module, str | None]] = set()
+
+    def visit(module: nn.Module, run_of_caller: str | None) -> None:
+        if (module, run_of_caller) in seen:
+            return
+        seen.add((module, run_of_caller))
+        if _has_forward(module):
+            run = runs.get(module)
+            if run is not None and run != run_of_caller:
+                borders[module] = run
+            run_of_caller = run
         for child in module.children():
-            if child in runs and runs[child] != runs.get(module):
-                borders[child] = runs[child]
+            visit(child, run_of_caller)
+
+    visit(model, None)
     return borders
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)

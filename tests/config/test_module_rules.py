@@ -213,6 +213,31 @@ def test_a_rule_by_type_takes_one_kind_of_layer_off_the_lists(write):
     assert [block.dtypes for block in model.blocks] == [(LOW, LOW, torch.float32)] * 3
 
 
+@pytest.mark.parametrize("match", ["layers", "layers.**", "layers.*", "**"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_rule_for_a_container_acts_in_what_it_holds(level, match, write):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            heads = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4)})
+            self.layers = nn.ModuleList([nn.Linear(4, 4), heads])
+
+        def forward(self, x):
+            first, heads = self.layers
+            return heads["left"](first(x)) + heads["right"](x)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = f'{{match: "{match}", run: float32}}'
+    amp.initialize(model, optimizer, opt_level=level, lists=write([rule]), verbosity=0)
+    dtypes = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    model(torch.ones(2, 4))
+    assert dtypes == [torch.float32] * 3
+
+
 class Failing(nn.Module):
     def forward(self, x):
         raise KeyError("inside")
