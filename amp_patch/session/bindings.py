@@ -225,6 +225,9 @@ class Bindings:
 
     def prune(self) -> None:
         """Let go of the parameters and masters of models and optimizers that are gone."""
+        for binding in self._models:
+            if binding.model is None:
+                self._finalizers.pop(binding, None)
         self._models = [binding for binding in self._models if binding.model is not None]
         held: set[int] = set()
         for model in self.models():

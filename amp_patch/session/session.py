@@ -299,10 +299,12 @@ class Session:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """See `amp_patch.scale_loss`."""
         if not isinstance(loss, Tensor):
-            raise ArgumentTypeError(
-                f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: pass what the loss function"
-                " returns, and not its .item()"
+            advice = (
+                "add the losses up first"
+                if isinstance(loss, (list, tuple, dict))
+                else "pass what the loss function returns"
             )
+            raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: {advice}")
         if not loss.is_floating_point():
             raise ArgumentTypeError(
                 f"the loss is {dtype_name(loss.dtype)}, and only a floating one has gradients: pass it as it is before"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, PLAIN_CLASSES, dtype_name, is_castable, is_opaque
+from ..errors import SessionError
 from ..reporting import warn
 from ..torch_private import get_own_buffers, get_own_parameters
 from .masters import Masters
@@ -221,16 +222,24 @@ class LoadMasters(_SessionHook):
     them.
     """
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
         masters: Masters | None = self._target()
         if masters is None:
             return
         masters.take_edits()
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
             value = state_dict.get(prefix + name)
             if tensor is None or not isinstance(value, Tensor) or value.shape != tensor.shape:
                 continue
+            if is_assigned and tensor.dtype in LOW_DTYPES:
+                raise SessionError(
+                    f"load_state_dict(assign=True) would replace {prefix}{name}, which initialize has cast to"
+                    f" {dtype_name(tensor.dtype)}. Load without assign=True, or before initialize."
+                )
             # else torch.distributed.checkpoint has filled in what a checkpoint lacks
             if value.dtype is not tensor.dtype or value.data_ptr() != tensor.data_ptr():
                 masters.load(tensor, value)

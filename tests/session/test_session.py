@@ -189,6 +189,19 @@ def test_ten_rounds_leave_memory_flat_and_nothing_wrapped_twice():
     assert counts[5:] == counts[:5]
 
 
+def test_models_that_come_and_go_beside_one_that_stays_leave_nothing():
+    kept, kept_optimizer = initialize("O5")
+    counts = []
+    for _ in range(4):
+        model, optimizer = initialize("O5")
+        step(model, optimizer, *make_batches(1)[0])
+        del model, optimizer
+        gc.collect()
+        counts.append(sum(type(o) in (torch.Tensor, nn.Parameter) for o in gc.get_objects()))
+    assert counts[1:] == counts[:1] * 3
+    step(kept, kept_optimizer, *make_batches(1)[0])
+
+
 def test_a_model_that_is_gone_is_not_kept():
     model, optimizer = initialize("O2")
     step(model, optimizer, *make_batches(1)[0])

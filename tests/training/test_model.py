@@ -389,6 +389,15 @@ def test_loading_refreshes_the_masters_without_rounding():
     assert torch.equal(next(amp.master_params(optimizer)), make_model(2).conv1.weight)
 
 
+def test_loading_by_assignment_is_refused_where_weights_were_cast():
+    model, saved = make_model(0), make_model(1).state_dict()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), opt_level="O5", verbosity=0)
+    before = model.state_dict()
+    with pytest.raises(amp.SessionError, match=r"conv1\.weight"):
+        model.load_state_dict(saved, assign=True)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 ADAM, SGD = functools.partial(torch.optim.Adam, eps=1e-4), functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
