@@ -10,7 +10,7 @@ from .short_dtypes import spell_out
 
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
-    """Return a fault as some lines. Without the run, a list is laid over the shipped one."""
+    """Return a fault as text. `run` names the lists that the suggested list extends; None: the shipped list."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
 
