@@ -1,4 +1,4 @@
-"""Rules for the user's own functions, which are decorated or registered by name; and what is patched, and its original."""
+"""Rules for the user's own functions, decorated or registered by name; and which functions are patched."""
 
 import functools
 from collections.abc import Callable

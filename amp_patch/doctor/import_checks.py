@@ -23,7 +23,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     for node in _import_statements(context.script):
         names = _apex_names(node)
         if names and all(map(covers, names)):
-            advice = f"Run it by `amp-patch run {context.script.path}`"
+            advice = f"Run it with `amp-patch run {context.script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
             yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", f"{advice}.")
@@ -92,7 +92,7 @@ def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
     if known is not None:
         advice = f"It was {known[1]}."
     else:
-        advice = did_you_mean(*find_missing(name)).strip() or "Nothing stands in for it: look in today's torch."
+        advice = did_you_mean(*find_missing(name)).strip() or "It has no replacement here: look for one in torch."
     if _has_fallback(script, node):
         message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
         return Fault(node, "note", message, advice)

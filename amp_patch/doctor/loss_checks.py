@@ -115,7 +115,7 @@ def clips_in_block(context: Context) -> Iterator[Fault]:
     for call in context.script.calls_of(*_CLIPPERS):
         if context.expected.scales and context.script.block_around(call):
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
-            yield Fault(call, "error", message, "Move it after the block that unscales, the last one before the step.")
+            yield Fault(call, "error", message, "Move it after the last scale_loss block before the step.")
 
 
 @rule(

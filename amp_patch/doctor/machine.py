@@ -189,5 +189,5 @@ def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
         return []
     where = f" ({found.location})" if found.location else ""
     message = f"the package apex{where} is not NVIDIA's, and has no amp: PyPI has another package of that name"
-    advice = "Remove it (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
+    advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

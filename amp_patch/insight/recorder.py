@@ -76,14 +76,14 @@ class Recorder(Probe):
         """
         if self._has_lost_session:
             raise SessionError(
-                "step ended the session that was to be looked at, as a call of amp.initialize in it does: pass a"
-                " function that trains for one step, with what amp.initialize returned before. Functions that call"
-                " amp.initialize themselves are for insight.compare and insight.tune"
+                "step ended the session, for example with a call of amp.initialize: pass a function that trains for one"
+                " step, with objects that amp.initialize returned before. insight.compare and insight.tune take"
+                " functions that call amp.initialize"
             )
         if not any(observer.has_seen for observer in self._observers):
             raise SessionError(
-                "step called no model and ran no op under amp.initialize, so there is nothing to look at: pass a"
-                " function that trains for one step: forward, backward, optimizer.step()"
+                "step called no model and ran no op under amp.initialize, so there is nothing to record: pass a"
+                " function that trains for one step (forward, backward, optimizer.step())"
             )
 
     def leave_block(self) -> None:
@@ -199,7 +199,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     """
     undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
-        raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
+        raise SessionError("another recording is in progress: leave its block first, or call amp.reset()")
     recorder.is_in_block = True
     undo.callback(recorder.leave_block)
     try:

@@ -112,7 +112,7 @@ def test_a_reset_in_a_block_ends_the_recording():
 
 def test_blocks_do_not_nest():
     initialize(make_gpt(), "O4")
-    with insight.recording(), pytest.raises(amp.SessionError, match="under way"), insight.recording():
+    with insight.recording(), pytest.raises(amp.SessionError, match="in progress"), insight.recording():
         pass
 
 
@@ -488,7 +488,7 @@ def test_a_function_that_is_not_one_step_is_refused(look):
         train(*initialize(make_gpt(layers=1), "O4"), 1)
 
     for is_in_session in (False, True):
-        with pytest.raises(amp.SessionError, match="there is nothing to look at: pass a function that trains"):
+        with pytest.raises(amp.SessionError, match="there is nothing to record: pass a function that trains"):
             look(lambda: None)
         if not is_in_session:
             start()
