@@ -738,6 +738,4 @@ def describe(case, found):
         tried.append("a larger eps")
     if remedy.scale:
         tried.append(f"loss scale {remedy.scale:g}")
-    return (
-        f"| {case.about} | {case.level} | {found.fault.cause} | {', '.join(tried) or 'look at the script'} |"
-    )
+    return f"| {case.about} | {case.level} | {found.fault.cause} | {', '.join(tried) or 'look at the script'} |"
