@@ -19,7 +19,7 @@ _ROOTS = {"apex", "amp_patch", *EXTENSIONS}
     good="import amp_patch as amp",
 )
 def covered_imports(context: Context) -> Iterator[Fault]:
-    """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
+    """Under `amp-patch run`, the import finds the stand-in. Plain `python` imports an installed apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
         if names and all(map(covers, names)):
@@ -44,7 +44,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """,
 )
 def uncovered_names(context: Context) -> Iterator[Fault]:
-    """The script would fail where it imports or uses the name, which may be late."""
+    """The script would fail where it imports or uses the name, perhaps late in a run."""
     script, told = context.script, set[str]()
     for node in _import_statements(script):
         for name in _apex_names(node):

@@ -281,7 +281,7 @@ def test_rules_are_explained_with_reason_and_examples_and_those_that_are_gone_wi
         said = explain(rule.code)
         assert rule.why and said.startswith(f"{rule.code}: {rule.summary}\n\n{rule.why}")
         assert all(f"    {line}" in said for line in [*rule.bad.splitlines(), *rule.good.splitlines()] if line)
-    assert explain("AMP306").startswith("AMP306 is gone: torch's clip functions")
+    assert explain("AMP306").startswith("AMP306 was removed: torch's clip functions")
 
 
 @pytest.mark.parametrize(
