@@ -466,7 +466,7 @@ class Recording:
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
                     raise RecordError(
-                        f"{path}: schema {record.schema} is newer than {SCHEMA}, which this version reads: upgrade"
+                        f"{path}: schema {record.schema} is newer than {SCHEMA}, the newest that this version reads: upgrade amp_patch"
                     )
                 run = record
                 number = data.get("records")

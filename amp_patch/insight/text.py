@@ -164,7 +164,7 @@ def _sums(ops: list[OpRecord]) -> Iterator[str]:
         if of_phase:
             casts, avoided = sum(op.casts for op in of_phase), sum(op.avoided for op in of_phase)
             calls = sum(op.calls for op in of_phase)
-            told = f"{phase}: {calls} calls, {casts} casts"
+            told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
             yield told + (f", {avoided} avoided by copies that were there" if avoided else "")
 
 
