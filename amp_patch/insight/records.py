@@ -466,7 +466,7 @@ class Recording:
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
                     raise RecordError(
-                        f"{path}: schema {record.schema} is newer than {SCHEMA}, the newest that this version reads: upgrade amp_patch"
+                        f"{path}: schema {record.schema} is newer than {SCHEMA}, the newest of this version: upgrade"
                     )
                 run = record
                 number = data.get("records")
