@@ -1,4 +1,4 @@
-"""Mixed precision for PyTorch by levels and editable op lists: what apex.amp offered, for today's torch.
+"""Mixed precision for PyTorch with levels and editable op lists: the functions of apex.amp, on current torch.
 
 import amp_patch as amp
 

@@ -1,4 +1,4 @@
-"""The public functions: Apex's names and signatures first, then what this package adds."""
+"""The public functions: first those with Apex's names and signatures, then those that this package adds."""
 
 import contextlib
 import os
@@ -131,10 +131,13 @@ def initialize(
     optimizers, returned = hold(optimizers, returned, 1 if optimizers is not None else None)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
-        raise ModelError("initialize needs at least one model; use amp.session(opt_level=...) for code without one")
+        raise ModelError(
+            "initialize needs at least one model: pass it, or use amp.session(opt_level=...) for code without a model"
+        )
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(
-            f"num_losses={num_losses!r} must be a whole number of at least 1: the number of losses with their own scale"
+            f"num_losses={num_losses!r} must be a whole number of at least 1: pass the number of losses, or leave it"
+            " out"
         )
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
@@ -145,7 +148,7 @@ def initialize(
 
 
 def _announce(opened: Session, *, is_known: bool) -> None:
-    """Tell of a session that was opened, or in a line of one that was there before and has these models now."""
+    """Print what a new session has set up, or one line if these models have joined an earlier session."""
     policy = opened.policy
     if is_known:
         names = ", ".join(type(model).__name__ for model in opened.models())
@@ -163,13 +166,13 @@ def _announce(opened: Session, *, is_known: bool) -> None:
 
 
 def _announce_compute(policy: Policy, device_type: str) -> None:
-    """Tell, once in a process, of products that are not computed by instructions made for them."""
+    """Say once in a process that products are not computed by 16-bit instructions."""
     for sentence in policy.explain_compute(device_type):
         say_once(sentence)
 
 
 def _as_optimizers_of_any(optimizers: Any) -> Sequence[Any]:
-    """Return the optimizers of an argument that may be anything: amp is disabled."""
+    """Return the optimizers in an argument that is not checked, because amp is disabled."""
     with contextlib.suppress(ArgumentTypeError):
         return as_optimizers(None if isinstance(optimizers, Iterator) else optimizers)
     return ()
@@ -185,9 +188,9 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
-    After the block `.grad` (of the masters, at levels with masters) holds true sums: clip, log or accumulate them as
-    usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped, and
-    the scale halves.
+    After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
+    as usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped,
+    and the scale halves.
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
@@ -215,8 +218,8 @@ def scale_loss(
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:
         raise ArgumentTypeError(
-            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, after the"
-            " loss"
+            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, as the"
+            " second argument"
         )
     return current.scale_loss(loss, optimizer_list, loss_id, delay_unscale)
 
@@ -225,8 +228,8 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
     The product is float32 and differentiable. For a gradient penalty, scale the output, take gradients with
-    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. An overflow on
-    the way makes that loss overflow, so the scale falls as usual. Raises ArgumentTypeError for a number.
+    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
+    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number.
     """
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
@@ -234,7 +237,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable and has the dtype of the gradients.
+    The result is differentiable, and has the dtype of the gradients.
     """
     return _with_scale(gradients, loss_id, lambda gradient, scale: gradient / scale)
 
@@ -260,16 +263,16 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         several = isinstance(optimizer, (list, tuple))
         raise ArgumentTypeError(
             f"master_params takes {'one optimizer at a time' if several else 'the optimizer'}, not"
-            f" {type(optimizer).__name__}: `for p in amp.master_params(optimizer)`"
+            f" {type(optimizer).__name__}: write `for p in amp.master_params(optimizer)`"
         )
     return (parameter for group in groups for parameter in group["params"])
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Context manager and decorator: run the body as plain torch, in this thread.
+    """Context manager and decorator: run the body as in plain torch, in this thread.
 
-    It does nothing at levels that patch no functions.
+    It has no effect at levels that patch no functions.
     """
     with _current.without_casts():
         yield
@@ -291,7 +294,7 @@ def session(
 
     Args:
         opt_level: a level that patches functions, such as "O1" or "O4".
-        device: tensors on it are cast. Default: the accelerator if there is one, else the CPU.
+        device: the device whose tensors are cast. Default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
     Raises SessionError inside another session, PolicyError at a level that patches no functions, and ArgumentValueError
@@ -308,22 +311,23 @@ def session(
 
 @contextlib.contextmanager
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
-    """Context manager: `initialize` for the length of a block, undone at its end, also by an exception.
+    """Context manager: `initialize` for the length of a block. The end of the block undoes it, even after an exception.
 
-    After the block torch and the optimizers are as before, and the weights keep what they learned. Weights that were
-    cast are float32 again, with the values of the masters, and optimizer states follow; at levels without masters they
-    have their earlier dtype. Blocks may follow one another, also on the same objects, but do not nest.
+    After the block, torch and the optimizers are as before, and the weights keep what they learned. Weights that were
+    cast become float32, with the values of the masters; at levels without masters they return to their earlier dtype.
+    Optimizer states are converted in the same way. You can use several scopes one after the other, also on the same
+    objects, but you cannot nest them.
 
     Args:
-        models, optimizers, options: those of `initialize`, except `replace`.
+        models, optimizers, options: as for `initialize`, except `replace`.
 
     Yields:
-        what `initialize` returns.
+        the result of `initialize`.
 
     Raises SessionError inside another session, ArgumentTypeError for an unknown option, and the errors of `initialize`.
     """
     if "replace" in options:
-        raise ArgumentTypeError("scope takes no `replace`: it closes no other session; call amp.reset() first")
+        raise ArgumentTypeError("scope takes no `replace`: to close another session, call amp.reset() first")
     _current.refuse_second()
     was_disabled = _current.state.is_disabled
     returned = initialize(models, optimizers, **options)
@@ -362,8 +366,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     if destination is not None and not isinstance(destination, MutableMapping):
         raise ArgumentTypeError(
-            f"destination must be a dictionary to add entries to, not {type(destination).__name__}: leave it out for a"
-            " new one"
+            f"destination must be a dictionary, not {type(destination).__name__}: pass one to add entries to it, or"
+            " leave it out"
         )
     result = {} if destination is None else destination
     if not _current.state.is_disabled:
@@ -373,18 +377,18 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict`, or Apex's, returned.
+    """Load what `state_dict` returned, here or in Apex.
 
-    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales; nothing is
-    loaded then.
+    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
+    cases nothing is loaded.
     """
     if _current.state.is_disabled:
         return
     scalers = _current.require().scalers
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
-            f"load_state_dict takes what amp.state_dict() returned, not {type(state_dict).__name__}: save it beside the"
-            " model's, as {'amp': amp.state_dict()}, and pass torch.load(path)['amp']"
+            f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"
+            " {'amp': amp.state_dict(), ...}, and pass torch.load(path)['amp']"
         )
     expected = [f"loss_scaler{index}" for index in range(len(scalers))]
     if set(state_dict) != set(expected):
@@ -400,7 +404,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
-            f"the saved amp state cannot be read: {error}; each entry looks like"
+            f"the saved amp state cannot be read: {error}; pass entries such as"
             " {'loss_scale': 65536.0, 'unskipped': 0}"
         ) from error
 
@@ -415,7 +419,7 @@ def _advise(state_dict: Mapping[str, Any]) -> str:
 
 
 def _check_entry(name: str, entry: Any) -> dict[str, Any]:
-    """Return the entry of a scaler; raises ValueError for what is none."""
+    """Return the entry of a scaler. Raises ValueError if it is not one."""
     missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
     if missing:
         raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")
@@ -425,7 +429,7 @@ def _check_entry(name: str, entry: Any) -> dict[str, Any]:
 def stats(*, wait: bool = True) -> Stats:
     """Return the level, counts and loss scales of the session, or zeros and None without a session.
 
-    Waits for the device. With `wait=False` it does not, and steps and scales are the latest that the host knows.
+    Waits for the device. With `wait=False` it does not wait, and returns the latest counts that the host knows.
     """
     opened = _current.state.session
     if opened is None:
@@ -438,8 +442,8 @@ def fsdp_policy(
 ) -> "MixedPrecisionPolicy":
     """Return the `mp_policy` to pass to `torch.distributed.fsdp.fully_shard` for a level.
 
-    At O2 and O5 the float32 shards are the masters. Parameters are gathered, used and reduced in the low dtype, as
-    DistributedDataParallel does at these levels. At the other levels FSDP casts nothing.
+    At O2 and O5, the float32 shards are the masters. Parameters are gathered, used and reduced in the low dtype, as
+    under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
 
     Args:
         opt_level: a level of the shipped presets.
@@ -448,7 +452,7 @@ def fsdp_policy(
         reduce_dtype: the dtype in which gradients are summed over the ranks. None: the low dtype. float32 is more exact
             and doubles the traffic.
 
-    Raises PolicyError for an unknown level, and ArgumentTypeError for something that is not a module or a dtype.
+    Raises PolicyError for an unknown level, and ArgumentTypeError if `module` or `reduce_dtype` has the wrong type.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

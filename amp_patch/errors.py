@@ -29,11 +29,11 @@ MAX_MESSAGE = 2000
 
 
 class _Located(Exception):
-    """An error that may stand in a file; its text then starts with `path:line:column: `.
+    """An error that may have a place in a file; its text then starts with `path:line:column: `.
 
     Attributes:
         message: the text without the place.
-        path, line, column: the place, lines and columns counted from 1; all None where there is none.
+        path, line, column: the place, with lines and columns counted from 1; all None if there is none.
     """
 
     def __init__(
@@ -55,54 +55,54 @@ class _Located(Exception):
 class PolicyError(_Located, AmpError, ValueError):
     """An opt_level, a preset or an override is unknown or contradicts another.
 
-    `path`, `line` and `column` tell where in a presets file, and are None elsewhere.
+    `path`, `line` and `column` give the place in a presets file. They are None if the error is not in a file.
     """
 
 
 class OpListError(_Located, AmpError, ValueError):
     """An op list cannot be used.
 
-    `path`, `line` and `column` tell where in a list file, and are None elsewhere.
+    `path`, `line` and `column` give the place in a list file. They are None if the error is not in a file.
     """
 
 
 class ModelError(AmpError, ValueError):
-    """A model cannot be prepared as asked."""
+    """A model cannot be prepared at this level."""
 
 
 class OptimizerError(AmpError, ValueError):
-    """An optimizer cannot be prepared, or cannot do what was asked of it."""
+    """An optimizer cannot be prepared, or does not support a call."""
 
 
 class ArgumentTypeError(AmpError, TypeError):
-    """An argument is of a type the function does not take."""
+    """An argument has a type that the function does not accept."""
 
 
 class ArgumentValueError(AmpError, ValueError):
-    """An argument has a value that the function does not take."""
+    """An argument has a value that the function does not accept."""
 
 
 class LossIdError(AmpError, IndexError):
-    """There is no loss scaler of that number."""
+    """There is no loss scaler with that number."""
 
 
 class SessionError(AmpError):
-    """The state of the session does not allow a call: there is no session yet, or the one there is is still in use."""
+    """The session does not allow a call: there is no session yet, or another session is still in use."""
 
 
 class BannedOpError(AmpError, NotImplementedError):
-    """An op that the lists forbid on 16-bit tensors was called on one."""
+    """An op that the lists ban on 16-bit tensors was called on a 16-bit tensor."""
 
 
 class GradientOverflowError(AmpError, FloatingPointError):
-    """Gradients stayed non-finite for so many steps in a row that the cause is not the loss scale."""
+    """Gradients were inf or NaN for so many steps in a row that the loss scale is not the cause."""
 
 
 class NonFiniteError(AmpError, FloatingPointError):
-    """`amp_patch.insight.trace` has found a value that does not fit.
+    """`amp_patch.insight.trace` has found a value that does not fit into its dtype.
 
     Attributes:
-        fault: the record of it, an `amp_patch.insight.FaultRecord`.
+        fault: its record, an `amp_patch.insight.FaultRecord`.
     """
 
     def __init__(self, message: str, fault: Any = None) -> None:
@@ -111,28 +111,28 @@ class NonFiniteError(AmpError, FloatingPointError):
 
 
 class CheckpointError(AmpError, ValueError):
-    """A saved amp state does not fit the session it is loaded into."""
+    """A saved amp state does not fit the session."""
 
 
 class RecordError(AmpError, ValueError):
-    """A file is no recording of `amp_patch.insight`."""
+    """A file is not a recording of `amp_patch.insight`."""
 
 
 class SettingsError(AmpError, ValueError):
-    """A rule that the doctor is told to follow, to leave out or to explain does not exist."""
+    """A rule of the doctor that was named in an option does not exist."""
 
 
 class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package that only an extra of this package installs is not there."""
+    """A package is missing that an extra of amp_patch installs."""
 
 
 class NoLoss:
-    """The base of the context managers that `scale_loss` returns, which are taken for the loss."""
+    """Base of the context managers that `scale_loss` returns: users call `.backward()` on them by mistake."""
 
     __slots__ = ()
 
     def backward(self, *_: object, **__: object) -> None:
-        """Refuse. Raises SessionError."""
+        """Raise SessionError."""
         raise SessionError(
             "scale_loss(...) is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
             " scaled_loss.backward()`, and step after the block"

@@ -1,6 +1,4 @@
-"""Functions of the user's own that follow a rule as listed ops do, decorated or registered by name; and whether a
-function is patched, and what it was before.
-"""
+"""Rules for the user's own functions, decorated or registered by name; and which functions are patched."""
 
 import functools
 from collections.abc import Callable
@@ -13,17 +11,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorate a function to run in the low dtype, what it calls included, whenever a session patches functions."""
+    """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions."""
     return _decorate(function, "whitelist")  # type: ignore[no-any-return]
 
 
 def float_function(function: Function) -> Function:
-    """Decorate a function to run in float32, what it calls included, whenever a session patches functions."""
+    """Decorator: run the function, and everything it calls, in float32 while a session patches functions."""
     return _decorate(function, "blacklist")  # type: ignore[no-any-return]
 
 
 def promote_function(function: Function) -> Function:
-    """Decorate a function to run in the widest dtype of its arguments whenever a session patches functions."""
+    """Decorator: run the function in the widest dtype of its arguments while a session patches functions."""
     return _decorate(function, "promote")  # type: ignore[no-any-return]
 
 
@@ -37,8 +35,8 @@ def _decorate(function: Any, kind: str) -> Any:
         return classmethod(_decorate(function.__func__, kind))
     if not callable(function):
         raise ArgumentTypeError(
-            f"{_NAMES[kind]}_function decorates a function, not {type(function).__name__}: pass the function itself;"
-            f" register_{_NAMES[kind]}_function takes one by its module and name"
+            f"{_NAMES[kind]}_function decorates a function, not {type(function).__name__}: pass the function itself, or"
+            f" its module and name to register_{_NAMES[kind]}_function"
         )
     casts: Any = None
     cast_function = function
@@ -57,39 +55,39 @@ def _decorate(function: Any, kind: str) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have `module.name` run in the low dtype, from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in the low dtype from the next `initialize` on, whatever the lists say.
 
-    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
+    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
     """
     _register(module, name, "whitelist")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have `module.name` run in float32, from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in float32 from the next `initialize` on, whatever the lists say.
 
-    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
+    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
     """
     _register(module, name, "blacklist")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have `module.name` run in its widest input dtype, from the next `initialize` on.
+    """Run `module.name` in the widest dtype of its arguments from the next `initialize` on, whatever the lists say.
 
-    Raises ArgumentTypeError for a module that is given by its name, ArgumentValueError if there is no such function.
+    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
     """
     _register(module, name, "promote")
 
 
 def check_owner(owner: Any, name: Any, function: str) -> None:
-    """Raise ArgumentTypeError unless `owner` may have a function of that name: both are most often given as text."""
+    """Raise ArgumentTypeError if `owner` is text, or `name` is not: a common mistake is to pass both in one way."""
     if isinstance(owner, str) or not isinstance(name, str):
         place = owner if isinstance(owner, str) else getattr(owner, "__name__", "torch")
         given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
-        wrong = f"the owner as text, {owner!r}" if isinstance(owner, str) else f"a {type(name).__name__}"
-        raise ArgumentTypeError(
-            f"{function} takes a module or class, and the name of a function in it as text, not {wrong}: write"
-            f" {function}({place}, {given!r})"
-        )
+        if isinstance(owner, str):
+            wrong = f"the module or class itself, not the text {owner!r}"
+        else:
+            wrong = f"the name of a function as text, not a {type(name).__name__}"
+        raise ArgumentTypeError(f"{function} takes {wrong}: write {function}({place}, {given!r})")
 
 
 def _register(module: Any, name: str, kind: str) -> None:
@@ -97,7 +95,7 @@ def _register(module: Any, name: str, kind: str) -> None:
     owner = getattr(module, "__name__", module)
     if not hasattr(module, name):
         raise ArgumentValueError(
-            f"{owner} has no function {name!r} to register: name one that it has.{did_you_mean(name, dir(module))}"
+            f"{owner} has no function {name!r} to register: name a function in it.{did_you_mean(name, dir(module))}"
         )
     if not callable(getattr(module, name)):
         raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered: name a function")
@@ -107,9 +105,9 @@ def _register(module: Any, name: str, kind: str) -> None:
 
 
 def is_patched(owner: Any, name: str) -> bool:
-    """Tell whether `owner.name`, such as `(torch, "matmul")`, is patched now.
+    """Return whether `owner.name`, such as `(torch, "matmul")`, is patched now.
 
-    Raises ArgumentTypeError if the owner is given by its name.
+    Raises ArgumentTypeError if `owner` is text.
     """
     check_owner(owner, name, "is_patched")
     opened = _current.state.session
@@ -117,16 +115,14 @@ def is_patched(owner: Any, name: str) -> bool:
 
 
 def get_original(owner: Any, name: str) -> Any:
-    """Return `owner.name` as it is without patches.
+    """Return the original of `owner.name`, without patches.
 
-    Raises ArgumentTypeError if the owner is given by its name, and ArgumentValueError if it has no such name.
+    Raises ArgumentTypeError if `owner` is text, and ArgumentValueError if it has no such name.
     """
     check_owner(owner, name, "get_original")
     opened = _current.state.session
     original = None if opened is None else opened.patcher.get_original(owner, name)
     if original is None and not hasattr(owner, name):
         hint = did_you_mean(name, dir(owner))
-        raise ArgumentValueError(
-            f"{getattr(owner, '__name__', owner)} has no {name!r}: name a function that it has.{hint}"
-        )
+        raise ArgumentValueError(f"{getattr(owner, '__name__', owner)} has no {name!r}: name a function in it.{hint}")
     return getattr(owner, name) if original is None else original

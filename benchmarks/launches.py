@@ -138,16 +138,16 @@ def count(name: str, mode: str, optimizer: str, way: str = "one loss") -> Counte
 HEAD = """\
 # Launches and waits
 
-`benchmarks/launches.py` writes this page. It counts on a simulated device, which runs torch's CPU kernels and refuses
-what a GPU refuses. A launch is one op on the device, such as a product, a cast of a tensor, or a `_foreach_` or fused
+`benchmarks/launches.py` writes this page. It counts on a simulated device, which runs torch's CPU kernels and rejects
+what a GPU rejects. A launch is one op on the device, such as a product, a cast of a tensor, or a `_foreach_` or fused
 op on many tensors. A wait is a moment in which the host does nothing until the device has caught up.
 
-**These are counts, not times.** They show how much work the host does for a step, which limits small models on a GPU,
-and whether the host ever waits, during which it cannot queue more work. They do not show how long a kernel takes.
+**These are counts, not times.** The launches show how much work the host does for a step, which limits small models on
+a GPU. The waits show whether the host ever stops queuing work. The counts do not show how long a kernel takes.
 
 Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks
 and {gpt} parameters, the conv net 6 residual blocks with BatchNorm and {resnet}, the mlp 5 layers and {mlp}.
-Attention is one launch. autocast in float16 is with `GradScaler`. torch {torch}.
+Attention is one launch. autocast in float16 uses `GradScaler`. The version of torch is {torch}.
 """
 
 
@@ -161,17 +161,17 @@ def make_page() -> str:
         *_table(["", *(f"{MODELS[name][0]}, {kind}" for name, kind in COLUMNS)], _launch_rows()),
         "\nAs ratios to autocast in the same dtype:\n",
         *_table(["", *(f"{MODELS[name][0]}, {kind}" for name, kind in COLUMNS)], _ratio_rows()),
-        "\n## Where they are\n",
-        "GPT with the fused AdamW. Backward includes all of `scale_loss`. A cast copies one tensor to another dtype, a"
-        " foreach copy many.\n",
+        "\n## By phase\n",
+        "This table is for GPT with the fused AdamW. Backward includes all of `scale_loss`. A cast copies one tensor to"
+        " another\ndtype, and a foreach copy copies many.\n",
         *_table(["", "forward", "backward", "update", "casts", "foreach copies"], _phase_rows()),
         "\n## Waits\n",
-        "An optimizer that cannot skip a step on the device has to be told on the host whether to: under a dynamic loss"
-        " scale its step waits\nonce, as with `GradScaler`. With a fused optimizer, or under a static scale, nothing"
-        " waits. Waits of a step of GPT:\n",
+        "If an optimizer cannot skip a step on the device, the host has to decide: under a dynamic loss scale, its step"
+        " waits\nonce, as with `GradScaler`. With a fused optimizer, or under a static scale, nothing waits. Waits in a"
+        " step of GPT:\n",
         *_table(["", *OPTIMIZERS], _wait_rows()),
         "\n## Accumulating, several losses, clipping\n",
-        "Launches of a step of GPT with the fused AdamW, each way beside one loss:\n",
+        "Launches in a step of GPT with the fused AdamW, compared to a step with one loss:\n",
         *_table(["", *WAYS], _way_rows()),
     ]
     return "\n".join(parts) + "\n"

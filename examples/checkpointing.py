@@ -1,7 +1,7 @@
 """Gradient checkpointing at several levels: the same losses and gradients, bit by bit, in less memory and more time.
 
-A small transformer reads handwritten digits, a row of pixels a token. With `torch.utils.checkpoint`, a block keeps its
-input only, and is computed again in backward, dropout and casts included. The run fails if a bit differs.
+A small transformer reads handwritten digits, one row of pixels per token. With `torch.utils.checkpoint`, a block saves
+only its input, and runs again in backward, including dropout and casts. The example fails if a bit differs.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What the examples share: options, digits, how long to train, and what is printed and drawn."""
+"""Code that the examples share: options, digits, the length of training, tables and pictures."""
 
 import argparse
 import statistics

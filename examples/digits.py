@@ -129,10 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.print_row(*make_cells(level, results[level], results["O0"]))
 
     noise = find_noise(digits, options.steps, results["O0"][0])
-    print(
-        f"\nSeeds: {options.seeds}; losses are means. Differences up to {noise:.1e} are noise: this is what O0 changes"
-    )
-    print("by where every pixel is one unit in the last place larger.")
+    print(f"\nLosses are means over {options.seeds} seeds. Differences up to {noise:.1e} are noise: the loss of O0")
+    print("changes as much when every pixel grows by one unit in the last place.")
     if options.plot:
         figure, (losses, times) = common.make_figure(2)
         common.draw_lines(losses, "Training loss, seed 0", {level: runs[0].losses for level, runs in results.items()})

@@ -1,7 +1,7 @@
-"""A small classifier of a table of measurements: float32 against mixed precision, over several seeds.
+"""A small classifier for a table of measurements: float32 against mixed precision, over several seeds.
 
-The data are those of the Wisconsin breast cancer study: 569 rows of 30 measurements, two classes. A seed decides the
-test rows, the weights and the batches, at every level alike.
+The data are those of the Wisconsin breast cancer study: 569 rows of 30 measurements, two classes. A seed determines
+the test rows, the weights and the batches, which are the same at every level.
 """
 
 import statistics

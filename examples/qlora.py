@@ -1,6 +1,6 @@
 """QLoRA (Dettmers et al. 2023, arXiv:2305.14314): a language model in 4 bits, fine-tuned by adapters at level O4.
 
-A small Llama of bytes learns the English of Python's `help()` in float32. Quantised by bitsandbytes (NF4, double
+A small byte-level Llama learns the English of Python's `help()` in float32. Quantised by bitsandbytes (NF4, double
 quantisation) and frozen, it then learns Python source by LoRA adapters of peft, with a paged 8-bit AdamW. The layers
 that are not quantised stay float32: amp_patch refuses a base in 16 bits. The run fails if a bit of the base changes,
 or if the gradients are not those under torch.autocast.

@@ -55,7 +55,7 @@ def draw(text: str) -> str:
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#222">{name}</text>')
     lines.append(
         f'<text x="12" y="{height - 10}" font-size="11" fill="#555">AdamW, one thread of a virtual x86 CPU with'
-        " bfloat16 products, torch 2.13.0; the line is torch.autocast in bfloat16</text>"
+        " bfloat16 instructions, torch 2.13.0; dashed line: torch.autocast in bfloat16</text>"
     )
     return "\n".join([*lines, "</svg>", ""])
 

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise KeyboardInterrupt from None
         raise
     if is_interrupted:
-        print(f"{prefix}: interrupted; what follows is what was done by then", file=sys.stderr)
+        print(f"{prefix}: interrupted; these are the results so far", file=sys.stderr)
     print_report(comparison.table())
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),

@@ -62,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not recording.ops:
         taken = found.steps[0]
         raise _NothingRecordedError(
-            f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, and steps"
+            f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     _write_html(recording, arguments)
     if len(recordings) > 1:
-        print(f"\nof {len(recordings)} processes; this is the first")
+        print(f"\nthis is the first of {len(recordings)} processes")
     if len(recording.steps) < last - first:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if found.is_interrupted:

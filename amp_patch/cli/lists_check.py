@@ -9,7 +9,10 @@ from .. import config
 from ..errors import OpListError
 from .lists_printing import LIST, as_json, print_lines
 
-SUMMARY = "print every fault of lists as file:line:column: text; exit code 0 if there is none, else 1, 2 on trouble"
+SUMMARY = (
+    "print every fault of lists as file:line:column: text; exit code 0 if there is none, 1 if there is one, 2 if a list"
+    " cannot be read"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +54,7 @@ def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:
     bases = [path.name for path in report.files[1:]]
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"
-    return f"{name}: no faults; it extends no list, so it is used alone or on top of the lists before it"
+    return f"{name}: no faults; it extends no list, so it applies alone or on top of the lists before it"
 
 
 def _as_data(finding: "config.op_lists.Finding") -> dict[str, object]:

@@ -6,7 +6,7 @@ from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, as_json, print_lines
 
-SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 on trouble"
+SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 if one cannot be read"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,17 +75,17 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
         )
     kinds = {ruling.kind for ruling in explanation.rulings}
     if kinds - {"unlisted", "neutral"}:
-        yield "\nfloat64, complex, integer and quantised arguments are left alone."
+        yield "\nfloat64, complex, integer and quantized arguments are never cast."
     if kinds & {"whitelist", "blacklist", "promote", "sequence_promote"}:
         yield f"A call with out={' or dtype=' if 'blacklist' in kinds else ''} runs as it was written."
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
         yield (
-            f"\nA product: where the device has none for {low}, values are rounded to {low} and multiplied and added in"
-            " float32 (compute: auto, native or float32)."
+            f"\nThis is a product: if the device has no {low} instructions, values are rounded to {low}, then"
+            " multiplied and added in float32 (compute: auto, native or float32)."
         )
     elif config.op_lists.is_without_kernel(name):
-        yield f"\nCPUs have no kernel for {low}: there it runs in float32, and the result is rounded (compute)."
+        yield f"\nCPUs have no {low} kernel: there the op runs in float32, and the result is rounded (compute)."
 
 
 def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:

@@ -10,20 +10,20 @@ from ..errors import OpListError
 from ..files import write_file
 from .lists_printing import LIST, print_lines
 
-SUMMARY = "write a list to start from, with every key explained, and a schema for editors"
+SUMMARY = "write a list to start from, which explains every key, and a schema for editors"
 SCHEMA = "lists.schema.json"
 
 _START = """\
 # yaml-language-server: $schema={schema}
 description: a list of my own
-extends: {base}  # read first, so this file wins; null: it stands alone
+extends: {base}  # read first, so this file wins; null: start from nothing
 
 # amp-patch lists check {name}: every fault, with its place
 # amp-patch lists diff {base} {name}: what it changes
 # amp_patch.initialize(model, optimizer, opt_level="O4", lists="{name}"): train with it
 
-# An entry is a name, or tells more: {{op: softmax, why: range, since: "2.12", until: "2.14", optional: true}}.
-# A bare name (softmax) means every spelling of the op; a dotted name (torch.Tensor.softmax) means that one.
+# An entry is a name, or a mapping: {{op: softmax, why: range, since: "2.12", until: "2.14", optional: true}}.
+# A bare name (softmax) means every spelling of the op; a dotted name (torch.Tensor.softmax) means only that one.
 
 {rules}
 # {modules} Quote what begins with *.
@@ -81,9 +81,7 @@ def _render(name: str, base: str) -> str:
     rules = "\n".join(
         f"# {config.op_lists.MEANINGS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in config.op_lists.RULES
     )
-    modules = (
-        "Parts of a model that run in one dtype whatever the ops' lists say; the last rule that covers one counts."
-    )
+    modules = "Parts of a model that run in one dtype, whatever the rules for ops say; the last rule that matches wins."
 
     base = base if re.fullmatch(r"[\w./-]+", base) else json.dumps(base)
     return _START.format(schema=SCHEMA, base=base, name=name, rules=rules, modules=modules)

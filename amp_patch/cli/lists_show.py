@@ -33,10 +33,7 @@ def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
     )
     yield from _show_rules(lists, has_spellings)
     if lists.modules:
-        yield (
-            "\nmodules: run in this dtype whatever the rules above say;"
-            " of several that cover a module the last one counts"
-        )
+        yield ("\nmodules: run in this dtype, whatever the rules above say; the last rule that matches wins")
         rows = align((rule.chooser, rule.run, rule.why, place(rule)) for rule in lists.modules)
         yield from (f"  {row}" for row in rows)
     without_effect = (

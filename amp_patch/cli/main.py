@@ -68,11 +68,11 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
     """
     parser = Parser(
         prog="amp-patch",
-        description="Find out why mixed precision breaks a PyTorch training, and run Apex scripts.",
+        description="Find out why mixed precision breaks your PyTorch training, and run Apex scripts.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.rest_hint = "; options stand behind their command, as in: amp-patch trace train.py --steps 2"
+    parser.rest_hint = "; options go after their command, as in: amp-patch trace train.py --steps 2"
     parser.add_argument("--version", action="version", version=f"amp-patch {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:

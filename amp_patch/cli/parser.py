@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
     def _leave_if_gone(self, word: str) -> None:
         instead = GONE.get(f"{self.prog} {word}")
         if instead:
-            self._leave(f"{word} is gone: {instead}")
+            self._leave(f"{word} was removed: {instead}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -81,10 +81,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     line, environment = prepare(arguments)
     check_lists(arguments.parser, "--lists", *arguments.lists)
     for option in find_options_behind(arguments.module or arguments.script):
-        note = f"{option} behind the script went to the script; for amp-patch, write it before the script"
+        note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
         print(f"{arguments.parser.prog}: note: {note}", file=sys.stderr)
     if arguments.malloc is not None and not keeps_on_request():
-        print(f"{arguments.parser.prog}: note: --malloc is for the GNU C library: no effect here", file=sys.stderr)
+        print(f"{arguments.parser.prog}: note: --malloc has no effect without the GNU C library", file=sys.stderr)
     elif arguments.malloc is not None:
         environment = KEEP_MEMORY | environment
     start(line, environment)
@@ -93,14 +93,14 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 def _check_everywhere(arguments: argparse.Namespace) -> None:
     """Leave as for bad usage where no region can be made of the whole script."""
     if arguments.opt_level is None and not arguments.lists:
-        arguments.parser.error("--everywhere needs a level, O4, or --lists")
+        arguments.parser.error("--everywhere needs --opt-level O4 or --lists")
     if arguments.opt_level == "O1":
         arguments.parser.error(
             "--everywhere with O1: float16 gradients need a loss scale, and a script without amp scales no loss;"
             " use O4, which is bfloat16"
         )
     if arguments.opt_level not in (None, "O4"):
-        arguments.parser.error(f"--everywhere with {arguments.opt_level}: no op of a region would be cast; use O4")
+        arguments.parser.error(f"--everywhere with {arguments.opt_level}: no op in the region would be cast; use O4")
 
 
 def keeps_on_request() -> bool:
@@ -144,8 +144,8 @@ def prepare(
     for flag, is_set in (("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment), ("-S", sys.flags.no_site)):
         if is_set:
             arguments.parser.error(
-                f"python {flag} keeps PYTHONPATH or sitecustomize from being read, by which the stand-in reaches the"
-                f" script and the processes that it starts: leave {flag} out"
+                f"python {flag} ignores PYTHONPATH or sitecustomize, which amp-patch needs to reach the script and the"
+                f" processes that it starts: leave {flag} out"
             )
     options = {"opt_level": arguments.opt_level, "lists": arguments.lists, "force": arguments.force}
     everywhere = getattr(arguments, "everywhere", False)

@@ -68,7 +68,7 @@ class ScriptRunner:
         line = [named, *rest] if named else rest
         module, script = (line, []) if arguments.module else (None, line)
         if arguments.module and arguments.script:
-            arguments.parser.error(f"{arguments.script}: what is the module's follows a --")
+            arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
         self._arguments = argparse.Namespace(**{**vars(arguments), "module": module, "script": script})
         runs.prepare(self._arguments)
         check_lists(arguments.parser, "--lists", *arguments.lists)

@@ -36,7 +36,7 @@ _ROUNDS = 4  # lists that are tried, each with more than the one before
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = "exit codes: 0 every value fits, 1 one does not, 2 the script could not be looked at"
+    parser.epilog = "exit codes: 0 every value fits, 1 a value does not fit, 2 the script could not be checked"
     parser.add_argument(
         "--steps",
         type=steps,
@@ -87,7 +87,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run))
         if len(faults) > 1:
-            print(f"\n{count_of(len(faults) - 1, 'further fault')} in this step: --json FILE writes them down")
+            print(f"\n{count_of(len(faults) - 1, 'further fault')} in this step: --json FILE writes them all")
         if found.is_interrupted:
             raise KeyboardInterrupt
         return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
@@ -115,7 +115,9 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
     path: Path = arguments.fix
     remedy = remedies.find_remedy(fault, recording.run)
     if not remedy.has_list:
-        print("\nno list was written: none is known against this; amp-patch tune --units both may find one", flush=True)
+        print(
+            "\nno list was written: trace knows none that helps; amp-patch tune --units both may find one", flush=True
+        )
         return FAULT
     remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
     last = 0
@@ -133,7 +135,7 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
         if more == remedy or found.is_interrupted:
             break
         remedy = more
-    print(f"{path.name} is not enough: what is left is\n{format_fault(fault, recording.run)}", flush=True)
+    print(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", flush=True)
     if found.is_interrupted:
         raise KeyboardInterrupt
     return FAULT
@@ -164,7 +166,7 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
         return FAULT
     if code == 0:
         print(
-            f"{path.name} is enough for these: use it by amp-patch run --lists, or as lists=... of amp.initialize",
+            f"{path.name} is enough: pass it to amp-patch run as --lists, or to amp.initialize as lists=...",
             flush=True,
         )
     return code
@@ -206,7 +208,7 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if _are_all_skipped(found, first):
-        print("every step was skipped, so none was checked to its end: run more steps")
+        print("every step was skipped, so none was checked completely: run more steps")
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
         checked = steps_taken - len(_find_searches(found))
@@ -218,10 +220,10 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     if not found.recordings:
         problem = ended if found.code else "the script called no model and no amp.initialize"
     elif not max(found.steps):
-        problem = f"{ended} without a step of an optimizer, as where weights are changed by hand; what ran fits"
+        problem = f"{ended} without an optimizer step (are weights changed by hand?); the values that it computed fit"
     elif steps_taken <= 0:
         taken = count_of(max(found.steps), "optimizer step")
-        problem = f"{ended} after {taken}, and steps from {first} on were to be looked at"
+        problem = f"{ended} after {taken}, but steps from {first} on were to be checked"
     else:
         problem = f"{ended} after {count_of(steps_taken, 'step')}, in which every value fits"
     print_error(prog, "failed", problem)

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print(f"\n{result.text.rstrip()}")
     elif result.text:
         result.to_yaml(arguments.out)
-        use = "give it to initialize as lists, or to amp-patch run by --lists"
-        _print(f"written to {arguments.out}: {use if result.is_reached else 'the best that was found'}")
+        use = "pass it to initialize as lists=..., or to amp-patch run as --lists"
+        _print(f"written to {arguments.out}: {use if result.is_reached else 'the best list so far'}")
     elif arguments.out is not None:
         _print(f"nothing is written to {arguments.out}: there is no list to write")
     return 130 if result.is_interrupted else 0 if result.is_reached else 1

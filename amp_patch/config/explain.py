@@ -15,7 +15,7 @@ SUMMARIES = {
     Rule.PROMOTE: "runs in the widest dtype among its arguments",
     Rule.SEQUENCE_PROMOTE: "runs in the widest dtype among the tensors of its first argument",
     Rule.BANNED: "refuses 16-bit arguments",
-    Rule.MATCH_SELF: "writes to its first argument, in the dtype of that",
+    Rule.MATCH_SELF: "writes to its first argument, in the dtype of that argument",
     Rule.INPLACE_ERROR: "writes to its first argument, and refuses if that is 16-bit",
     Rule.NEUTRAL: "taken off its list, so it runs in the dtype it is given",
     Rule.UNLISTED: "on no list, so it runs in the dtype it is given",

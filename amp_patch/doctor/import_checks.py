@@ -19,11 +19,11 @@ _ROOTS = {"apex", "amp_patch", *EXTENSIONS}
     good="import amp_patch as amp",
 )
 def covered_imports(context: Context) -> Iterator[Fault]:
-    """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
+    """Under `amp-patch run`, the import finds the stand-in. Plain `python` imports an installed apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
         if names and all(map(covers, names)):
-            advice = f"Run it by `amp-patch run {context.script.path}`"
+            advice = f"Run it with `amp-patch run {context.script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
             yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", f"{advice}.")
@@ -44,7 +44,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """,
 )
 def uncovered_names(context: Context) -> Iterator[Fault]:
-    """The script would fail where it imports or uses the name, which may be late."""
+    """The script would fail where it imports or uses the name, perhaps late in a run."""
     script, told = context.script, set[str]()
     for node in _import_statements(script):
         for name in _apex_names(node):
@@ -92,7 +92,7 @@ def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
     if known is not None:
         advice = f"It was {known[1]}."
     else:
-        advice = did_you_mean(*find_missing(name)).strip() or "Nothing stands in for it: look in today's torch."
+        advice = did_you_mean(*find_missing(name)).strip() or "It has no replacement here: look for one in torch."
     if _has_fallback(script, node):
         message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
         return Fault(node, "note", message, advice)

@@ -36,7 +36,7 @@ _READERS = ("item", "detach", "cpu", "numpy", "tolist")
     """,
 )
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
-    """When the block ends it divides gradients by the loss scale, those of an unscaled loss too, to almost nothing."""
+    """At its end, the block divides gradients by the loss scale. Gradients of an unscaled loss become almost zero."""
     scaled = _scaled_names(context.script)
     for call, loss in _backward_calls(context):
         if context.script.block_around(call) and not names_in(loss) & scaled:
@@ -58,7 +58,7 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """,
 )
 def scaled_after_block(context: Context) -> Iterator[Fault]:
-    """Gradients are divided by the loss scale when the block ends: those that come later stay multiplied by it."""
+    """At its end, the block divides gradients by the loss scale. Later gradients stay multiplied by it."""
     for call, loss in _backward_calls(context):
         if not context.script.block_around(call) and _holds_scaled_loss(context.script, text_of(loss), call):
             message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
@@ -81,7 +81,7 @@ def scaled_after_block(context: Context) -> Iterator[Fault]:
     """,
 )
 def unscaled_losses(context: Context) -> Iterator[Fault]:
-    """Small float16 gradients become 0 unless the loss is scaled, and no overflow is noticed outside of a block."""
+    """Without loss scaling, small float16 gradients become 0. Outside of a block, an overflow goes unnoticed."""
     script = context.script
     if not script.initializations:
         return
@@ -111,11 +111,11 @@ def unscaled_losses(context: Context) -> Iterator[Fault]:
     """,
 )
 def clips_in_block(context: Context) -> Iterator[Fault]:
-    """Inside the block gradients are still multiplied by the loss scale: the norm is wrong, nearly all are clipped."""
+    """Inside the block, gradients are still multiplied by the loss scale, so nearly all of them are clipped."""
     for call in context.script.calls_of(*_CLIPPERS):
         if context.expected.scales and context.script.block_around(call):
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
-            yield Fault(call, "error", message, "Move it after the block that unscales, the last one before the step.")
+            yield Fault(call, "error", message, "Move it after the last scale_loss block before the step.")
 
 
 @rule(
@@ -133,7 +133,7 @@ def clips_in_block(context: Context) -> Iterator[Fault]:
     """,
 )
 def logged_scaled_losses(context: Context) -> Iterator[Fault]:
-    """The scaled loss is the loss times the loss scale, which is 65536 at first and changes during the run."""
+    """The scaled loss is the loss times the loss scale, which starts at 65536 and changes during the run."""
     script = context.script
     names = {block.name for block in script.blocks}
     if not context.expected.scales:
@@ -258,7 +258,7 @@ def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:
     """,
 )
 def trains_in_float32(context: Context) -> Iterator[Fault]:
-    """A script without amp of any kind trains in the dtype of its weights, most often float32."""
+    """A script without mixed precision trains in the dtype of its weights, usually float32."""
     script = context.script
     if "torch" not in script.text or _OTHER_AMP.search(script.text):
         return

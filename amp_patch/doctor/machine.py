@@ -126,7 +126,7 @@ def recommend(device: Device) -> str:
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
-            return "use O4 or O5: this CPU has bfloat16 products. The float16 levels are for testing GPU code"
+            return "use O4 or O5: this CPU has bfloat16 instructions. The float16 levels are for testing GPU code"
         reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
         return f"keep O0 here: {reason}. Other levels are for testing GPU code"
     if verdicts["bfloat16"] == "fast":
@@ -189,5 +189,5 @@ def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
         return []
     where = f" ({found.location})" if found.location else ""
     message = f"the package apex{where} is not NVIDIA's, and has no amp: PyPI has another package of that name"
-    advice = "Remove it (`pip uninstall apex`), and run scripts by `amp-patch run`, or import amp_patch."
+    advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

@@ -97,11 +97,11 @@ RETIRED = {
     "AMP207": "scripts that cast by hand know why",
     "AMP304": "a step inside the block works: amp_patch divides the gradients before it",
     "AMP306": "torch's clip functions take masters where they are given the model's parameters",
-    "AMP309": "the steps that a dynamic scale skips are few; `optimizer.step_was_skipped` tells of them",
+    "AMP309": "the steps that a dynamic scale skips are few; `optimizer.step_was_skipped` reports them",
     "AMP311": "step(closure) works under a dynamic loss scale",
     "AMP312": "few gradient penalties need it; `amp.scale` and `amp.unscale` are there for those that do",
     "AMP402": "Apex's list bans it, as the run says; elsewhere it depends on dtypes that only a run shows",
-    "AMP902": "pip sees to the versions of torch, wrapt and PyYAML",
+    "AMP902": "pip checks the versions of torch, wrapt and PyYAML",
     "AMP401": f"initialize replaces functions in tables, defaults, closures and layers; of the rest {_SAYS_SO}",
 }
 """Codes of rules that are gone, with the reason."""
@@ -127,14 +127,14 @@ def explain(code: str) -> str:
     """Return what a rule is for, with its examples; raises SettingsError for a code of none."""
     code = code.upper()
     if code in RETIRED:
-        return f"{code} is gone: {RETIRED[code]}."
+        return f"{code} was removed: {RETIRED[code]}."
     if code not in RULES:
         raise SettingsError(f"{code!r} is not the code of a rule.{did_you_mean(code, RULES)}")
     one = RULES[code]
     parts = [f"{code}: {one.summary}", one.why]
     if one.bad:
         parts += [f"Bad:\n{indent(one.bad, '    ')}", f"Good:\n{indent(one.good, '    ')}"]
-    return "\n\n".join([*parts, f"Silence it on a line by `# amp-patch: ignore[{code}]`."])
+    return "\n\n".join([*parts, f"Silence it on a line with `# amp-patch: ignore[{code}]`."])
 
 
 class Selection:

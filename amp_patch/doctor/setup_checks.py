@@ -25,7 +25,7 @@ _WRAPPERS = frozenset(
     """,
 )
 def wrapped_models(context: Context) -> Iterator[Fault]:
-    """`initialize` changes the weights that a wrapper would have taken hold of, and refuses one that comes first."""
+    """`initialize` changes weights that the wrapper would hold, so it raises an error for a wrapped model."""
     script = context.script
     for call in script.initializations:
         for model in parts_of(argument_of(call, "models", 0)):
@@ -65,7 +65,7 @@ def _names_of_conditions(script: Script, node: ast.AST) -> set[str]:
     """,
 )
 def models_moved_late(context: Context) -> Iterator[Fault]:
-    """`initialize` prepares casts for the device that the model is on: `scale_loss` refuses a loss on another one."""
+    """`initialize` prepares casts for the device of the model; `scale_loss` raises an error for a loss on another."""
     script = context.script
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
         return  # models are made on their device
@@ -114,7 +114,7 @@ def _is_move(script: Script, call: ast.Call) -> bool:
     """,
 )
 def optimizers_made_anew(context: Context) -> Iterator[Fault]:
-    """amp knows the optimizers that `initialize` was given: `scale_loss` refuses another one, which has no masters."""
+    """amp knows only the optimizers passed to `initialize`. `scale_loss` raises an error for another one."""
     script = context.script
     for call in script.initializations:
         optimizers = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
@@ -149,7 +149,7 @@ def _makes_optimizer(call: ast.Call) -> bool:
     """,
 )
 def initialize_in_loop(context: Context) -> Iterator[Fault]:
-    """Each call starts anew: from the first loss scale, and at O2 and O5 from masters that are rounded to 16 bits."""
+    """Each call starts again from the initial loss scale, and at O2 and O5 from masters that are rounded to 16 bits."""
     script = context.script
     for call in script.initializations:
         loop = script.loop(call)
@@ -177,7 +177,7 @@ def initialize_in_loop(context: Context) -> Iterator[Fault]:
     """,
 )
 def saves_without_amp(context: Context) -> Iterator[Fault]:
-    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    """A run that resumes without its loss scale starts from the initial one, and skips steps until the scale fits."""
     if any("save" in function_of(call) for call in context.script.calls):
         for call in _calls_without_amp(context, "state_dict"):
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
@@ -197,7 +197,7 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
     """,
 )
 def loads_without_amp(context: Context) -> Iterator[Fault]:
-    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    """A run that resumes without its loss scale starts from the initial one, and skips steps until the scale fits."""
     for call in _calls_without_amp(context, "load_state_dict"):
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
         yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
@@ -244,7 +244,7 @@ def _holds_state(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
     """,
 )
 def state_before_initialize(context: Context) -> Iterator[Fault]:
-    """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
+    """Before `initialize` there is no state, so the call raises SessionError; in many scripts only when they resume."""
     script = context.script
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(one, call) for one in script.initializations)

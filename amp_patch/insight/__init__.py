@@ -1,4 +1,4 @@
-"""What ran in which precision, and why. Not imported by `import amp_patch`."""
+"""Show what ran in which precision, and why. `import amp_patch` does not import this package."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

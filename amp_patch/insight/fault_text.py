@@ -10,7 +10,7 @@ from .short_dtypes import spell_out
 
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
-    """Return a fault as some lines. Without the run, a list is laid over the shipped one."""
+    """Return a fault as text. `run` names the lists that the suggested list extends; None: the shipped list."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
 
@@ -52,7 +52,7 @@ def entitle_fault(fault: FaultRecord) -> str:
 def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
     """Yield what there is to say of a fault, each line with its name, "" for one that goes on."""
     if fault.phase == "step":
-        yield "op", f"{fault.op}.step(), of finite weights and gradients"
+        yield "op", f"{fault.op}.step(), from finite weights and gradients"
     elif fault.aten:
         yield "op", _describe_op(fault)
         yield "call", f"{fault.op} at {fault.site or 'no line of the script'}, module {fault.module or '(none)'}"
@@ -93,12 +93,12 @@ def _describe_cause(fault: FaultRecord) -> str:
             text += f", at a learning rate of {fault.lr:g}"
         return text
     if not fault.aten:
-        of = f"the gradient of {fault.parameter} is not finite, and no op that trace saw made it so"
+        of = f"the gradient of {fault.parameter} is not finite, and no op that trace saw caused it"
         return f"came in: {of} (a kernel that torch does not dispatch, compiled code, or another rank)"
     if fault.cause == "came in":
         return f"came in: {fault.parameter or 'an input that no op made'} held {fault.value} before ({share})"
     if fault.cause == "divergence":
-        return f"divergence: losses or weights have grown without end ({share}; inputs up to {fault.largest:.3g})"
+        return f"divergence: losses or weights have grown without bound ({share}; inputs up to {fault.largest:.3g})"
     if fault.cause == "mathematics":
         return f"mathematics: not finite in float32 either ({share}; inputs up to {fault.largest:.3g})"
     if fault.lost:
@@ -140,9 +140,9 @@ def _describe_reach(fault: FaultRecord) -> str:
     if fault.reach == "loss":
         return f"the loss{skipped}"
     if fault.reach == "swallowed" and fault.gradients:
-        return f"none that was seen: the gradients that are not finite come of another fault{skipped}"
+        return f"none that was seen: the gradients that are not finite come from another fault{skipped}"
     if fault.reach == "swallowed":
-        return f"swallowed: loss and gradients are finite, but may not be those of float32{skipped}"
+        return f"swallowed: loss and gradients are finite, but may differ from those of float32{skipped}"
     return "not known: the step did not end"
 
 
@@ -151,9 +151,9 @@ def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterat
     if remedy.kind == "list":
         yield from _advise_list(remedy, fault, run)
     elif remedy.kind == "weights":
-        yield "look at the weights, and what made them"
+        yield "look at the weights, and how they were made"
         if remedy.regions:
-            yield "where float32 holds them, the module may run in it:"
+            yield "if float32 holds them, the module can run in float32:"
             yield from _advise_list(remedy, fault, run)
     elif remedy.kind == "scale":
         yield from _advise_scale(remedy, fault, run)
@@ -164,17 +164,16 @@ def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterat
 
 
 _ADVICE: dict[Kind, str] = {
-    "data": "look at the data, the weights, or what made them: no list and no loss scale changes this",
-    "mathematics": "look at what {fault.op} is given there: no list and no loss scale changes this",
-    "divergence": "training has diverged: a smaller learning rate, a warm-up, or clipped gradients; no list changes"
-    " this",
+    "data": "look at the data and the weights, and how they were made: no list and no loss scale helps",
+    "mathematics": "look at the arguments of {fault.op}: no list and no loss scale helps",
+    "divergence": "training has diverged: a smaller learning rate, a warm-up, or clipped gradients; no list helps",
     "gradients": "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
-    "beyond": "look at what {fault.op} is given there: float32 does not hold what follows ({fault.beyond}), so that no"
-    " list changes this",
+    "beyond": "look at the arguments of {fault.op}: float32 does not hold a later result either ({fault.beyond}), so no"
+    " list helps",
 }
 
 
-_OF_THIS_STEP = "that is for this step, later ones may need a smaller one"
+_OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 
 def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
@@ -192,13 +191,13 @@ def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> 
 
 def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
     if remedy.eps is not None:
-        yield f"eps={remedy.eps:g} of {fault.op} is zero in {spell_out(fault.out)}, so that it divides by zero:"
-        yield f'opt_level="{remedy.level}", which steps on float32 masters; or eps=1e-4'
+        yield f"eps={remedy.eps:g} of {fault.op} is zero in {spell_out(fault.out)}, so it divides by zero:"
+        yield f'opt_level="{remedy.level}", which updates float32 masters; or eps=1e-4'
         return
     held = ""
     if fault.in_float32 != math.inf:
         held = f" (the float32 master is {fault.in_float32:.3g})"
-    yield f"a smaller learning rate, or clipped gradients{held}: no list and no loss scale changes this"
+    yield f"a smaller learning rate, or clipped gradients{held}: no list and no loss scale helps"
 
 
 def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
@@ -220,7 +219,7 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     elif entries:
         yield f"in a list of your own, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
-        yield "and give it as lists=... to amp.initialize, or as --lists"
+        yield "and pass it to amp.initialize as lists=..., or to amp-patch as --lists"
     if remedy.sites or not entries:
         lines = " and ".join(remedy.sites) or lines
         cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"

@@ -76,14 +76,14 @@ class Recorder(Probe):
         """
         if self._has_lost_session:
             raise SessionError(
-                "step ended the session that was to be looked at, as a call of amp.initialize in it does: pass a"
-                " function that trains for one step, with what amp.initialize returned before. Functions that call"
-                " amp.initialize themselves are for insight.compare and insight.tune"
+                "step ended the session, for example with a call of amp.initialize: pass a function that trains for one"
+                " step, with objects that amp.initialize returned before. insight.compare and insight.tune take"
+                " functions that call amp.initialize"
             )
         if not any(observer.has_seen for observer in self._observers):
             raise SessionError(
-                "step called no model and ran no op under amp.initialize, so there is nothing to look at: pass a"
-                " function that trains for one step: forward, backward, optimizer.step()"
+                "step called no model and ran no op under amp.initialize, so there is nothing to record: pass a"
+                " function that trains for one step (forward, backward, optimizer.step())"
             )
 
     def leave_block(self) -> None:
@@ -165,15 +165,14 @@ def describe_none() -> RunRecord:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Record all ops that run in the block: under the session in force, or what a script does without any, with
-    `torch.autocast` or without it.
+    """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
 
-    The recording is filled in when the block ends, also by an exception. Ops of other threads are recorded where they
-    are on a list. Blocks do not nest. What runs is bitwise what runs without; code of torch.compile runs as it was
-    written.
+    The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
+    recorded. Blocks cannot be nested. Results are bitwise the same as without a recording; code of torch.compile runs
+    uncompiled.
 
     Raises:
-        SessionError: a recording is under way.
+        SessionError: another recording is in progress.
     """
     with _filled_in_by(Recorder()) as found:
         yield found
@@ -200,7 +199,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     """
     undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
-        raise SessionError("a recording is under way: leave its block first, or call amp.reset()")
+        raise SessionError("another recording is in progress: leave its block first, or call amp.reset()")
     recorder.is_in_block = True
     undo.callback(recorder.leave_block)
     try:
@@ -219,12 +218,14 @@ def in_block(recorder: Recorder) -> Iterator[None]:
 
 
 def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:
-    """Call `step` `warmup` times as it is, then `steps` times recorded, and return the recording.
+    """Call `step` `warmup` times, then `steps` times while recording, and return the recording.
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
-    step makes the low copies of weights that later ones find: hence the warm-up. `print` shows the recording as
-    `amp-patch explain` does. Raises ArgumentTypeError or ArgumentValueError for arguments that are none of these, and
-    SessionError if `step` runs nothing, if it ends the session by calling `initialize`, and as `recording` does.
+    step makes 16-bit copies of weights that later steps reuse, so it is left out by default. `print` shows the
+    recording in the format of `amp-patch explain`.
+
+    Raises ArgumentTypeError or ArgumentValueError for wrong arguments, and SessionError if `step` runs no ops, if it
+    ends the session by calling `initialize`, or if another recording is in progress.
     """
     check_function(step, "step")
     check_count(steps, "steps")

@@ -105,40 +105,43 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A value that does not fit, where it came from: the first of its kind on the way of the numbers.
+    """A value that does not fit into its dtype, and the op that produced it: the first fault of a step.
 
     Attributes:
-        step: of the run, from 0, by the optimizer that steps first.
+        step: the number of the step, from 0, counted by the optimizer that steps first.
         phase: as in `OpRecord`.
-        value: "inf", "nan", "inf or NaN", or "zero" for values that float32 holds and 16 bits do not.
-        cause: "precision" (float32 holds what the op gives for these inputs), "mathematics" (it does not), "came in"
-            (an input did not fit, and no recorded op made it), "step" (an optimizer made it of finite weights and
-            gradients) or "divergence" (losses or weights have grown without end, or beyond bfloat16).
-        module, op, rule, entry, region, site: of the call; for an op of the backward pass of the forward call.
-        listed: the name by which the lists have the op, "" for one that is on none.
-        aten, node: what torch ran, and the node of the backward pass that it ran in; "" where nothing of it was seen.
-        given, out: dtypes of its inputs and of its output.
-        share: of the values of the output that are so, from 0 to 1.
-        largest: the largest finite magnitude among its inputs; `in_float32`: among what it gives in float32.
+        value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
+        cause: "precision" (float32 holds the result of the op for these inputs), "mathematics" (it does not),
+            "came in" (an input did not fit, and no recorded op produced it), "step" (an optimizer produced it from
+            finite weights and gradients) or "divergence" (losses or weights have grown without bound, or beyond
+            bfloat16).
+        module, op, rule, entry, region, site: those of the call. For an op of the backward pass, of the forward call.
+        listed: the name of the op in the lists; "" for an op on no list.
+        aten, node: the op that torch ran, and its node of the backward pass; "" if unknown.
+        given, out: dtypes of the inputs and of the output.
+        share: the share of values in the output that do not fit, from 0 to 1.
+        largest: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
         parameter: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
-        loss_scale: in force then.
-        trail: ops before it, the latest first, with the largest magnitude that each gave.
+        loss_scale: the loss scale of the step.
+        trail: the ops before it, latest first, with the largest magnitude in the result of each.
+        rank: the rank of the process.
         reach: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the step
             did not end.
-        gradients: names of the parameters whose gradients are not finite; `of`: how many there are with a gradient.
-        skipped: whether the step was; None if it did not end.
-        is_search: a dynamic loss scale that was too large, for a step that was skipped: it becomes smaller by itself.
-        regions, ops, sites: what has to run in float32 for the values of that step to fit: choosers of modules, as in
-            module rules; names of ops, as in lists; lines of the script where neither applies.
-        alternative: ops that are enough without these modules.
-        lines: of the script, which run what has to be in float32.
-        is_of_rounding: float32 holds it only if ops before it are in float32, too.
+        gradients: names of the parameters whose gradients are not finite; `of`: the number of parameters with a
+            gradient.
+        skipped: whether the step was skipped; None if it did not end.
+        is_search: whether a dynamic loss scale was too large and the step was skipped; the scale falls by itself.
+        regions, ops, sites: what has to run in float32 so that the values of the step fit: modules, as in module rules;
+            names of ops, as in lists; lines of the script to which neither applies.
+        alternative: ops that are enough instead of these modules.
+        lines: lines of the script that run what has to be in float32.
+        is_of_rounding: whether the value fits only if ops before it run in float32 too.
         lost: a number in the script that is zero in 16 bits, and matters; 0: none.
-        beyond: the op that gives what float32 does not hold either, once the rest is in it; "" for none.
-        scale: the loss scale, a power of two, under which the gradients of that step fit, or are not lost; None where
-            the scale has no part in it.
+        beyond: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
+        scale: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero; None
+            if the scale does not matter.
         is_scale_enough: whether that scale is enough, without regions, ops and sites.
-        eps, lr: of the optimizer whose step gave what does not fit.
+        eps, lr: those of the optimizer whose step produced the value.
     """
 
     kind: ClassVar[str] = "fault"
@@ -410,7 +413,7 @@ _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
 
 @dataclass(slots=True)
 class Recording:
-    """The records of one process, in order, after that of the run."""
+    """The records of one process: the run, then its records in order."""
 
     run: RunRecord
     records: list[Record]
@@ -425,17 +428,17 @@ class Recording:
         return _show("show_recording", self)
 
     def of(self, kind: type[R]) -> list[R]:
-        """Return the records of one class."""
+        """Return the records of a class."""
         return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def ops(self) -> list[OpRecord]:
-        """Calls of ops."""
+        """The calls of ops."""
         return self.of(OpRecord)
 
     @property
     def undone(self) -> list[UndoneCastRecord]:
-        """Casts that undo each other."""
+        """The casts that undo each other."""
         return self.of(UndoneCastRecord)
 
     @property
@@ -444,18 +447,18 @@ class Recording:
         return self.of(StepRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to a file, a line of JSON each."""
+        """Write all records to a file, one JSON line each."""
         write_file(path, self.format())
 
     def format(self) -> str:
-        """Return all records, a line of JSON each; inf and NaN are strings there, since JSON has no such numbers."""
+        """Return all records, one JSON line each. inf and NaN are strings, since JSON has no such numbers."""
         lines = [_format(self.run, records=len(self.records))]
         lines += [_format(record) for record in self.records]
         return "\n".join([*lines, ""])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read what `to_jsonl` wrote. Raises RecordError, with the line, for anything else."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError, with the line, for any other file."""
         run: RunRecord | None = None
         records: list[Record] = []
         number, lines = None, 0
@@ -463,7 +466,7 @@ class Recording:
             if isinstance(record, RunRecord):
                 if record.schema > SCHEMA:
                     raise RecordError(
-                        f"{path}: schema {record.schema} is of a later version, which reads {SCHEMA} at most"
+                        f"{path}: schema {record.schema} is newer than {SCHEMA}, the newest of this version: upgrade"
                     )
                 run = record
                 number = data.get("records")
@@ -472,7 +475,7 @@ class Recording:
                 if record is not None:
                     records.append(record)
         if run is None:
-            raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only part of one")
+            raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
         if number not in (None, lines):  # None: an earlier version wrote it
             raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
         return cls(run, records)

@@ -15,10 +15,9 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
 def format_recording(recording: Recording, by: By = "module", *, with_all: bool = False) -> str:
-    """Return the rows of the forward pass by module, or in sums by op or by line of the lists, and what there is to
-    say of the whole.
+    """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
-    `with_all` gives each layer a row of its own and shows unlisted ops that give what they were given.
+    `with_all` gives each layer its own row, and also shows unlisted ops that keep the dtype of their arguments.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -165,7 +164,7 @@ def _sums(ops: list[OpRecord]) -> Iterator[str]:
         if of_phase:
             casts, avoided = sum(op.casts for op in of_phase), sum(op.avoided for op in of_phase)
             calls = sum(op.calls for op in of_phase)
-            told = f"{phase}: {calls} calls, {casts} casts"
+            told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
             yield told + (f", {avoided} avoided by copies that were there" if avoided else "")
 
 

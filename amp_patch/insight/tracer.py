@@ -431,23 +431,24 @@ def trace(
     ignore: Sequence[str] = (),
     on_fault: Literal["raise", "record"] = "raise",
 ) -> Recording:
-    """Call `step` so many times, or until a value does not fit, and say where that came from.
+    """Call `step` until a value does not fit into its dtype, and say which op produced the value.
 
-    `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. `print`
-    shows what is returned: the faults, or over how many steps every value fits.
+    `print` shows the returned recording: the faults, or the number of steps in which every value fits.
 
     Args:
-        step: is called.
-        steps: how often at most.
-        underflow: the share of values, from 0 to 1, of an op in 16 bits that may be zero where float32 holds them;
-            None: all.
-        ignore: names of ops whose values may be what they are, such as `masked_fill`.
-        on_fault: what to do about one; with "record", what the step raises over it is not raised.
+        step: a function without arguments that trains for one step: forward, backward, `optimizer.step()`.
+        steps: the largest number of calls.
+        underflow: the largest share of an op's values, from 0 to 1, that may be zero in 16 bits but not in float32.
+            None: no limit.
+        ignore: names of ops whose values are always accepted, such as `masked_fill`.
+        on_fault: "raise" raises NonFiniteError; "record" returns the recording, and suppresses errors that the step
+            raises because of the fault.
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.
-        SessionError: `step` runs nothing, or ends the session by calling `initialize`, or a recording is under way.
-        ArgumentTypeError, ArgumentValueError: an argument is none of these.
+        SessionError: `step` runs no ops, it ends the session by calling `initialize`, or another recording is in
+            progress.
+        ArgumentTypeError, ArgumentValueError: an argument is wrong.
     """
     check_function(step, "step")
     check_count(steps, "steps")

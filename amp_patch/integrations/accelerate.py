@@ -1,4 +1,4 @@
-"""amp_patch under Hugging Face's Accelerate: an `Accelerator` with an opt_level.
+"""amp_patch with Hugging Face's Accelerate: an `Accelerator` with an opt_level.
 
 from amp_patch.integrations.accelerate import Accelerator
 
@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Tells our skips: schedules that were prepared do not step after one."""
+    """Reports steps that amp skips, so that prepared schedules do not advance after one."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -26,7 +26,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _AmpState:
-    """What `save_state` and `load_state` carry."""
+    """Lets `save_state` and `load_state` include amp's state."""
 
     def state_dict(self) -> dict[str, Any]:
         return amp.state_dict()
@@ -36,16 +36,16 @@ class _AmpState:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator whose `prepare` initializes amp and whose `backward` scales.
+    """An accelerate.Accelerator whose `prepare` initializes amp, and whose `backward` scales the loss.
 
-    Its clipping is torch's, which clips masters under amp. `optimizer_step_was_skipped` tells of skipped steps, and
-    `save_state` and `load_state` carry the loss scale. Calls of `backward` between steps (`accumulate`) add up under
-    one scale.
+    Clipping clips masters at levels that have them. `optimizer_step_was_skipped` is true after a skipped step, and
+    `save_state` and `load_state` include the loss scale. Gradients of several `backward` calls between steps
+    (`accumulate`) add up under one scale.
 
     Args:
-        opt_level: of `amp_patch.initialize`.
-        amp_options: other arguments of it, such as `lists` and `loss_scale`.
-        args, kwargs: of accelerate.Accelerator; without `mixed_precision`, else ArgumentTypeError.
+        opt_level: as for `amp_patch.initialize`.
+        amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
+        args, kwargs: as for accelerate.Accelerator. Raises ArgumentTypeError if `mixed_precision` is among them.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":
             raise ArgumentTypeError(
-                f"mixed_precision={self.mixed_precision!r}: leave it out, opt_level decides what runs in 16 bits"
+                f"mixed_precision={self.mixed_precision!r}: leave it out, since opt_level decides what runs in 16 bits"
             )
         self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}
         self._amp_models: list[nn.Module] = []
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator) -> None:
-        """Turn an accelerate.Accelerator into one of this class whose user calls `amp_patch.initialize`."""
+        """Turn an accelerate.Accelerator into one of this class. The caller calls `amp_patch.initialize`."""
         accelerator.__class__ = cls
         accelerator._amp_options = None
 
@@ -87,7 +87,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             amp.initialize(self._amp_models, optimizers, **(self._amp_options or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Go backward from the loss, divided by the accumulation steps and multiplied by the loss scale."""
+        """Run the backward pass of the loss, divided by the accumulation steps and multiplied by the loss scale."""
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
         loss = loss / self.gradient_accumulation_steps
         with amp.scale_loss(loss, optimizers, delay_unscale=not self.sync_gradients) as scaled_loss:
@@ -95,7 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the torch optimizer inside of those that Accelerate has prepared."""
+    """Return the torch optimizer inside the wrappers of Accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,4 +1,4 @@
-"""amp_patch under the Trainer of Hugging Face's transformers.
+"""amp_patch with the Trainer of Hugging Face's transformers.
 
 from amp_patch.integrations.huggingface import AmpTrainerMixin
 
@@ -20,16 +20,16 @@ STATE_NAME = "amp.pt"
 
 
 class AmpTrainerMixin:
-    """Comes before a Trainer class of transformers in the bases of a subclass.
+    """A mixin: put it before a Trainer class of transformers in the bases of your class.
 
-    Losses are scaled, accumulated gradients add up under one scale, `max_grad_norm` and the `grad_norm` in the logs are
-    of the true gradients, the schedule waits after a skipped step, checkpoints hold amp's state in `amp.pt`, and saved
-    models are float32.
+    It scales losses, and gradients accumulate under one scale. `max_grad_norm` and the `grad_norm` in the logs refer to
+    unscaled gradients. The schedule does not advance after a skipped step. Checkpoints hold amp's state in `amp.pt`,
+    and saved models are float32.
 
     Args:
-        opt_level: of `amp_patch.initialize`.
-        amp_options: other arguments of it, such as `lists` and `loss_scale`.
-        args, kwargs: of the Trainer; without `fp16` and `bf16` in its arguments, else ArgumentTypeError.
+        opt_level: as for `amp_patch.initialize`.
+        amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
+        args, kwargs: as for the Trainer. Raises ArgumentTypeError if `fp16` or `bf16` is set in its arguments.
     """
 
     def __init__(self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any):
@@ -38,7 +38,7 @@ class AmpTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the Trainer's accelerator one that scales."""
+        """Make the Trainer's accelerator scale the loss."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if accelerator.mixed_precision != "no":
@@ -58,7 +58,7 @@ class AmpTrainerMixin:
         return trainer.optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with amp's loss scale and skipped steps beside the loss of the steps."""
+        """Add amp's loss scale and skipped steps to logs that have a loss."""
         stats = amp.stats(wait=False)
         if "loss" in logs and stats.loss_scales:
             logs = {**logs, "amp/loss_scale": stats.loss_scales[0], "amp/steps_skipped": stats.steps_skipped}

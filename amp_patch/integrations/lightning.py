@@ -1,10 +1,10 @@
-"""amp_patch under Lightning, as a precision plugin.
+"""amp_patch with Lightning, as a precision plugin.
 
     from amp_patch.integrations.lightning import AmpPrecision
 
     trainer = lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
 
-Works for `lightning`, and for `pytorch_lightning` where that has been imported and `lightning` has not.
+It works with `lightning`, and with `pytorch_lightning` if the script has imported that and not `lightning`.
 """
 
 import sys
@@ -23,16 +23,16 @@ else:
 
 
 class AmpPrecision(Precision):  # type: ignore[misc]
-    """Lightning's training at an opt_level, with its clipping, accumulation and checkpoints.
+    """A precision plugin that trains at an opt_level, with Lightning's own clipping, accumulation and checkpoints.
 
-    Every child of the LightningModule that has parameters is a model of amp's, so that `self.net(x)` in a
-    `training_step` is cast as `self(x)` is; parameters of the LightningModule itself stay float32. The closure of a
-    step runs once, before it is decided whether the step is skipped. Schedules of steps wait after a skip. The session
-    outlives the fit, so that its model can be evaluated and saved; `amp_patch.reset()` ends it.
+    Every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a model, so calls such as
+    `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself stay float32. The closure
+    of a step runs once, before amp decides whether to skip the step. Schedules that advance every step do not advance
+    after a skip. The session outlives the fit, so you can evaluate and save the model; `amp_patch.reset()` ends it.
 
     Args:
-        opt_level: of `amp_patch.initialize`.
-        amp_options: other arguments of it, such as `lists` and `loss_scale`.
+        opt_level: as for `amp_patch.initialize`.
+        amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
     """
 
     precision = "32-true"
@@ -58,13 +58,13 @@ class AmpPrecision(Precision):  # type: ignore[misc]
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Go backward from the scaled loss."""
+        """Run the backward pass of the scaled loss."""
         optimizers = self._optimizers if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
         with amp.scale_loss(tensor, optimizers) as scaled_loss:
             super().backward(scaled_loss, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then step; under LBFGS, which runs it itself, under a static scale only."""
+        """Run the closure, then step. LBFGS runs the closure itself, which needs a static loss scale."""
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
@@ -74,7 +74,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints hold of amp."""
+        """Return amp's state for a checkpoint."""
         return amp.state_dict() if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""amp's numbers for trackers of experiments: TensorBoard, Weights & Biases, or any function.
+"""Log amp's numbers to TensorBoard, Weights & Biases, or any function.
 
 from amp_patch.integrations.trackers import Tracker
 
@@ -22,12 +22,12 @@ Log = Callable[[str, float, int], object]
 class Tracker:
     """Logs `amp/loss_scale` (of each scaler, if there are several), `amp/steps_skipped` and `amp/grad_norm`.
 
-    The norm is that of the true gradients which the optimizer is about to step on; of shards, of all of them. It is
-    read when the next one is logged, or in `flush`, so that no step waits for the device; what is logged
-    with it is of that step, as far as the host knew then.
+    The norm is that of the unscaled gradients of the coming step; with shards, of all shards together. Each entry is
+    written when the next one is due, or by `flush`, so that no step waits for the device. Scale and skipped steps are
+    those that the host knew at the time of the step.
 
     Args:
-        target: a TensorBoard SummaryWriter (`add_scalar`), Weights & Biases or a run of it (`log`), or a function
+        target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
             `log(tag, value, step)`.
         every: steps between two entries, at least 1.
     """
@@ -35,7 +35,7 @@ class Tracker:
     def __init__(self, target: Any, every: int = 50) -> None:
         if not isinstance(every, int) or every < 1:
             raise ArgumentTypeError(
-                f"every={every!r} must be a whole number of at least 1: the steps between two entries"
+                f"every={every!r} must be a whole number of at least 1: pass the number of steps between two entries"
             )
         self._log = _as_log(target)
         self._every = every
@@ -43,7 +43,7 @@ class Tracker:
         self._pending: tuple[int, dict[str, float | Tensor]] | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
-        """Count a step that is about to be taken, by 1 or as the caller counts, and log if it is its turn."""
+        """Count the coming step, or take its number from the caller, and log every `every` steps."""
         self._step = self._step + 1 if step is None else step
         if self._step % self._every:
             return
@@ -61,7 +61,7 @@ class Tracker:
         self._pending = self._step, values
 
     def flush(self) -> None:
-        """Log what waits to be read. Waits for the device."""
+        """Write the pending entry. Waits for the device."""
         if self._pending is not None:
             (step, values), self._pending = self._pending, None
             for tag, value in values.items():

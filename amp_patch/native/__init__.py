@@ -1,10 +1,10 @@
-"""Scripts that write `torch.autocast`, `.bfloat16()` or nothing of amp at all, as they are, under op lists.
+"""Apply op lists to scripts that use `torch.autocast`, without changing them; and examine scripts without amp.
 
     import amp_patch.native
 
     amp_patch.native.install(lists="my_lists.yaml")
 
-or, without a change to the script, `amp-patch run --lists my_lists.yaml train.py`.
+or run `amp-patch run --lists my_lists.yaml train.py`.
 """
 
 from .session import AS_IS as AS_IS

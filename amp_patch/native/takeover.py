@@ -41,14 +41,14 @@ _HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (e
 
 
 class Takeover:
-    """What `install` has installed. `remove()`, or leaving it as a `with` block, undoes it; twice is harmless.
+    """The handle that `install` returns. `remove()`, or leaving it as a `with` block, undoes the installation.
 
     Args:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
-        lists: op lists over those, later ones winning.
-        compute: as of `amp.initialize`, for a level.
-        everywhere: from the first call of a model on, all of this thread is one region; for a script that has none.
-        needs_region: refuse to step without a region, even where that is what is asked for.
+        lists: op lists on top of these; later ones win.
+        compute: as for `amp.initialize`, with a level.
+        everywhere: for a script without regions: this thread is one region from the first call of a model on.
+        needs_region: raise an error for an optimizer step without a region, even if nothing would be changed.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Takeover:
                 elif self._lists and dtype is not session.policy.low_dtype:
                     warn(
                         f"the lists apply to {dtype_name(session.policy.low_dtype)}, the dtype of the first region of"
-                        f" torch.autocast: regions in {dtype_name(dtype)} are left to torch"
+                        f" torch.autocast: regions in {dtype_name(dtype)} keep torch's rules"
                     )
                 session.note_region(region.fast_dtype)
                 return original(region)
@@ -341,13 +341,13 @@ class Takeover:
                 f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
-                " all of it in one region: amp-patch run --everywhere --opt-level O4"
+                " the whole script in one region: amp-patch run --everywhere --opt-level O4"
             )
         session = self.session()
         if self.changes and self._was_missed:
             raise PolicyError(
-                "the first region of torch.autocast is in compiled code, where nothing can be laid over it: enter"
-                " torch.autocast around the call of the compiled model"
+                "the first region of torch.autocast is in compiled code, where lists cannot change it: enter"
+                " torch.autocast around the call of the compiled model instead"
             )
         low = None if session is None or self._level is None else session.policy.low_dtype
         if low is torch.float16 and not self._is_scaling:
@@ -377,7 +377,7 @@ class Takeover:
         events.tell(session.without_casts(), "step_ended", optimizer)
 
 
-_TWICE = "amp_patch.native is installed already: call remove() of what install returned first"
+_TWICE = "amp_patch.native is installed already: call remove() of the earlier handle first"
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -402,21 +402,21 @@ def install(
     compute: str | None = None,
     everywhere: bool = False,
 ) -> Takeover:
-    """Lay op lists over what `torch.autocast` does, from the next region that is entered on.
+    """Apply op lists inside regions of `torch.autocast`, from the next region that is entered.
 
     Args:
-        opt_level: "O1" or "O4" has regions run by the lists and in the dtype of that level, "O0" disables them; None
-            keeps the dtype of each region, and torch's rules for what `lists` do not name.
-        lists: a shipped name, a path, or a sequence of them, of which later ones win.
-        compute: of a level: "auto", "native" or "float32".
-        everywhere: without any region in the script: run all of this thread in one, in bfloat16.
+        opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. None
+            keeps the dtype of each region, and torch's rules for ops that `lists` do not name.
+        lists: a shipped name, a path, or a sequence of them. Later ones win.
+        compute: "auto", "native" or "float32", with a level.
+        everywhere: for a script without regions: run this thread in one bfloat16 region.
 
-    Returns a handle whose `remove()` undoes all; it works as a `with` block.
+    Returns a handle whose `remove()` undoes everything. It also works as a `with` block.
 
     Raises:
-        PolicyError, OpListError: an argument is none of these, or float16 is asked for everywhere, where nobody would
+        PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
             scale the loss.
-        SessionError: something is installed already.
+        SessionError: another handle is still installed.
     """
     if _installed.takeover is not None:
         raise SessionError(_TWICE)

@@ -85,7 +85,7 @@ def _is_iterable(value: Any) -> bool:
 
 def _name_kind(value: object) -> str:
     """Return the name of the type of an object; of a class, that it is one."""
-    return f"the class {value.__name__}, which is to be called" if isinstance(value, type) else type(value).__name__
+    return f"the class {value.__name__} (make an instance of it)" if isinstance(value, type) else type(value).__name__
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:

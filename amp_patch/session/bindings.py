@@ -95,7 +95,7 @@ class Bindings:
         for rule in self._rules:
             if rule not in used:
                 place = f"{rule.path}:{rule.line}:{rule.column}"
-                wrong = f"the rule for {rule.chooser!r} chooses no module of the models, so it changes nothing"
+                wrong = f"the rule for {rule.chooser!r} matches no module of the models, so it has no effect"
                 warn(f"{place}: {wrong}. {self._describe_names(rule)}")
 
     def _describe_names(self, rule: ModuleRule) -> str:

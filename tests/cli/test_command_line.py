@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "trce train.py": ("amp-patch", "Did you mean 'trace'?"),
     "list show": ("amp-patch", "Did you mean 'lists'?"),
     "--versoin": ("amp-patch", "Did you mean '--version'?"),
-    "--opt-level O1 trace train.py": ("amp-patch", "options stand behind their command"),
+    "--opt-level O1 trace train.py": ("amp-patch", "options go after their command"),
     # levels
     "trace train.py --opt-level O9": ("amp-patch trace", f"argument --opt-level: 'O9' is not an opt_level ({LEVELS})."),
     "run --opt-level o1 train.py": ("amp-patch run", "Did you mean 'O1'? The first character is the letter O."),
@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "trace": ("amp-patch trace", "name a script, or a module with -m"),
     "explain tran.py": ("amp-patch explain", "/tran.py': no such file. Did you mean 'train.py'?"),
     "run -m": ("amp-patch run", "name a script, or a module with -m"),
-    "compare -m json.tool train.py": ("amp-patch compare", "train.py: what is the module's follows a --"),
+    "compare -m json.tool train.py": ("amp-patch compare", "train.py: write arguments of the module after --"),
     # lists
     "lists": ("amp-patch lists", "TASK"),
     "lists shwo float16": ("amp-patch lists", f"'shwo' is not a task ({TASKS_OF_LISTS}). Did you mean 'show'?"),

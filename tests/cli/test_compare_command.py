@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
 
     monkeypatch.setattr(scripts, "_call", interrupted)
     code, out, err = call(APEX + LOOP, "--runs", "O0,O4,O5", "--steps", "3", "--jsonl", "c.jsonl")
-    assert code == 130 and "amp-patch compare: interrupted; what follows is what was done by then" in err
+    assert code == 130 and "amp-patch compare: interrupted; these are the results so far" in err
     assert "Traceback" not in err and len(count) == 4
     assert [run.failed for run in Comparison.read(tmp_path / "c.jsonl").runs] == ["", "did not run", "did not run"]
 

@@ -107,7 +107,7 @@ def test_json(diagnose):
 def test_list_and_explain(diagnose):
     assert [line.split()[0] for line in diagnose("--list")[1].splitlines()] == [rule.code for rule in sorted_rules()]
     code, said, _ = diagnose("--explain", "AMP305")
-    assert code == 0 and said.startswith("AMP305: clipping inside scale_loss\n\nInside the block gradients are still")
+    assert code == 0 and said.startswith("AMP305: clipping inside scale_loss\n\nInside the block, gradients are still")
 
 
 def test_the_hook_of_pre_commit_is_this_command(diagnose):

@@ -97,8 +97,8 @@ def test_steps_and_sums_and_files(call, tmp_path, capsys):
         ("print('nothing')\n", 1, "nothing to explain: it called no model and no amp.initialize"),
         (APEX + "1 / 0\n", 1, "nothing to explain: it ended with exit code 1"),
         (APEX + "sys.exit(3)\n", 1, "nothing to explain: it ended with exit code 3"),
-        (APEX + INITIALIZE, 1, "nothing to explain: the script took 0 optimizer steps, and steps 1:2"),
-        (APEX + INITIALIZE + "step(0)\n", 1, "the script took 1 optimizer step, and steps 1:2 were to be recorded"),
+        (APEX + INITIALIZE, 1, "nothing to explain: the script took 0 optimizer steps, but steps 1:2"),
+        (APEX + INITIALIZE + "step(0)\n", 1, "the script took 1 optimizer step, but steps 1:2 were to be recorded"),
     ],
     ids=["no apex", "crash", "exit", "no step", "one step"],
 )

@@ -362,11 +362,11 @@ torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__
   float32            as it is
 
 torch.Tensor.__ipow__, torch.Tensor.pow_
-  rule                        blacklist: writes to its first argument, in the dtype of that
+  rule                        blacklist: writes to its first argument, in the dtype of that argument
   entry                       pow at base.yaml:1, why: range
   float16, bfloat16, float32  cast to the dtype of the first argument
 
-float64, complex, integer and quantised arguments are left alone.
+float64, complex, integer and quantized arguments are never cast.
 A call with out= or dtype= runs as it was written.
 """
     )

@@ -38,10 +38,10 @@ def test_failure_of_the_work_is_one_line(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("demo", "demo is gone: run an example"),
-        ("lists schema", "schema is gone: copy lists/schema.json"),
-        ("doctor --fix .", "--fix is gone: the doctor only reads"),
-        ("doctor . --diff", "--diff is gone: the doctor only reads"),
+        ("demo", "demo was removed: run an example"),
+        ("lists schema", "schema was removed: copy lists/schema.json"),
+        ("doctor --fix .", "--fix was removed: the doctor only reads"),
+        ("doctor . --diff", "--diff was removed: the doctor only reads"),
         ("explain --fix train.py", "unrecognized arguments: --fix"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_is_neither_of_the_command_nor_after_two_dashes_is_refused(capsys):
     for line, told in [
         ("SCRIPT --epochs 3", "unrecognized arguments: --epochs 3; arguments of the script go after --"),
         ("SCRIPT data --steps 2", "unrecognized arguments: data; arguments of the script go after --"),
-        ("-m json.tool data", "data: what is the module's follows a --"),
+        ("-m json.tool data", "data: write arguments of the module after --"),
         ("--steps 2", "name a script, or a module with -m"),
         ("--", "name a script, or a module with -m"),
         ("-m", "argument -m: expected one argument"),

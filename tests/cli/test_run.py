@@ -165,7 +165,7 @@ def test_options_behind_the_script_are_said_to_be_the_scripts(tmp_path, monkeypa
         (["-m", "script", "--opt-level", "O0"], []),
     ]:
         main(["run", *given])
-        notes = [f"amp-patch run: note: {name} behind the script went to the script" for name in told]
+        notes = [f"amp-patch run: note: {name} after the script was passed to the script" for name in told]
         assert [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()] == notes
 
 
@@ -183,7 +183,7 @@ def test_malloc_keep_reaches_the_script_before_it_starts(library, tmp_path, monk
     kept = [environment.get("MALLOC_TRIM_THRESHOLD_") for environment in started]
     assert kept == ["1073741824" if library == "glibc" else None, None]
     assert started[0]["MALLOC_MMAP_MAX_"] == "7"  # the user's own
-    assert ("no effect here" in capsys.readouterr().err) is (library != "glibc")
+    assert ("no effect without" in capsys.readouterr().err) is (library != "glibc")
 
 
 def test_where_processes_cannot_be_replaced_it_waits(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
     [
         ("print('nothing')\n", "the script called no model and no amp.initialize"),
         ("raise SystemExit(3)\n", "the script ended with exit code 3"),
-        (script(bad=None).partition("for number")[0], "ended without a step of an optimizer"),
+        (script(bad=None).partition("for number")[0], "ended without an optimizer step"),
         (script(bad=None) + "1 / 0\n", "ended with exit code 1 after 4 steps, in which every value fits"),
     ],
     ids=["no amp", "exit", "no step", "crash"],

@@ -429,7 +429,7 @@ def test_a_compiled_model_follows_the_rules(level, write):
 @pytest.mark.parametrize("level", ["O4", "O2"])
 def test_a_rule_that_chooses_nothing_is_said_once(level, write):
     lists = write(['{match: "tail", run: float32}', '{match: "head", run: float32}'])
-    with pytest.warns(UserWarning, match=r"list0\.yaml:3:5: the rule for 'tail' chooses no module") as caught:
+    with pytest.warns(UserWarning, match=r"list0\.yaml:3:5: the rule for 'tail' matches no module") as caught:
         make(level, lists)
     assert len(caught) == 1
 

@@ -157,7 +157,10 @@ def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(GPU, low_dtypes=machine.judge_gpu((6, 1))), "keep O0 here: 16 bits save memory on cuda:0 Some GPU"),
         (replace(GPU, low_dtypes=machine.judge_gpu(None)), "time a few steps at O0, O1 and O4"),
         (CPU, "keep O0 here: this CPU has no fast 16-bit products"),
-        (replace(CPU, low_dtypes=machine.judge_cpu((), ["bfloat16"])), "use O4 or O5: this CPU has bfloat16 products"),
+        (
+            replace(CPU, low_dtypes=machine.judge_cpu((), ["bfloat16"])),
+            "use O4 or O5: this CPU has bfloat16 instructions",
+        ),
     ],
     ids=["hopper", "turing", "pascal", "other", "cpu", "cpu-with"],
 )

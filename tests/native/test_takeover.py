@@ -276,7 +276,7 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
             sum(one.sum() for one in outputs).backward()
             optimizer.step()
     told = [str(one.message) for one in caught]
-    assert len(told) == 1 and "'x' chooses no module" in told[0]
+    assert len(told) == 1 and "'x' matches no module" in told[0]
 
 
 class InRegion(nn.Module):

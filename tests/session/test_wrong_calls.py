@@ -54,7 +54,7 @@ WITHOUT_SESSION = [
     (lambda: apex_amp.initialize(MODEL, level="O1"), T, "Did you mean 'opt_level'"),
     (lambda: amp.scope(MODEL, replace=True).__enter__(), T, "no `replace`.*call amp.reset"),
     (lambda: amp.scale_loss(LOSS, OPTIMIZER), S, "amp.initialize has not been called yet"),
-    (lambda: half("torch", "matmul"), T, "the owner as text, 'torch': write register_half_function.torch, 'matmul'"),
+    (lambda: half("torch", "matmul"), T, "not the text 'torch': write register_half_function.torch, 'matmul'"),
     (lambda: amp.register_float_function(torch, torch.matmul), T, "write register_float_function.torch, 'matmul'"),
     (lambda: amp.register_promote_function(torch, "matmull"), V, "no function 'matmull'.*Did you mean 'matmul'"),
     (lambda: half(torch, "pi"), T, "torch.pi is not callable"),

@@ -119,7 +119,7 @@ def linear(inputs, outputs, factor=1.0, seed=0, bias=0.0):
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-@case("attention scores without the square root, of large queries and keys", "precision", "list")
+@case("attention scores without the square root, with large queries and keys", "precision", "list")
 def attention_scores(given):
     def attend(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -130,7 +130,7 @@ def attention_scores(given):
     return given.regress(nn.Sequential(*blocks), draw(2, 6, 16))
 
 
-@case("a row of attention that is masked all over", "mathematics", "script")
+@case("a row of attention that is fully masked", "mathematics", "script")
 def masked_row(given):
     keep = torch.ones(2, 1, 6, dtype=torch.bool)
     keep[1] = given.is_mended
@@ -156,7 +156,7 @@ def rms_norm_in_every_block(given):
     return given.regress(nn.ModuleDict({"blocks": nn.Sequential(*blocks)})["blocks"], draw(4, 16))
 
 
-@case("a mask of -1e9 times zero or one, in 16 bits, and a row without anything to see", "precision", "list")
+@case("a 16-bit mask of -1e9 times zero or one, and a fully masked row", "precision", "list")
 def mask_of_large_numbers(given):
     keep = torch.ones(2, 1, 6)
     keep[1] = 0
@@ -168,7 +168,7 @@ def mask_of_large_numbers(given):
     return given.regress(nn.Sequential(Layer(attend, q=linear(16, 16))), draw(2, 6, 16))
 
 
-@case("a stream of residuals that outgrows 16 bits at O2", "precision", "list", level="O2")
+@case("a residual stream that outgrows 16 bits at O2", "precision", "list", level="O2")
 def residual_stream(given):
     def run(self, x):
         return x + self.inner(torch.relu(x))  # HERE
@@ -177,7 +177,7 @@ def residual_stream(given):
     return given.regress(nn.Sequential(*blocks, nn.LayerNorm(16), linear(16, 1)), draw(4, 16))
 
 
-@case("a softmax by hand, exp of shifted scores, at O3", "precision", "list", level="O3")
+@case("a hand-written softmax, exp of shifted scores, at O3", "precision", "list", level="O3")
 def softmax_by_hand(given):
     def attend(self, x):
         weights = torch.exp(self.scores(x) + 12)  # HERE
@@ -209,7 +209,7 @@ class Discriminator(nn.Module):
 
 
 @case(
-    "a discriminator that scales what it has, in its own forward, beside a generator",
+    "a discriminator that scales its features in its own forward, next to a generator",
     "precision",
     "list",
     of=Discriminator,
@@ -219,14 +219,14 @@ def gan_of_two_models(given):
     return given.start([generator, judge], lambda: F.softplus(-judge(generator(z))).mean())
 
 
-@case("the loss of a GAN by hand: log(1 - D(x)) where 16 bits make D(x) one", "precision", "list")
+@case("a hand-written GAN loss: log(1 - D(x)), where 16 bits round D(x) to one", "precision", "list")
 def gan_loss(given):
     judge = nn.Sequential(linear(8, 8), linear(8, 1, 1.0, bias=10.0))
     x = draw(4, 8, factor=0.1)
     return given.start(judge, lambda: -torch.log(1 - torch.sigmoid(judge(x))).mean())  # HERE
 
 
-@case("the gradient of log(D(x)) where D(x) is small, as of a GAN", "precision", "list", loss_scale=1024.0)
+@case("the gradient of a GAN loss: log(D(x)), where D(x) is small", "precision", "list", loss_scale=1024.0)
 def gan_gradient(given):
     judge = nn.Sequential(linear(8, 8), linear(8, 1, 1.0, bias=-13.0))
     x = draw(4, 8, factor=0.1)
@@ -234,7 +234,7 @@ def gan_gradient(given):
 
 
 @case(
-    "two losses of a GAN by hand, far apart in a step, in one of which 16 bits make D(x) one",
+    "two hand-written GAN losses in one step; in one of them, 16 bits round D(x) to one",
     "precision",
     "list",
 )
@@ -263,7 +263,7 @@ def vae_likelihood(given):
 
 
 @case(
-    "a GAN whose discriminator steps by the gradient that the generator's pass has left on it",
+    "a GAN whose discriminator steps with the gradient left by the generator's pass",
     "precision",
     "scale",
     loss_scale=1024.0,
@@ -285,7 +285,7 @@ def gan_gradient_left_behind(given):
     return lambda: take_step(loss(), of_generator)
 
 
-@case("a decoder behind exp(log variance) of 13", "precision", "list")
+@case("a decoder after exp(log variance) of 13", "precision", "list")
 def vae_decoder(given):
     def decode(self, x):
         spread = torch.exp(self.logvar(x))
@@ -296,7 +296,7 @@ def vae_decoder(given):
     return given.regress(nn.Sequential(model), draw(4, 8))
 
 
-@case("the divergence of a VAE: squares of large means outside of any module", "precision", "list")
+@case("the divergence of a VAE: squares of large means outside of modules", "precision", "list")
 def vae_loss(given):
     encoder = nn.Sequential(linear(8, 8, 300.0))
     x = draw(4, 8)
@@ -331,7 +331,7 @@ def flow_determinant(given):
 # ---- experts, graphs, recurrences ------------------------------------------------------------------------------------
 
 
-@case("a router that divides by the load of an expert that nobody chose", "mathematics", "script")
+@case("a router that divides by the load of an expert that no token chose", "mathematics", "script")
 def expert_without_load(given):
     def route(self, x):
         chosen = F.one_hot(self.gate(x).argmax(-1), 4).to(x.dtype)
@@ -344,7 +344,7 @@ def expert_without_load(given):
     return given.regress(nn.Sequential(linear(8, 8), layer), draw(4, 8))
 
 
-@case("gates over their sum plus 1e-9, which is zero in 16 bits", "precision", "list")
+@case("gates divided by their sum plus 1e-9, which is zero in 16 bits", "precision", "list")
 def gates_without_sum(given):
     def route(self, x):
         gates = torch.relu(self.gate(x))
@@ -415,7 +415,7 @@ def growing_gradient(given):
 # ---- contrastive and focal losses ------------------------------------------------------------------------------------
 
 
-@case("a contrastive loss with a temperature of 1e-5, outside of any module", "precision", "list")
+@case("a contrastive loss with a temperature of 1e-5, outside of modules", "precision", "list")
 def contrastive_loss(given):
     encoder = nn.Sequential(linear(8, 8))
     x = draw(8, 8)
@@ -428,7 +428,7 @@ def contrastive_loss(given):
     return given.start(encoder, loss)
 
 
-@case("unit vectors: a vector of zeros over its own norm", "mathematics", "script")
+@case("unit vectors: a vector of zeros divided by its norm", "mathematics", "script")
 def zero_vector(given):
     x = draw(4, 8)
     x[2] = 0
@@ -479,7 +479,7 @@ def batch_norm(given):
     return given.regress(nn.Sequential(linear(8, 8, 2e3), nn.BatchNorm1d(8), linear(8, 1)), draw(16, 8))
 
 
-@case("a batch norm by hand over a constant channel, with an eps of 1e-8", "precision", "list")
+@case("a hand-written batch norm over a constant channel, with an eps of 1e-8", "precision", "list")
 def constant_channel(given):
     def normalise(self, x):
         mean = x.mean(0)
@@ -492,7 +492,7 @@ def constant_channel(given):
     return given.regress(nn.Sequential(first, Layer(normalise), linear(8, 1)), draw(16, 8))
 
 
-@case("the standard deviation of a constant: the gradient of a root at zero", "mathematics", "script")
+@case("the standard deviation of a constant: the gradient of a square root at zero", "mathematics", "script")
 def deviation_of_a_constant(given):
     def normalise(self, x):
         spread = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True)
@@ -504,7 +504,7 @@ def deviation_of_a_constant(given):
     return given.regress(nn.Sequential(first, Layer(normalise), linear(8, 1)), x)
 
 
-@case("distances of points to themselves: the gradient of a root at zero", "mathematics", "script")
+@case("distances of points to themselves: the gradient of a square root at zero", "mathematics", "script")
 def distances(given):
     model = nn.Sequential(linear(8, 8))
     x = draw(4, 8)
@@ -517,7 +517,7 @@ def distances(given):
     return given.start(model, loss)
 
 
-@case("the gradient of a root of small numbers, which 16 bits make zero", "precision", "list")
+@case("the gradient of a square root of small numbers, which are zero in 16 bits", "precision", "list")
 def root_of_small_numbers(given):
     def length(self, x):
         h = self.lin(x)
@@ -580,7 +580,7 @@ def infinite_target(given):
     return given.start(model, lambda: F.mse_loss(model(x).float(), y))  # HERE
 
 
-@case("features of 1e5 that nobody has normalised", "precision", "list")
+@case("features of 1e5 without normalization", "precision", "list")
 def large_features(given):
     x = draw(4, 8)
     x[:, 0] = 1e5
@@ -588,7 +588,7 @@ def large_features(given):
     return given.start(model, lambda: model(x).float().square().mean())  # HERE
 
 
-@case("a weight that is infinite in what was loaded", "came in", "script")
+@case("an infinite weight in a loaded checkpoint", "came in", "script")
 def infinite_weight(given):
     model = nn.Sequential(linear(8, 8), linear(8, 1))
     with torch.no_grad():
@@ -672,7 +672,7 @@ class Teacher(nn.Module):
         return self.body(x) * self.body(x)  # HERE
 
 
-@case("a teacher whose features overflow in its own forward, beside a student", "precision", "list", of=Teacher)
+@case("a teacher whose features overflow in its own forward, next to a student", "precision", "list", of=Teacher)
 def teacher_and_student(given):
     teacher, student, x = Teacher(), nn.Sequential(linear(8, 8)), draw(4, 8, factor=5.0)
 
@@ -738,6 +738,4 @@ def describe(case, found):
         tried.append("a larger eps")
     if remedy.scale:
         tried.append(f"loss scale {remedy.scale:g}")
-    return (
-        f"| {case.about} | {case.level} | {found.fault.cause} | {', '.join(tried) or 'nothing: look at the script'} |"
-    )
+    return f"| {case.about} | {case.level} | {found.fault.cause} | {', '.join(tried) or 'look at the script'} |"

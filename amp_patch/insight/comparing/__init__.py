@@ -1,4 +1,4 @@
-"""Runs of one training side by side: losses, time, memory, gradients and layers. Nothing here imports torch at once."""
+"""Compare runs of one training: losses, time, memory, gradients and layers. Importing this does not import torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,15 +20,16 @@ def compare(
     reference: str = "O0",
     tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Run a training in several ways for so many steps from each of the seeds 0, 1, ..., and compare them.
+    """Train in several ways, for `steps` steps from each of the seeds 0, 1, ..., and compare the runs.
 
-    `train` takes no arguments: it makes its model and data, calls `amp.initialize` or enters `torch.autocast`, takes
-    steps, and is left when it has taken enough. A run is a level, or "as-is" for the training's own, with op lists to
-    be laid over its own: "O4+my_lists.yaml". None asks for O0, O1, O2, O4 and O5; of a training by torch.autocast, for
-    as-is, O0, O1 and O4. It trains each run once from each seed, the reference twice, and each for two steps more.
+    `train` is a function without arguments. It creates its model and data, calls `amp.initialize` or enters
+    `torch.autocast`, and trains; it is stopped after `steps` steps. Each entry of `runs` is a level, or "as-is" for the
+    settings of `train` itself, with op lists on top if you like: "O4+my_lists.yaml". None stands for O0, O1, O2, O4 and
+    O5, or, if `train` uses torch.autocast, for as-is, O0, O1 and O4. Each run trains once from each seed (the reference
+    twice), and once more for two steps to measure layers and memory.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
-    Raises ArgumentTypeError or ArgumentValueError for arguments that are none of these.
+    Raises ArgumentTypeError or ArgumentValueError for wrong arguments.
     """
     if runs is not None:
         check_names(runs, "runs")

@@ -9,11 +9,11 @@ from .text import format_comparison, heading
 
 
 class Comparison(Summary):
-    """Runs compared with one of them. Made by `compare`, or read from what one wrote."""
+    """Several runs, compared with one of them: the result of `compare`, or read from its file."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Comparison":
-        """Read what `to_jsonl` wrote. Raises RecordError for anything else."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file."""
         return cls(Recording.read(path))
 
     def __str__(self) -> str:
@@ -23,7 +23,7 @@ class Comparison(Summary):
         return f"<Comparison: {heading(self)}; print() shows it>"
 
     def table(self) -> str:
-        """Return a row for each run as text, and what there is to know of all."""
+        """Return a table with a row for each run, and a legend."""
         return format_comparison(self)
 
     def _repr_html_(self) -> str:
@@ -32,11 +32,11 @@ class Comparison(Summary):
         return show_comparison(self)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to a file, a line of JSON each."""
+        """Write all records to a file, one JSON line each."""
         self.recording.to_jsonl(path)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw differences of the losses, time and memory. Raises MissingExtraError without matplotlib."""
+        """Draw the differences of losses, time and memory. Raises MissingExtraError without matplotlib."""
         draw_comparison(self, path)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:

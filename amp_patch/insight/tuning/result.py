@@ -29,16 +29,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TuneResult:
-    """The outcome.
+    """The result of a search.
 
     Attributes:
-        entries: of the list, empty if none are needed.
-        trials: the runs under candidates, in order.
-        runs: how many runs of all kinds were made.
-        is_reached: whether the entries keep to the tolerance.
-        message: the outcome in words.
-        text: of the list file; empty without entries.
-        is_interrupted: whether Ctrl-C ended the search; the rest is what was found by then.
+        entries: the entries of the list; empty if none are needed.
+        trials: the runs of candidates, in order.
+        runs: the number of all runs.
+        is_reached: whether gradients are within the tolerance with these entries.
+        message: the result in words.
+        text: the text of the list file; empty without entries.
+        is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
     """
 
     entries: tuple[Entry, ...]
@@ -53,7 +53,7 @@ class TuneResult:
         return f"{self.message}; {self.runs} runs\n\n{self.text}".rstrip()
 
     def table(self) -> str:
-        """Return the trials as text, a line each."""
+        """Return the trials as text, one line each."""
         rows = [
             (
                 str(trial.number),

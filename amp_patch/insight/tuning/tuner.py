@@ -1,8 +1,8 @@
-"""`Tuner`: finds a list that keeps few modules or ops in float32, by one run in float32 and runs under candidates.
+"""`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The reference run tells what overflows in 16 bits and what loses most; a candidate with that is tested first, more is
-added until the gradients are right, and what turns out not to be needed is left out. The file of the best candidate is
-what its run has read, with comments in front.
+The reference run finds what overflows in 16 bits and what loses most precision. The first candidate keeps these in
+float32. More is added until the gradients are right; then entries that are not needed are removed. The written list is
+the file that the best run has read, with comments in front.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ FINE = 1e-3
 
 
 class Tuner:
-    """Tunes the op lists of what a runner runs.
+    """Finds the fewest modules or ops of a training that must stay in float32.
 
     Args:
         runner: runs the training.
         opt_level: the level to tune for; None: the script's own.
-        extends: the list that is to be tuned, a shipped name or a path; None: the script's own lists.
-        units: "modules", "ops" (outside of modules too), or "both": modules where they will do.
-        tolerance: largest relative error (L2) of the gradient of each parameter; a loss may be off by a fifth of it.
-        steps: how many are compared, each from the weights that the training begins with.
-        seed: of each run.
-        max_runs: of all kinds.
-        out: where the list will be written; `extends` is told relative to it.
+        extends: the list to start from, a shipped name or a path; None: the script's own lists.
+        units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
+        tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
+        steps: number of steps to compare, each from the initial weights of the training.
+        seed: seed of each run.
+        max_runs: limit on all runs.
+        out: path at which the list will be written; its `extends` is relative to that path.
         log: called with a line for each run.
     """
 
@@ -83,12 +83,12 @@ class Tuner:
         self._loss_scale: float | None = None
 
     def run(self) -> TuneResult:
-        """Return the best list that was found.
+        """Search, and return the best list.
 
         Raises:
-            RunFailedError: the run in float32 ended before its time.
-            SessionError: there is nothing to tune, or that run is itself not finite.
-            KeyboardInterrupt: in that run. Later it ends the search.
+            RunFailedError: the run in float32 ended early.
+            SessionError: there is nothing to tune, or the run in float32 is not finite.
+            KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
         """
         with self._folder() as folder:
             self._file = folder / f".amp-patch-tune-{os.getpid()}.yaml"
@@ -254,10 +254,10 @@ def tune(
     out: str | os.PathLike[str] | None = None,
     log: Callable[[str], object] = print,
 ) -> TuneResult:
-    """Find the fewest modules or ops that must stay in float32 for gradients within a tolerance.
+    """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
-    `train` is a function without arguments that makes its model, calls `amp.initialize` and takes some steps; it is run
-    up to `max_runs` times, for `steps` steps. The other arguments are those of `Tuner`, and so is what is raised. The
+    `train` is a function without arguments that creates its model, calls `amp.initialize` and trains. It is called up
+    to `max_runs` times, and stopped after `steps` steps. The other arguments, and the errors, are those of `Tuner`. The
     list is written to `out` if it has entries.
     """
     tuner = Tuner(
