@@ -84,11 +84,6 @@ class Spelling:
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
-    @property
-    def is_outside_torch(self) -> bool:
-        """Whether the owner belongs to a package built on torch."""
-        return self.owner_name.partition(".")[0] != "torch"
-
 
 @dataclass(frozen=True, slots=True)
 class OpLists:
@@ -210,14 +205,14 @@ def check_oplists(path: Path) -> CheckedLists:
     return CheckedLists(diagnostics.errors, diagnostics.warnings, tuple(overlay.files))
 
 
-def find_owner(spelling: Spelling, complete: str) -> object | None:
-    """Return who owns a deferred op, now that the module `complete` has run, or None while it may still be imported.
+def find_owner(spelling: Spelling) -> object | None:
+    """Return the owner of a deferred op, or None while it may still be imported.
 
     Raises OpListError, with the place of the entry, if it cannot be.
     """
     entry = spelling.entry
     try:
-        return find_deferred(entry.op, complete)
+        return find_deferred(entry.op)
     except OpListError as error:
         raise _at(entry, str(error)) from None
 

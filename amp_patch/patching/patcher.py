@@ -314,14 +314,6 @@ class Patcher:
         if exchange.is_patch:
             pickling.retire(exchange.after)
 
-    def forget(self, owner: Any, name: str) -> None:
-        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
-        of ours left in it.
-        """
-        for exchange in self._find(owner, name):
-            self._exchanges.remove(exchange)
-            self._retire(exchange)
-
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Put the originals back inside the block, for what reads functions instead of calling them."""
@@ -371,16 +363,6 @@ class Patcher:
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
         return bool(self._find(owner, name))
-
-    def is_in_place(self, owner: Any, name: str) -> bool:
-        """Tell whether the patch of `owner.name` is still there, or below another one. Runs no code of the owner's."""
-        found = [exchange for exchange in self._find(owner, name) if exchange.is_patch]
-        if not found:
-            return False
-        value = inspect.getattr_static(owner, name, None)
-        while value is not None and value is not found[-1].after:
-            value = inspect.getattr_static(value, "__wrapped__", None)
-        return value is not None
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
