@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -26,10 +26,6 @@ Key = tuple[str, str]  # owner name, attribute name
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
-_PACKAGES = (
-    *("torch", "torchvision", "torchaudio", "torchtext", "torch_geometric", "torch_scatter", "torch_sparse"),
-    *("transformers", "diffusers", "timm", "xformers", "flash_attn", "detectron2", "mmcv", "einops", "peft"),
-)
 
 
 def get_names_of_torch() -> list[list[str]]:
@@ -288,25 +284,16 @@ def check_that_it_may_come(path: list[str]) -> None:
     raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
 
 
-def find_doubt(spellings: Mapping[Key, object | None]) -> str | None:
-    """Return what is the matter with the package of ops that are not imported: it is not installed. None if nothing is.
+def find_doubt(op: str) -> str | None:
+    """Return a sentence if an op is of a package that is not installed, else None.
 
     Looks for the package by name, and runs nothing of it.
     """
-    for (owner_name, name), owner in spellings.items():
-        root = owner_name.partition(".")[0]
-        if owner is None and sys.modules.get(root) is None and not _is_installed(root):
-            hint = _suggest_beginning(owner_name, name) or did_you_mean(root, _PACKAGES)
-            return f"there is no package {root!r} installed.{hint}"
-    return None
-
-
-def _suggest_beginning(owner_name: str, name: str) -> str:
-    """Return a hint for a name that leaves out how an op of torch begins, such as `linalg.norm`."""
-    for owner in OWNERS:
-        if owner.casefold().endswith(f".{owner_name.casefold()}"):
-            return _suggest_in(owner, name)
-    return ""
+    root = op.partition(".")[0]
+    if not is_elsewhere(op) or sys.modules.get(root) is not None or _is_installed(root):
+        return None
+    hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # for `linalg.norm` and the like
+    return f"there is no package {root!r} installed.{hint}"
 
 
 def _is_installed(root: str) -> bool:
