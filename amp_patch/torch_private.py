@@ -205,16 +205,6 @@ peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter
 # Without it: they see stored copies of weights instead of casts, and fake copies are taken for real ones.
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# Which hooks see the tensors that autograd saves in this thread, and what torch.autograd.graph's context manager for
-# them calls, at a third of its time. Without them: products computed in float32 keep float32 operands for backward.
-# torch 2.6 has no name for the first: the answer is then that there are hooks, since there may be.
-get_saved_tensors_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _ignore_is_tracing: ()
-)
-are_saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
-pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-
 # Where a trace of torch.jit starts, below what Dynamo wraps for good. Without it: patch torch.jit.trace.
 JIT_TRACE = (torch.jit._trace, "_trace_impl")
 

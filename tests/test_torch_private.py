@@ -223,7 +223,6 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     ),
     "is_wrapped_by_scheduler": (lambda: torch_private.is_wrapped_by_scheduler(scheduled_step()), True),
     "mark_step_called": (lambda: find_marks(torch_private.mark_step_called), {"_opt_called"}),
-    "get_saved_tensors_hooks": (lambda: read_inside_hooks(), True),
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "leave_mode": (lambda: leave_a_mode_below_another(), [False, True, ["above"]]),
@@ -259,12 +258,6 @@ def call_among_ranks(call: Callable[[], object]) -> object:
         return call()
     finally:
         dist.destroy_process_group()
-
-
-def read_inside_hooks() -> bool:
-    """Whether hooks on saved tensors are seen."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        return torch_private.get_saved_tensors_hooks(True) is not None
 
 
 KEYS = [(True, False), (False, True), (True, True), (False, False)]

@@ -4,7 +4,6 @@ replacements of what surrounds the ops.
 
 import contextlib
 import os
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -62,8 +61,7 @@ def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -
 
 
 class DeferredOps:
-    """The listed ops outside torch of one session: patched through its patcher when their package is imported, and
-    again when it is reloaded, until this is closed.
+    """The listed ops of one session whose package is not imported yet: patched when it is, until this is closed.
 
     Args:
         oplists: the lists of the session.
@@ -81,16 +79,12 @@ class DeferredOps:
         patcher: Patcher,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
-        self._deferred = oplists.deferred
         self._spellings = list(oplists.deferred)
-        self._spellings += filter(lambda spelling: spelling.is_outside_torch, oplists.spellings)
         self._overridden = {(id(owner), name) for owner, name in overridden}
         self._casts = casts
         self._patcher = patcher
         self._lock = lock
         self._process_id = os.getpid()
-        self._is_closed = False
-        self._warned: set[op_lists.Spelling] = set()
         self._watch = ImportWatch(self.look_again)
 
     def __len__(self) -> int:
@@ -98,7 +92,7 @@ class DeferredOps:
 
     def open(self) -> None:
         """Wait for the packages that are not imported yet."""
-        for spelling in self._deferred:
+        for spelling in tuple(self._spellings):
             path = spelling.owner_name.split(".")
             self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
 
@@ -106,43 +100,46 @@ class DeferredOps:
         """Patch nothing any more. Harmless twice."""
         self._watch.close()
         with self._lock:
-            self._is_closed = True
+            self._spellings.clear()
 
     def look_again(self, module_name: str) -> None:
-        """Patch what is not patched yet under a module that was imported or reloaded.
+        """Patch what is not patched yet under a module that was imported.
 
-        Raises nothing, since it runs inside of somebody's import: what cannot be patched, or turns out not to exist, is
-        warned of once.
+        Runs inside the user's import, so it raises nothing: it warns once of an op that cannot be patched or does not
+        exist.
         """
         if os.getpid() != self._process_id:
-            return  # a forked child imports for itself
+            return  # in a forked child nothing is patched
         functions: dict[int, Callable[..., Any]] = {}
         problems: list[tuple[op_lists.Spelling, str]] = []
         with self._lock:
-            if self._is_closed:
-                return
             concerned = [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
             for spelling in concerned:
                 try:
-                    functions |= self._patch(spelling, module_name)
+                    owner = op_lists.find_owner(spelling)
+                    if owner is None:
+                        continue  # a later import may bring it
+                    functions |= self._patch(spelling, owner)
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
                 except Exception as exc:
                     at = f"{spelling.entry.place}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
-            if functions and (stuck := references.redirect([(self._patcher, functions)], ())):
+                self._spellings.remove(spelling)
+            stuck = references.redirect([(self._patcher, functions)], ())
+            if stuck:
                 problems.append((concerned[0], references.describe_stuck(stuck)))
-        for spelling, message in problems:  # without the lock: whoever shows warnings may import something
-            self._warn(spelling, message)
+        for spelling, message in problems:  # without the lock: code that shows warnings may import something
+            try:
+                warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)
+            except UserWarning:  # the user turns warnings into errors; this one would be an error of the import
+                logger.warning("%s", message)
 
-    def _patch(self, spelling: op_lists.Spelling, complete: str) -> dict[int, Callable[..., Any]]:
-        """Patch an op if it is there and not patched yet. Returns its replacement, by the id of the original."""
-        owner, name = op_lists.find_owner(spelling, complete), spelling.name
-        casts = self._casts.choose(spelling.entry)
-        is_overridden = (id(owner), name) in self._overridden
-        if casts is None or owner is None or is_overridden or self._patcher.is_in_place(owner, name):
+    def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
+        """Patch an op. Returns its replacement, by the id of the original; nothing for an op that is left alone."""
+        name, casts = spelling.name, self._casts.choose(spelling.entry)
+        if casts is None or (id(owner), name) in self._overridden:
             return {}
-        self._patcher.forget(owner, name)
         held = vars(owner).get(name)
         for original, replacement in self._patcher.functions():
             if replacement is held:
@@ -150,15 +147,6 @@ class DeferredOps:
                 setattr(owner, name, original)
         self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.place)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
-
-    def _warn(self, spelling: op_lists.Spelling, message: str) -> None:
-        if spelling in self._warned:
-            return
-        self._warned.add(spelling)
-        try:
-            warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)
-        except UserWarning:  # the user turns warnings into errors; this one would be an error of the import
-            logger.warning("%s", message)
 
 
 # ---- what surrounds the ops ------------------------------------------------------------------------------------------
@@ -224,14 +212,3 @@ def invalidate_too(original: Callable[..., Any], cache: WeightCache) -> Callable
         cache.invalidate_all()
 
     return clear_autocast_cache
-
-
-def tell_of_reload(original: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
-    """Have `tell(name)` called after `importlib.reload` of a module, which defines its functions anew."""
-
-    def reload(module: types.ModuleType) -> types.ModuleType:
-        result: types.ModuleType = original(module)
-        tell(result.__name__)
-        return result
-
-    return reload

@@ -4,14 +4,12 @@ CPU that has them short attention, whose 16-bit kernels take several times as lo
 
 The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
 gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
-function transforms, double backward, checkpoints) knows these. Autograd saves the operands in 16 bits, and widens them
-again for backward.
+function transforms, double backward, checkpoints) knows these. For backward, autograd saves the float32 operands.
 """
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +20,8 @@ from ..config import op_lists
 from ..dtypes import PLAIN_CLASSES, TensorCast, is_opaque
 from ..interrupts import is_running
 from ..patching import Patch
-from ..torch_private import (
-    are_saved_tensors_hooks_enabled,
-    get_saved_tensors_hooks,
-    get_version,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-)
 from .attention import Attention
-from .compiling import is_dynamo_compiling, is_recorded
+from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
@@ -174,37 +165,26 @@ class Products:
         """
         low, widen, inside = self.low, self._widen, self._inside
 
+        def operand(tensor: Tensor) -> Tensor:
+            if cast is not None:
+                tensor = cast(tensor)
+            if tensor.dtype is low:
+                return widen(tensor)
+            return tensor
+
         def compute(*args: Any, **kwargs: Any) -> Any:
-            is_traced = is_dynamo_compiling()
-            if not is_traced:
-                frame = getattr(inside, "frame", None)
-                if frame is not None and is_running(frame):  # else an interrupt has ended that call
-                    return original(*args, **kwargs)
-                inside.frame = sys._getframe()
-            saved = None
-            try:
-                if _may_save_low():
-                    saved = SavedOperands()
-
-                def operand(tensor: Tensor) -> Tensor:
-                    if cast is not None:
-                        tensor = cast(tensor)
-                    if tensor.dtype is not low:
-                        return tensor
-                    wide = widen(tensor)
-                    if saved is not None and wide is not tensor:
-                        saved.add(wide, tensor)
-                    return wide
-
+            if is_dynamo_compiling():
                 operands, kwargs = cast_arguments(args, kwargs, operand)
-                if saved is None or not saved.lows:
-                    return self._narrow(original(*operands, **kwargs))
-                with saved:
-                    result = original(*operands, **kwargs)
-                return self._narrow(result)
+                return self._narrow(original(*operands, **kwargs))
+            frame = getattr(inside, "frame", None)
+            if frame is not None and is_running(frame):  # else an interrupt has ended that call
+                return original(*args, **kwargs)
+            inside.frame = sys._getframe()
+            try:
+                operands, kwargs = cast_arguments(args, kwargs, operand)
+                return self._narrow(original(*operands, **kwargs))
             finally:
-                if not is_traced:
-                    inside.frame = None
+                inside.frame = None
 
         return compute
 
@@ -258,81 +238,3 @@ class Products:
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)
         return self._cast(tensor)
-
-
-# ---- what is saved for backward --------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Packed:
-    """Stands for a tensor that autograd saves: `saved`, or what `widen` makes of it."""
-
-    saved: Tensor  # without a graph: that of a result would lead back here
-    version: int
-    widen: Callable[[Tensor], Tensor] | None = None
-
-
-class SavedOperands:
-    """A `with` block around one product: of the operands given to `add`, the 16-bit originals are saved for backward.
-
-    What is changed in place before backward, original or not, raises RuntimeError there, as it does without the block.
-
-    Attributes:
-        lows: 16-bit and float32 operands, by the address of the latter.
-    """
-
-    __slots__ = ("lows",)
-
-    def __init__(self) -> None:
-        self.lows: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add(self, wide: Tensor, low: Tensor) -> None:
-        """Have `low` saved in place of `wide`, its copy in float32, if it is a plain tensor."""
-        if wide.__class__ is Tensor and wide.layout is torch.strided and not wide.is_nested:
-            self.lows[wide.data_ptr()] = low, wide
-
-    def __enter__(self) -> "SavedOperands":
-        push_saved_tensors_hooks(self._pack, _unpack)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pop_saved_tensors_hooks()
-        self.lows.clear()  # autograd holds this object
-
-    def _pack(self, tensor: Tensor) -> _Packed:
-        operand = None
-        if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_nested:
-            operand = self.lows.get(tensor.data_ptr())
-        if operand is not None:
-            low, wide = operand
-            size, stride = tensor.size(), tensor.stride()
-            if size == wide.size() and stride == wide.stride():
-                return _Packed(low.detach(), get_version(low), Tensor.float)
-            # with the same strides any view of the copy is the same view of the original
-            if tensor.numel() == low.numel() and (low.is_contiguous() or low.stride() == wide.stride()):
-                return _Packed(low.detach(), get_version(low), lambda saved: saved.as_strided(size, stride).float())
-        return _Packed(tensor.detach(), get_version(tensor))
-
-
-def _unpack(packed: _Packed) -> Tensor:
-    saved = packed.saved
-    if get_version(saved) != packed.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{saved.dtype} {list(saved.shape)}], an operand or result of a product, is at version"
-            f" {get_version(saved)}; expected version {packed.version} instead"
-        )
-    if packed.widen is None:
-        return saved
-    return packed.widen(saved)
-
-
-def _may_save_low() -> bool:
-    """Tell whether a graph is recorded, and nobody else has hooks on what it saves, such as those of checkpoints."""
-    if not is_recorded():
-        return False
-    hooks = get_saved_tensors_hooks(True)
-    while hooks and isinstance(getattr(hooks[0], "__self__", None), SavedOperands):
-        pop_saved_tensors_hooks()  # an interrupted product has left them: products do not nest
-        hooks = get_saved_tensors_hooks(True)
-    return hooks is None and are_saved_tensors_hooks_enabled()

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import get_op_names
-from .yaml_nodes import Node, quote
+from .yaml_nodes import Node
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,6 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_LIST_OF_DTYPE = {"float32": Rule.BLACKLIST} | dict.fromkeys(("low", "float16", "bfloat16"), Rule.WHITELIST)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -261,56 +260,50 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
             nodes = get_items(keys.get(rule), path, rule)
         for node in nodes:
             with diagnostics:
-                entry = _read_entry(rule, node, path, diagnostics)
-                if entry is not None:
-                    yield entry
+                yield _read_entry(rule, node, path)
 
 
-def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry | None:
-    """Return one entry, or None where a fault leaves open which op it names, or for which torch it is."""
+def _read_entry(rule: Rule, node: Node, path: Path) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
-    _check_that_its_op_is_no_key(node, rule, path)
-    fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
-    why, is_optional = "", False
-    with diagnostics:
-        if "why" in fields:
-            why = read_text(fields["why"], path, "why")
-    with diagnostics:
-        if "optional" in fields:
-            is_optional = read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
-    bounds = _read_bounds(fields, path, diagnostics)
+    _check_that_its_op_is_no_key(node, path)
+    fields = check_keys(node, ENTRY_KEYS, path, Diagnostics())
     if "op" not in fields:
-        if not set(fields) <= set(ENTRY_KEYS):
-            return None  # another word for it may be among the unknown keys
         raise fault(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
     op = fields["op"]
-    name = _read_name(op, rule, path)
-    return bounds and OpEntry(name, rule, why, str(path), op.line, op.column, *bounds, is_optional)
+    since = _read_version(fields, "since", path)
+    until = _read_version(fields, "until", path)
+    if since and until and _parse_version(since) >= _parse_version(until):
+        problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
+        raise fault(problem, path, fields["until"])
+    why = ""
+    if "why" in fields:
+        why = read_text(fields["why"], path, "why")
+    is_optional = False
+    if "optional" in fields:
+        is_optional = read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
+    return OpEntry(_read_name(op, rule, path), rule, why, str(path), op.line, op.column, since, until, is_optional)
 
 
-def _check_that_its_op_is_no_key(node: Node, rule: Rule, path: Path) -> None:
-    """Raise OpListError for an entry that is `softmax: range`, and nothing more."""
-    assert isinstance(node.value, dict)
-    key, why = next(iter(node.value.items()), ("", node))
-    if len(node.value) != 1 or not isinstance(why.value, str) or not ("." in key or key in get_op_names()):
-        return
-    meant = _LIST_OF_DTYPE.get(why.value, rule)
-    if meant is not rule:
-        remedy = f"the list decides the dtype: put `- {key}` under `{meant}`"
-    elif why.value in _LIST_OF_DTYPE or not why.value:
-        remedy = f"write {key}"
-    elif re.fullmatch(r"[\w ./-]*", why.value):
-        remedy = f"write {{op: {key}, why: {why.value}}}"
-    else:
-        remedy = f"write {{op: {key}, why: {quote(why.value)}}}"
-    raise fault(f"{key!r} is an op, and not a key of an entry; {remedy}", path, node)
+def _check_that_its_op_is_no_key(node: Node, path: Path) -> None:
+    """Raise OpListError for an entry such as `softmax: range`."""
+    for key in node.value:
+        if isinstance(key, str) and ("." in key or key in get_op_names()):
+            problem = (
+                f"{key!r} is an op, and not a key of an entry; write `- {key}` under the list of its dtype (whitelist:"
+                f" 16 bits, blacklist: float32), and a reason as {{op: {key}, why: range}}"
+            )
+            raise fault(problem, path, node)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if not NAME.fullmatch(name):
-        raise fault(_explain_name(name, node.quoted), path, node)
+        problem = (
+            f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft, each on a line that begins"
+            " with `- `, the dashes below each other"
+        )
+        raise fault(problem, path, node)
     if rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
@@ -320,38 +313,13 @@ def _read_name(node: Node, rule: Rule, path: Path) -> str:
     return name
 
 
-def _explain_name(name: str, is_quoted: bool) -> str:
-    """Return what is wrong with text that is no name, and what to do."""
-    words = [word for word in re.split(r"[\s,]+", name) if word != "-"]
-    if name.startswith("-") and NAME.fullmatch(name[1:]):
-        return f"{name!r} is not an op name; take the dash away"
-    if is_quoted or len(words) < 2 or not all(NAME.fullmatch(word) for word in words):
-        return f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft"
-    if " - " in name:
-        return f"{name!r} is one item, since what follows it is indented further; put the dashes below each other"
-    return f"{name!r} is one item; begin a line with `- ` for each op, or write [{', '.join(words)}]"
-
-
-def _read_bounds(fields: dict[str, Node], path: Path, diagnostics: Diagnostics) -> tuple[str, str] | None:
-    """Return `since` and `until`, each empty if it is not given, or None if one is at fault."""
-    bounds: list[str] = []
-    for name in ("since", "until"):
-        with diagnostics:
-            bounds.append(_read_version(fields[name], path, name) if name in fields else "")
-    if len(bounds) < 2:
-        return None
-    since, until = bounds
-    with diagnostics:
-        if since and until and _parse_version(since) >= _parse_version(until):
-            problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
-            raise fault(problem, path, fields["until"])
-    return since, until
-
-
-def _read_version(node: Node, path: Path, what: str) -> str:
-    text = read_text(node, path, what)
+def _read_version(fields: dict[str, Node], what: str, path: Path) -> str:
+    """Return a bound, empty if it is not given."""
+    if what not in fields:
+        return ""
+    text = read_text(fields[what], path, what)
     if not VERSION.fullmatch(text):
-        raise fault(f"{what} is {text!r}; give a torch version such as 2.12", path, node)
+        raise fault(f"{what} is {text!r}; give a torch version such as 2.12", path, fields[what])
     return text
 
 

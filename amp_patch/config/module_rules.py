@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import OpListError, did_you_mean
 from .list_file import Diagnostics, check_keys, fault, read_choice, read_text
-from .op_names import check_that_it_may_come, count_imported, is_being_imported
+from .op_names import check_that_it_may_come, count_imported
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
@@ -124,7 +124,7 @@ def _find_problem(chooser: str) -> str | None:
         return f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm.{hint}"
     names = chooser.split(".")
     imported = count_imported(names)
-    if names[0] == "__main__" or any(is_being_imported(".".join(names[:n])) for n in range(1, imported + 1)):
+    if names[0] == "__main__":
         return None
     found = _find_value(names)
     if found is None and not _may_come(names):

@@ -84,11 +84,6 @@ class Spelling:
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
-    @property
-    def is_outside_torch(self) -> bool:
-        """Whether the owner belongs to a package built on torch."""
-        return self.owner_name.partition(".")[0] != "torch"
-
 
 @dataclass(frozen=True, slots=True)
 class OpLists:
@@ -149,7 +144,7 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Loaded:
-    """Resolved lists, and what they were made of: an edit of a file or an import of a package makes others of them."""
+    """Resolved lists, and what they depend on: the files, the names of torch, and which packages are imported."""
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
         diagnostics = Diagnostics()
@@ -161,22 +156,15 @@ class _Loaded:
         self.has_warned = diagnostics.has_warned
 
     def is_current(self) -> bool:
-        """Tell whether reading the files again would give the same: they are unchanged, and each op is found where it
-        was, and nowhere else.
-        """
-        made_of = self._overlay
-        is_torch_as_it_was = self._names_of_torch == get_names_of_torch()
+        """Tell whether reading the files again would give the same."""
+        if self._names_of_torch != get_names_of_torch():
+            return False
         try:
-            for path, content in made_of.files.items():
+            for path, content in self._overlay.files.items():
                 if read_bytes(path, OpListError) != content:
                     return False
-            for op, found in made_of.found.items():
-                if is_torch_as_it_was and not is_elsewhere(op):
-                    continue
+            for op, found in self._overlay.found_elsewhere.items():
                 if find_spellings(op, may_be_missing=True) != found:
-                    return False
-            for key, twin in made_of.twins.items():
-                if not is_torch_as_it_was and inplace_twin(key) != twin:
                     return False
             return all(rule.find_problem() is None for rule in self.lists.modules)
         except OpListError:
@@ -210,14 +198,14 @@ def check_oplists(path: Path) -> CheckedLists:
     return CheckedLists(diagnostics.errors, diagnostics.warnings, tuple(overlay.files))
 
 
-def find_owner(spelling: Spelling, complete: str) -> object | None:
-    """Return who owns a deferred op, now that the module `complete` has run, or None while it may still be imported.
+def find_owner(spelling: Spelling) -> object | None:
+    """Return the owner of a deferred op, or None while it may still be imported.
 
     Raises OpListError, with the place of the entry, if it cannot be.
     """
     entry = spelling.entry
     try:
-        return find_deferred(entry.op, complete)
+        return find_deferred(entry.op)
     except OpListError as error:
         raise _at(entry, str(error)) from None
 
@@ -232,15 +220,13 @@ class Overlay:
 
     Attributes:
         files: what each file holds that was read.
-        found: the spellings of each op that was looked for, with their owners.
-        twins: the in-place twin of each spelling that may have one, or None.
+        found_elsewhere: the spellings of each op outside of torch's namespaces, with their owners.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self._diagnostics = diagnostics
         self.files: dict[Path, bytes] = {}
-        self.found: dict[str, dict[Key, object | None]] = {}
-        self.twins: dict[Key, Key | None] = {}
+        self.found_elsewhere: dict[str, dict[Key, object | None]] = {}
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
@@ -308,7 +294,8 @@ class Overlay:
             found = find_spellings(entry.op, may_be_missing)
         except OpListError as error:
             raise _at(entry, str(error)) from None
-        self.found[entry.op] = found
+        if is_elsewhere(entry.op):
+            self.found_elsewhere[entry.op] = found
         for key in found or {("", entry.op): None}:
             other = named[key].entry if key in named else absent.get(key)
             if other is not None:
@@ -316,7 +303,7 @@ class Overlay:
         if not found:
             absent["", entry.op] = entry
             return
-        problem = None if may_be_missing else find_doubt(found)
+        problem = None if may_be_missing else find_doubt(entry.op)
         if problem:
             self._warn(entry, f"{entry.op!r} has no effect: {problem}")
         if entry.rule is Rule.NEUTRAL:
@@ -331,7 +318,7 @@ class Overlay:
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
             if spelling.entry.rule in TWINNED:
-                self.twins[key] = twin = inplace_twin(key)
+                twin = inplace_twin(key)
                 if twin is not None and twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
         live: list[Spelling] = []

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -26,10 +26,6 @@ Key = tuple[str, str]  # owner name, attribute name
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
-_PACKAGES = (
-    *("torch", "torchvision", "torchaudio", "torchtext", "torch_geometric", "torch_scatter", "torch_sparse"),
-    *("transformers", "diffusers", "timm", "xformers", "flash_attn", "detectron2", "mmcv", "einops", "peft"),
-)
 
 
 def get_names_of_torch() -> list[list[str]]:
@@ -206,27 +202,20 @@ def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -
         raise
 
 
-def find_deferred(op: str, complete: str) -> object | None:
+def find_deferred(op: str) -> object | None:
     """Return the owner of a name outside torch, or None while an import may yet bring the name.
 
-    Raises OpListError, without a position, where the modules on the way are imported and lack it. `complete` is a
-    module that has just run to its end, while its import goes on. Looks submodules up, and imports none.
+    Raises OpListError, without a position, where the modules on the way are imported and lack it. Imports nothing.
     """
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
-    try:
-        owner = _find_owner(op, path, name, complete)
-        if owner is None:
-            check_that_it_may_come(path)
-    except OpListError:
-        on_the_way = {".".join(path[:length]) for length in range(1, len(path) + 1)}
-        if any(is_being_imported(module_name) for module_name in on_the_way - {complete}):
-            return None
-        raise
+    owner = _find_owner(op, path, name)
+    if owner is None:
+        check_that_it_may_come(path)
     return owner
 
 
-def _find_owner(op: str, path: list[str], name: str, complete: str = "") -> object | None:
+def _find_owner(op: str, path: list[str], name: str) -> object | None:
     """Return the owner of a name outside torch, or None where it may yet come with an import.
 
     Looks attributes up without running code.
@@ -250,7 +239,7 @@ def _find_owner(op: str, path: list[str], name: str, complete: str = "") -> obje
         owner = value
     value = inspect.getattr_static(owner, name, None)
     if value is None:
-        if isinstance(owner, types.ModuleType) and (_serves_names(owner) or _is_under_way(owner, complete)):
+        if isinstance(owner, types.ModuleType) and _serves_names(owner):
             return None
         raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
@@ -274,22 +263,12 @@ def _serves_names(module: types.ModuleType) -> bool:
     return hasattr(type(module), "__getattr__") or "__getattr__" in vars(module)
 
 
-def _is_under_way(module: types.ModuleType, complete: str) -> bool:
-    return module.__name__ != complete and is_being_imported(module.__name__)
-
-
 def count_imported(path: list[str]) -> int:
     """Return how many parts of a path lead to the last module on it that is imported."""
     for length in range(len(path), 0, -1):
         if sys.modules.get(".".join(path[:length])) is not None:
             return length
     return 0
-
-
-def is_being_imported(module_name: str) -> bool:
-    """Tell whether the import of a module has begun and not ended."""
-    spec = getattr(sys.modules.get(module_name), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))
 
 
 def check_that_it_may_come(path: list[str]) -> None:
@@ -305,25 +284,16 @@ def check_that_it_may_come(path: list[str]) -> None:
     raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
 
 
-def find_doubt(spellings: Mapping[Key, object | None]) -> str | None:
-    """Return what is the matter with the package of ops that are not imported: it is not installed. None if nothing is.
+def find_doubt(op: str) -> str | None:
+    """Return a sentence if an op is of a package that is not installed, else None.
 
     Looks for the package by name, and runs nothing of it.
     """
-    for (owner_name, name), owner in spellings.items():
-        root = owner_name.partition(".")[0]
-        if owner is None and sys.modules.get(root) is None and not _is_installed(root):
-            hint = _suggest_beginning(owner_name, name) or did_you_mean(root, _PACKAGES)
-            return f"there is no package {root!r} installed.{hint}"
-    return None
-
-
-def _suggest_beginning(owner_name: str, name: str) -> str:
-    """Return a hint for a name that leaves out how an op of torch begins, such as `linalg.norm`."""
-    for owner in OWNERS:
-        if owner.casefold().endswith(f".{owner_name.casefold()}"):
-            return _suggest_in(owner, name)
-    return ""
+    root = op.partition(".")[0]
+    if not is_elsewhere(op) or sys.modules.get(root) is not None or _is_installed(root):
+        return None
+    hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # for `linalg.norm` and the like
+    return f"there is no package {root!r} installed.{hint}"
 
 
 def _is_installed(root: str) -> bool:

@@ -86,11 +86,6 @@ def read_bytes(path: Path, error: FileError) -> bytes:
     return data
 
 
-def quote(value: str) -> str:
-    """Return a value as it is to be written: in quotes that leave backslashes alone, if it has any."""
-    return f"'{value}'" if "\\" in value or '"' in value else f'"{value}"'
-
-
 def _decode(path: Path, error: FileError, data: bytes) -> str:
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -135,8 +130,8 @@ class _Reader:
 
     def _node(self, event: Any, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
-            quoted = quote(f"*{event.anchor}")
-            self._refuse(event, f"alias *{event.anchor} is not allowed; if it is a pattern, quote it: {quoted}")
+            alias = f"*{event.anchor}"
+            self._refuse(event, f'alias {alias} is not allowed; if it is a pattern, quote it: "{alias}"')
         if getattr(event, "anchor", None) is not None:
             self._refuse(event, f"anchor &{event.anchor} is not allowed; write the value out where it is needed")
         if getattr(event, "tag", None) is not None:
@@ -178,10 +173,26 @@ def _kind(node: Node) -> str:
     return {str: "a single text value", list: "a list", dict: "a mapping"}[type(node.value)]
 
 
-# ---- what the parser's complaints mean: a sentence and a remedy in the place of its grammar --------------------------
+# ---- syntax errors ---------------------------------------------------------------------------------------------------
+
+_QUOTE_IT = 'a value that begins with one of * & ! % @ ` | > needs quotes, such as "*.norm"'
+_REMEDIES = (
+    ("alias", _QUOTE_IT),
+    ("anchor", _QUOTE_IT),
+    ("cannot start any token", _QUOTE_IT),
+    ("flow", "close the bracket, or quote a value that has a `:` in it, or take a second comma out"),
+    ("unexpected ':'", "quote a value that has a `:` in it"),
+    ("quoted scalar", "close the quote; in double quotes a backslash begins an escape, in single quotes it does not"),
+    ("simple key", "write `key:` with a colon, and `- ` with a space before an item"),
+    (
+        "mapping values",
+        "quote a value that has a `:` in it; put the dashes of a list, or the keys of a mapping, in one column",
+    ),
+    ("block", "put the dashes of a list, or the keys of a mapping, in one column"),
+)
+"""Words of the complaints of PyYAML's parsers, and what to do; the first that fits counts."""
 
 _INDICATOR = re.compile(r"[*&!%@`|>]")
-_VALUE = re.compile(r"[^,}\]#\n]*")
 
 
 def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
@@ -196,49 +207,21 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     mark = getattr(exc, "problem_mark", None) or begin
     if mark is None:
         return problem, 1, 1
-    here = mark.line + 1, mark.column + 1
-    opened = (begin.line + 1, begin.column + 1) if begin else here
     lines = [*text.splitlines(), "", ""]
     source = lines[mark.line]
     if "\t" in source[: len(source) - len(source.lstrip())]:
-        return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *here
-    if "alias" in context or "anchor" in context or "cannot start any token" in problem:
-        return _explain_indicator(source, *here)
-    if begin and "simple key" in context and lines[begin.line].lstrip().startswith("-"):
-        return "a dash without a space after it begins no item; write `- ` and the name", *opened
-    if begin and "escape" in problem:
-        return "a backslash in double quotes begins an escape; use single quotes", *opened
-    return _explain(problem, context, source, "{}:{}".format(*opened), mark.column), *here
+        return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *_place_of(mark)
+    if begin and ("escape" in problem or ("simple key" in context and lines[begin.line].lstrip().startswith("-"))):
+        mark = begin  # where the text or the item starts; the parser noticed later
+    line, column = _place_of(mark)
+    complaint = f"{context} {problem}".strip()
+    remedy = next((told for words, told in _REMEDIES if words in complaint), "")
+    if remedy is _QUOTE_IT and column > 1 and _INDICATOR.match(source, column - 2):
+        column -= 1  # one of the parsers points behind the character
+    if remedy:
+        complaint = f"{complaint}; {remedy}"
+    return complaint, line, column
 
 
-def _explain_indicator(source: str, line: int, column: int) -> tuple[str, int, int]:
-    """Say that a value needs quotes; the mark is at its first character, or at the second."""
-    if column > 1 and _INDICATOR.match(source, column - 2):
-        column -= 1
-    found = _VALUE.match(source, column - 1)
-    value = found[0].strip() if found else ""
-    return f"a plain value cannot begin with {value[:1]}; quote it: {quote(value)}", line, column
-
-
-def _explain(problem: str, context: str, source: str, opened: str, column: int) -> str:
-    if "flow node" in context:  # where a value is due: the mark is there, and not at the bracket
-        if source[column : column + 1] == ",":
-            return "no value stands before this comma; write one, or take the comma out"
-        return "a bracket is not closed before this; close it, or quote a value that has a `:` in it"
-    if "flow" in context:
-        return f"the bracket at {opened} is not closed before this; close it, or quote a value that has a `:` in it"
-    if "unexpected ':'" in problem:
-        return "a plain value in brackets has a `:` in it; quote the value"
-    if "quoted scalar" in context or "double-quoted" in context:
-        return f"the quote at {opened} is not closed; close it"
-    if "simple key" in context:
-        return f"the key at {opened} has no colon; write `key:`"
-    is_indented_otherwise = any(words in problem for words in ("block end", "expected key", "indicator"))
-    is_second_colon = "mapping values" in problem
-    if source.strip().startswith("-") and (is_indented_otherwise or is_second_colon):
-        return "this item is indented otherwise than the list it belongs to; put the dashes of a list below each other"
-    if is_second_colon:
-        return "there is a second colon in this entry; quote the value, or indent the line as those it belongs to"
-    if is_indented_otherwise or "document start" in problem:
-        return "this is indented otherwise than what it belongs to; begin the keys of a mapping in one column"
-    return problem
+def _place_of(mark: Any) -> tuple[int, int]:
+    return mark.line + 1, mark.column + 1

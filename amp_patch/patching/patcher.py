@@ -18,8 +18,6 @@ from typing import Any
 
 import wrapt
 
-from . import pickling
-
 logger = logging.getLogger("amp_patch")
 
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -121,24 +119,6 @@ class Key(Slot):
             dict.clear(self._holder)
         finally:  # also if an interrupt comes
             dict.update(self._holder, items)
-
-
-class Cell(Slot):
-    """A variable that functions share with the function they were defined in."""
-
-    def read(self) -> Any:
-        return contents_of(self._holder)
-
-    def write(self, value: Any) -> None:
-        self._holder.cell_contents = value
-
-
-def contents_of(cell: types.CellType) -> Any:
-    """Return the value of a closure's variable, or ABSENT."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # it has not been assigned yet, or was deleted
-        return ABSENT
 
 
 class _WeakSlot(Slot):
@@ -308,19 +288,11 @@ class Patcher:
             )
 
     def _retire(self, exchange: Exchange) -> None:
-        """Forget an exchange that was taken out, but for pickles."""
+        """Forget an exchange that was taken out; copies of models may still hold its replacement."""
         same = self._by_attribute.get((id(exchange.slot.owner()), exchange.slot.key), [])
         same[:] = [other for other in same if other is not exchange]
         if exchange.is_patch:
-            pickling.retire(exchange.after)
-
-    def forget(self, owner: Any, name: str) -> None:
-        """Forget the patches of an attribute that has been defined anew, as `importlib.reload` does: there is nothing
-        of ours left in it.
-        """
-        for exchange in self._find(owner, name):
-            self._exchanges.remove(exchange)
-            self._retire(exchange)
+            _retired.append(weakref.ref(getattr(exchange.after, "__func__", exchange.after)))
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -372,16 +344,6 @@ class Patcher:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
         return bool(self._find(owner, name))
 
-    def is_in_place(self, owner: Any, name: str) -> bool:
-        """Tell whether the patch of `owner.name` is still there, or below another one. Runs no code of the owner's."""
-        found = [exchange for exchange in self._find(owner, name) if exchange.is_patch]
-        if not found:
-            return False
-        value = inspect.getattr_static(owner, name, None)
-        while value is not None and value is not found[-1].after:
-            value = inspect.getattr_static(value, "__wrapped__", None)
-        return value is not None
-
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
         found = self._find(owner, name)
@@ -401,6 +363,24 @@ class Patcher:
                 yield exchange.original.__func__, exchange.after.__func__
             else:
                 yield exchange.original, exchange.after
+
+
+_retired: list[weakref.ref[Any]] = []
+"""The replacements that were taken out. A WeakSet would run Python code as each is freed: Ctrl-C in there is lost."""
+
+
+def get_retired() -> list[Callable[..., Any]]:
+    """Return the replacements that were taken out and that something still holds, such as a copy of a model whose layer
+    `GELUActivation` of transformers keeps `F.gelu`; forget the others.
+    """
+    held = []
+    for reference in list(_retired):
+        replacement = reference()
+        if replacement is None:
+            _retired.remove(reference)
+        else:
+            held.append(replacement)
+    return held
 
 
 def _take_out(exchange: Exchange) -> bool:

@@ -2,10 +2,10 @@
 given the originals back.
 
 Where `Search` looks, in every imported module outside torch, this package and the standard library: globals, class
-attributes, default arguments and closures of the functions and methods defined there, and dicts (keys too) and layers
-in globals and class attributes; in models: attributes of their modules, and the classes of those. Each kind of slot is
-one that a published package has; `tests/patching/test_references.py` names it. Namespaces are read with C's own
-accessors: no property, no descriptor, no `__getattr__` and no metaclass gets to run.
+attributes, default arguments of the functions and methods defined there, and dicts (keys too) and layers in globals and
+class attributes; in models: attributes of their modules, and the classes of those. Each kind of slot is one that a
+published package has; `tests/patching/test_references.py` names it. Namespaces are read with C's own accessors: no
+property, no descriptor, no `__getattr__` and no metaclass gets to run.
 
 Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch,
 `torch.Tensor` or a patched function: it has no way to come by one.
@@ -21,9 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..torch_private import FUNCTION_TABLES
-from . import pickling
 from .patcher import (
-    Cell,
     ClassAttribute,
     Defaults,
     Exchange,
@@ -34,7 +32,7 @@ from .patcher import (
     Patcher,
     Slot,
     attributes_of,
-    contents_of,
+    get_retired,
     namespace_of,
 )
 
@@ -43,17 +41,13 @@ Functions = Mapping[int, Callable[..., Any]]
 
 MAX_NAMED = 10  # of what cannot be redirected
 
-_flags_of: Callable[[type], int] = vars(type)["__flags__"].__get__
 _name_of: Callable[[type], str] = vars(type)["__name__"].__get__
-_IS_ASSIGNABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or made to look so
-_IS_IMMUTABLE = 1 << 8
 
 _BELOW_TORCH = {
     *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions"),
     *("wrapt", "yaml"),
 }
 _PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
-_SYSCONFIG = "_sysconfigdata_"  # what the name of the standard library's table of a thousand strings begins with
 _PLAIN = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type(Ellipsis)),
@@ -92,7 +86,7 @@ def redirect(
         wanted.update(some)
     if not wanted:
         return []
-    _rewrite(Search(pickling.get_originals()), models, with_modules=False)
+    _rewrite(_search_for_retired(), models, with_modules=False)
     search = Search(wanted, _packages_of(wanted.values()))
     search.look_through(models, with_modules=with_modules)
     for patcher, some in functions:
@@ -106,7 +100,7 @@ def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
     """
     for patcher in reversed(patchers):
         patcher.undo()
-    _rewrite(Search(pickling.get_originals(), pickling.get_packages()), models, with_modules=True)
+    _rewrite(_search_for_retired(), models, with_modules=True)
 
 
 def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
@@ -127,6 +121,12 @@ def describe_stuck(stuck: Sequence[str]) -> str:
         f"some objects hold patched functions where they cannot be replaced, so their calls are not cast: {shown}. "
         "Look the function up when it is called (F.gelu), or create these objects after initialize."
     )
+
+
+def _search_for_retired() -> "Search":
+    retired = get_retired()
+    originals = {id(replacement): replacement.__wrapped__ for replacement in retired}  # type: ignore[attr-defined]
+    return Search(originals, _packages_of(retired))
 
 
 def _packages_of(replacements: Iterable[Callable[..., Any]]) -> set[str]:
@@ -183,7 +183,7 @@ class Search:
                 continue
             if is_home:
                 evidence.add(id(module))
-            if not is_passed_over and not top.startswith(_SYSCONFIG):
+            if not is_passed_over:
                 packages.setdefault(top, []).append((name, module))
         self._search_tables_of_torch()
         for package, modules in packages.items():
@@ -258,15 +258,13 @@ class Search:
         home = attributes.get("__module__")
         if type(home) is not str or home.partition(".")[0] != self._package or not self._is_first_visit(owner):
             return
-        is_assignable = _flags_of(owner) & (_IS_ASSIGNABLE | _IS_IMMUTABLE) == _IS_ASSIGNABLE
         for key, value in list(attributes.items()):
             kind = type(value)
             function = value
             if kind is staticmethod or kind is classmethod:
                 function = value.__func__
             if id(function) in self._ids:
-                if is_assignable:
-                    self._enter(ClassAttribute(owner, key), function, self._as_class_attribute(value, function))
+                self._enter(ClassAttribute(owner, key), function, self._as_class_attribute(value, function))
             elif type(function) is types.FunctionType:
                 self._search_function(function)
             elif kind not in _PLAIN:
@@ -305,25 +303,15 @@ class Search:
             if id(key) in self._ids:
                 self._enter(Key(table, key), key)
 
-    def _search_function(self, function: types.FunctionType) -> None:
-        """Look at the defaults and the closure of a function, and at the functions in its closure: a decorator keeps
-        there what it decorates.
-        """
-        pending = [function]
-        while pending:
-            function = pending.pop()
-            defaults, keyword_defaults, closure = function.__defaults__, function.__kwdefaults__, function.__closure__
-            if not (defaults or keyword_defaults or closure) or not self._is_first_visit(function):
-                continue
-            is_own = _package_of(function) == self._package
-            if is_own:
+    def _search_function(self, function: Any) -> None:
+        """Look at the defaults of a function, and of those that it decorates."""
+        while type(function) is types.FunctionType and id(function) not in self._ids:
+            has_references = function.__defaults__ or function.__kwdefaults__ or function.__closure__
+            if not has_references or not self._is_first_visit(function):
+                return
+            if _package_of(function) == self._package:
                 self._search_defaults(function)
-            for cell in closure or ():
-                contents = contents_of(cell)
-                if type(contents) is types.FunctionType and id(contents) not in self._ids:
-                    pending.append(contents)
-                elif is_own and id(contents) in self._ids and self._is_first_visit(cell):
-                    self._enter(Cell(cell, "cell_contents"), contents)
+            function = vars(function).get("__wrapped__")
 
     def _search_defaults(self, function: types.FunctionType) -> None:
         defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}

@@ -4,7 +4,6 @@ Two things stand beside it, since they replace no function: the hooks after opti
 and `Optimizer.step_was_skipped`, a property that is absent without a session.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +95,6 @@ TABLE = (
         lambda session: session.cache is not None and session.casts.autocast is not None,
         lambda original, session: op_patches.invalidate_too(original, session.cache),
         with_ops=True,
-    ),
-    TorchPatch(
-        importlib,
-        "reload",
-        lambda session: session.deferred is not None,
-        lambda original, session: op_patches.tell_of_reload(original, session.deferred.look_again),
     ),
     TorchPatch(
         torch.nn.Module,

@@ -715,7 +715,7 @@ def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict
 def test_a_package_that_is_not_installed_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     path = write("extends: float16\nblacklist: [torchvison.ops.box_iou, {op: no_such_pkg.f, optional: true}]")
     (warning,) = map(str, check_oplists(path).warnings)
-    assert "mine.yaml:2:13" in warning and "no package 'torchvison' installed. Did you mean 'torchvision'?" in warning
+    assert "mine.yaml:2:13" in warning and "no package 'torchvison' installed." in warning
     load_oplists(path)
     assert len(caplog.records) == 1
     load_oplists(write("blacklist: [hypothesis_free.f, hypothesis.nowhere.f]"))

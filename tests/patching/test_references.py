@@ -23,8 +23,8 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch.patching import pickling, references
-from amp_patch.patching.patcher import Patch, Patcher
+from amp_patch.patching import references
+from amp_patch.patching.patcher import Patch, Patcher, get_retired
 
 X = torch.ones(2, 4)
 LOW = torch.bfloat16
@@ -103,12 +103,6 @@ SLOTS = {
     "keyword default": ("def f(x, *, act=F.gelu):\n    return act(x)", lambda m, x: m.f(x)),
     "default of a decorated function": (
         "@torch.no_grad()\ndef f(x, act=F.gelu):\n    return act(x)",
-        lambda m, x: m.f(x),
-    ),
-    # No package that we know has one, but a call from there would be left without its cast and without a warning.
-    "closure": ("def make(act):\n    return lambda x: act(x)\nf = make(F.gelu)", lambda m, x: m.f(x)),
-    "closure in a closure": (
-        "def same(f):\n    return lambda *a: f(*a)\ndef make(g):\n    return same(lambda x: g(x))\nf = make(F.gelu)",
         lambda m, x: m.f(x),
     ),
     # transformers.activations.ACT2FN, up to 4.1
@@ -204,7 +198,7 @@ def test_a_slot_that_was_made_during_a_session_gets_the_original(programs, lists
     amp.reset()
     for slot, module in modules.items():
         held = {identity for _, identity in describe(module).values()}
-        assert held & {id(F.gelu), id(F.silu)} and not held & set(pickling.get_originals()), slot
+        assert held & {id(F.gelu), id(F.silu)} and not held & set(map(id, get_retired())), slot
         assert SLOTS[slot][1](module, X).dtype is torch.float32, slot
 
 
@@ -533,10 +527,8 @@ def test_functions_that_a_model_holds_are_redirected_and_given_back(make, lists)
     [
         lambda act: lambda x, act=act: act(x),
         lambda act: lambda x, *, act=act: act(x),
-        lambda act: lambda x: act(x),
-        lambda act: functools.wraps(act)(lambda x: (lambda y: act(y))(x)),
     ],
-    ids=["default", "keyword default", "closure", "decorated"],
+    ids=["default", "keyword default"],
 )
 def test_what_a_function_that_a_model_holds_refers_to_is_redirected_and_given_back(hold, lists):
     model = nn.Sequential(Block(hold(torch.sinc)), Block(hold(F.gelu)))
@@ -630,8 +622,7 @@ def test_a_model_can_be_copied_and_saved(act, moment, lists):
     ]
     if moment == "after":
         amp.reset()
-        copies += [copy.deepcopy(model), load(save(model)), *[load(save(other)) for other in copies]]
-        copies += [pickle.loads(pickle.dumps(other, protocol)) for other in copies for protocol in (0, 5)]
+        copies += [copy.deepcopy(model), load(save(model)), copy.deepcopy(copies[0])]
     for other in copies:
         assert torch.equal(other(X), cast if moment == "during" else plain)
 
@@ -651,27 +642,22 @@ def test_a_copy_from_one_session_takes_part_in_the_next(lists):
         assert other.act is original
 
 
-def test_a_copy_that_is_saved_after_its_session_loads_in_another_process(lists, tmp_path, fork_server):
+def test_a_saved_model_loads_in_another_process_and_a_copy_from_a_session_is_refused(lists, tmp_path, fork_server):
     model = nn.TransformerEncoderLayer(4, 2, 8, activation=F.gelu)
     open_session(lists, model)
-    twin = copy.deepcopy(model)
     torch.save(model, tmp_path / "during.pt")
+    twin = copy.deepcopy(model)
     amp.reset()
-    torch.save(twin, tmp_path / "copy.pt")
     torch.save(model, tmp_path / "after.pt")
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        torch.save(twin, tmp_path / "copy.pt")
     script = (
         "import torch\n"
-        "for name in ('during', 'copy', 'after'):\n"
+        "for name in ('during', 'after'):\n"
         "    assert torch.load(f'{name}.pt', weights_only=False).activation is torch.nn.functional.gelu, name\n"
     )
     done = fork_server.run("-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_names_of_the_retired_lead_nowhere_else():
-    with pytest.raises(AttributeError, match="no attribute 'gelu'"):
-        pickling.gelu  # noqa: B018
-    assert not hasattr(pickling, "__path__")
 
 
 def test_a_partial_that_a_model_holds_is_made_anew_and_given_back(lists):
@@ -732,7 +718,7 @@ def test_script_reads_the_originals_of_what_is_bound_elsewhere(import_program, l
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slot", ["Global", "ClassAttribute", "Defaults", "Cell"])
+@pytest.mark.parametrize("slot", ["Global", "ClassAttribute", "Defaults"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_program, lists, monkeypatch):
     source = """
@@ -741,9 +727,6 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_prog
             act = F.gelu
         def f(x, act=F.gelu):
             pass
-        def make(act):
-            return lambda x: act(x)
-        g = make(F.gelu)
     """
     module = import_program(source)
     before = describe(module)

@@ -249,7 +249,7 @@ def test_an_interrupt_in_a_forward_with_rules(level, rules):
     script.model.eval()
     a, b = torch.linspace(0.0, 1.0, 35).reshape(5, 7), torch.linspace(-1.0, 2.0, 21).reshape(7, 3)
     expected = script.model(script.inputs), a @ b, F.softmax(a, 0)
-    session, hooks = current.state.session, torch_private.get_saved_tensors_hooks(True)
+    session = current.state.session
     places = count(lambda: script.model(script.inputs))
     sweep = Sweep(places, 10 * INTERRUPTS, f"forward {level}")
     for _, position in sweep:
@@ -259,7 +259,6 @@ def test_an_interrupt_in_a_forward_with_rules(level, rules):
         assert [one.dtype for one in found] == [one.dtype for one in expected], position
         assert same(expected, found), position
         assert session.switch.regions == 0 and session.switch._local.regions == []
-        assert torch_private.get_saved_tensors_hooks(True) == hooks, position
         assert script.look()["autocast"] == script.found["autocast"]
 
 
