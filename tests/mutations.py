@@ -67,9 +67,6 @@ ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), as
 HANGS = 240  # seconds for one test, several times what the slowest takes on a busy machine
 NEVER_ENDS = 3600  # seconds for a whole run
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
-"""Edits that change nothing anybody can see: by module, text and new text, with the reason. They are reported, too."""
-
 
 @dataclass(frozen=True)
 class Edit:
@@ -89,11 +86,6 @@ class Edit:
         """The folder of the package that the module is weighed with."""
         parent = str(Path(self.path).parent)
         return parent if parent in WEIGHTS else parent.partition("/")[0].replace(".", "")
-
-    @property
-    def reason(self) -> str | None:
-        """Why nothing can notice it, if nothing can."""
-        return EQUIVALENT.get((self.path, self.old, self.new))
 
     def __str__(self) -> str:
         old, new = (" ".join(text.split()) for text in (self.old, self.new))
@@ -380,9 +372,7 @@ def main() -> None:
         if isinstance(edit, str):
             print("       is gone")
             continue
-        if edit.reason is not None:
-            print(f"       cannot be noticed: {edit.reason}")
-        elif not arguments.list:
+        if not arguments.list:
             notice = find_notice(edit, arguments.tests.resolve(), arguments.jobs, arguments.near)
             noticed, survived = noticed + (notice is not None), survived + (notice is None)
             print(f"       noticed by {notice}" if notice else "       NOT NOTICED", flush=True)

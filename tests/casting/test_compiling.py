@@ -230,8 +230,11 @@ def test_a_block_compiled_as_a_whole_follows_rules_for_its_parts(tmp_path):
         assert (X @ X).dtype is LOW and not current.require().switch.regions
 
 
-@pytest.mark.parametrize("has_idle_device", [True, False], ids=["as it is", "by dispatch keys"])
-@pytest.mark.parametrize("is_off_first", [False, True])
+@pytest.mark.parametrize(
+    ("has_idle_device", "is_off_first"),
+    [(True, False), (True, True), (False, False)],
+    ids=["as it is", "casts off first", "by dispatch keys"],
+)
 def test_one_block_runs_in_each_way_that_the_regions_around_it_say(has_idle_device, is_off_first, monkeypatch):
     if not has_idle_device:  # as with torch 2.6
         monkeypatch.setattr(compiling, "_IDLE_DEVICE", None)
@@ -358,7 +361,7 @@ def take_step(run, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("level", "compute"), [("O1", "float32"), ("O5", "float32"), ("O5", "native")])
+@pytest.mark.parametrize(("level", "compute"), [("O1", "float32"), ("O5", "native")])
 def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(level, compute):
     trained = []
     for is_compiled in (False, True):
@@ -389,12 +392,11 @@ def test_a_model_and_its_loss_compiled_each_as_one_graph_train_as_eager_ones(lev
         )  # AOTAutograd sums some gradients in another order
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
-def test_batches_of_any_size_run_what_the_first_compiled(level):
-    model, optimizer = make(level)
+def test_batches_of_any_size_run_what_the_first_compiled():
+    model, optimizer = make("O4")
     graphs, compilations = Graphs(), set()
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
-    for rows in (3, 5, 2, 9, 5):
+    for rows in (3, 5, 2):
         x = numbers(rows, 8)
         assert torch.equal(compiled(x), model(x))
         take_step(compiled, optimizer, x)
@@ -428,11 +430,10 @@ def write_rules(path, rules):
     return str(path)
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
+def test_a_compiled_model_trains_by_its_module_rules(tmp_path):
     lists, trained = write_rules(tmp_path / "rules.yaml", RULES), []
     for is_compiled in (False, True):
-        model, optimizer = make(level, lists=lists)
+        model, optimizer = make("O4", lists=lists)
         run = torch.compile(model, backend="aot_eager") if is_compiled else model
         for seed in range(3):
             take_step(run, optimizer, numbers(6, 8) + seed)
@@ -444,14 +445,13 @@ def test_a_compiled_model_trains_by_its_module_rules(level, tmp_path):
         )  # AOTAutograd sums some gradients in another order
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_module_rule_breaks_the_graph_which_is_said_once(backend, tmp_path, monkeypatch, caplog):
+def test_a_module_rule_breaks_the_graph_which_is_said_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(compiling, "_has_told", False)
     model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES))
     x = numbers(3, 8)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    compiled = torch.compile(model, backend=backend)  # whatever was traced before the refusal
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    compiled = torch.compile(model, backend="eager")  # whatever was traced before the refusal
     for _ in range(2):
         assert torch.equal(compiled(x), model(x)) and not current.require().switch.regions
     assert caplog.text.count("breaks its graph") == 1
@@ -463,7 +463,7 @@ def test_other_module_rules_recompile(tmp_path):
     torch.manual_seed(0)
     model = Mixed()
     compiled = torch.compile(model, backend=graphs)
-    for rules in (None, RULES, other, RULES):
+    for rules in (None, RULES, other):
         if rules is not None:
             lists = write_rules(tmp_path / "rules.yaml", rules)
             amp.initialize(model, opt_level="O4", lists=lists, compute="native", verbosity=0)
@@ -548,8 +548,9 @@ def is_rounded(node, low):
     return result_dtypes(node) == [FULL] and result_dtypes(node.args[0]) == [low]
 
 
-@pytest.mark.parametrize("compute", ["native", "float32"])
-@pytest.mark.parametrize(("level", "strict"), [("O1", False), ("O5", False), ("O4", True)])
+@pytest.mark.parametrize(
+    ("level", "strict", "compute"), [("O1", False, "float32"), ("O5", False, "native"), ("O4", True, "native")]
+)
 def test_an_exported_program_holds_the_casts(level, strict, compute):
     if strict and VERSION < (2, 7):
         pytest.skip("strict export of torch 2.6 takes no model with forward hooks")
@@ -581,9 +582,8 @@ def test_an_exported_program_holds_the_casts(level, strict, compute):
     assert torch.equal(torch.export.load(file).module()(y), expected)
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_an_exported_program_follows_the_module_rules(level, tmp_path):
-    model, _ = make(level, lists=write_rules(tmp_path / "rules.yaml", RULES), compute="native")
+def test_an_exported_program_follows_the_module_rules(tmp_path):
+    model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES), compute="native")
     x = numbers(3, 8)
     program = torch.export.export(model, (x,), strict=False)
     found = {}

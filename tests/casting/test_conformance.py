@@ -24,7 +24,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch_state import VERSION
 
 import amp_patch
-from amp_patch.config.op_lists import Spelling
+from amp_patch.config.op_lists import Spelling, load_oplists
 from amp_patch.errors import BannedOpError
 
 Op = Callable[..., Any]
@@ -522,6 +522,14 @@ def test_every_op_that_apex_patched_runs_as_apex_ran_it(low: torch.dtype, given:
     }
     amp_patch.reset()
     assert {op: fault for op, fault in faults.items() if fault} == {}
+
+
+def test_the_list_apex_names_what_apex_patched_and_nothing_else() -> None:
+    lists = load_oplists("apex")
+    listed = {(one.owner_name, one.name): one.kind for one in lists.spellings}
+    without_sample = {("torch.Tensor", name): "promote" for name in ("__rdiv__", "__rtruediv__")}
+    assert listed == {(one.owner_name, one.name): one.kind for one in IN_APEX} | without_sample
+    assert lists.missing == ()
 
 
 @lows

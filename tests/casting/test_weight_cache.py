@@ -266,31 +266,6 @@ def test_the_check_sees_an_edit_that_nobody_was_told_of(net: Net) -> None:
         assert_casts_are_fresh(net)
 
 
-# ---- requires_grad and grad modes ------------------------------------------------------------------------------------
-
-
-def test_a_wholly_frozen_model_gives_an_output_without_a_graph(net: Net) -> None:
-    net(batch())
-    net.requires_grad_(False)
-    assert not net(batch()).requires_grad
-    net.requires_grad_(True)
-    assert_casts_are_fresh(net)
-
-
-@pytest.mark.parametrize("is_first_use", [True, False], ids=["first-use", "later"])
-def test_a_forward_without_gradients_then_one_with(net: Net, is_first_use: bool) -> None:
-    if not is_first_use:
-        assert_casts_are_fresh(net)
-        net.optimizer.step()
-    for first in (torch.no_grad, torch.inference_mode):
-        with first():
-            output = net(batch())
-            assert not output.requires_grad
-            assert torch.equal(output, by_hand(net, batch()))
-        assert_casts_are_fresh(net)
-        net.optimizer.step()
-
-
 # ---- graphs that outlive things --------------------------------------------------------------------------------------
 
 
@@ -465,17 +440,6 @@ def test_a_generator_s_graph_outlives_the_discriminator_s_step(make_generator: C
     assert_equal_all(
         train_adversaries(make_generator, uses_amp=True), train_adversaries(make_generator, uses_amp=False)
     )
-
-
-def test_a_frozen_discriminator_still_passes_gradients_to_the_generator(net: Net) -> None:
-    x = batch().requires_grad_()
-    assert_casts_are_fresh(net)
-    net.requires_grad_(False)
-    loss_of(net(x)).backward()
-    gradient = x.grad
-    with amp.disable_casts():
-        (expected,) = torch.autograd.grad(loss_of(by_hand(net, x)), x)
-    assert gradient is not None and torch.equal(gradient, expected)
 
 
 # ---- threads, checkpoints, transforms --------------------------------------------------------------------------------

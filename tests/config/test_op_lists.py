@@ -145,53 +145,7 @@ def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None
     assert changed == dict.fromkeys(["torch.rms_norm", "torch.nn.functional.rms_norm"], ("blacklist", "promote"))
 
 
-FUNCTIONAL_LOW = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear"
-FUNCTIONAL_FLOAT = """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
-    local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy
-    hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
-    multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
-    soft_margin_loss triplet_margin_loss ctc_loss"""
-TORCH_CONV = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
-TORCH_LOW = "prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm"
-TORCH_FLOAT = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum"
-    " var renorm"
-)
-TORCH_PROMOTE = "addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne"
-DUNDER_PROMOTE = """__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__
-    __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"""
 RECURRENT = "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell"
-INPLACE_ERROR = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
-INPLACE_MATCH = "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_"
-
-
-def test_apex_is_apex_and_nothing_else() -> None:
-    expected = {
-        "whitelist": (
-            dotted("torch.nn.functional", FUNCTIONAL_LOW)
-            | dotted("torch", f"{TORCH_CONV} {TORCH_LOW}")
-            | dotted("torch.Tensor", f"{TORCH_LOW} __matmul__")
-            | dotted("torch._VF", RECURRENT)
-        ),
-        "blacklist": (
-            dotted("torch.nn.functional", FUNCTIONAL_FLOAT)
-            | dotted("torch", TORCH_FLOAT)
-            | dotted("torch.Tensor", f"{TORCH_FLOAT} __ipow__ __pow__ __rpow__ cpu")
-        ),
-        "promote": (
-            dotted("torch", f"{TORCH_PROMOTE} bilinear") | dotted("torch.Tensor", f"{TORCH_PROMOTE} {DUNDER_PROMOTE}")
-        ),
-        "sequence_promote": dotted("torch", "cat stack"),
-        "banned": {"torch.nn.functional.binary_cross_entropy"},
-        "inplace_error": (
-            dotted("torch", INPLACE_ERROR)
-            | dotted("torch.Tensor", f"{INPLACE_ERROR} erfinv_ pow_ cumprod_ cumsum_ renorm_")
-        ),
-        "match_self": dotted("torch.Tensor", INPLACE_MATCH),
-    }
-    lists = load_oplists("apex")
-    assert lists.missing == ()
-    assert {kind: spelled(lists, kind) for kind in set(kinds(lists).values())} == expected
 
 
 # ---- what a name means -----------------------------------------------------------------------------------------------
@@ -624,7 +578,7 @@ def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:
 # ---- anything at all -------------------------------------------------------------------------------------------------
 
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
 
 
 def load_text(text: str | bytes) -> OpLists | None:
@@ -647,13 +601,6 @@ def load_text(text: str | bytes) -> OpLists | None:
             return None
         assert not found
         return lists
-
-
-@given(st.binary(max_size=100) | st.binary(max_size=60).map(lambda data: b"blacklist: [" + data + b"]"))
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_any_bytes_give_lists_or_the_error(data: bytes) -> None:
-    lists = load_text(data)
-    assert lists is None or isinstance(lists, OpLists)
 
 
 NAMES = st.sampled_from(

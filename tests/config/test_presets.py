@@ -19,11 +19,6 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
 }
-LARGE_EPS = {
-    "sgd-momentum": OPTIMIZERS["sgd-momentum"],
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4, fused=True),
-}  # 1e-8 is 0 in float16
 
 
 def initialize_and_train(model, optimizer, batches, **options):
@@ -54,29 +49,9 @@ def test_casting_ops_equals_casts_written_by_hand(level, make_optimizer):
     assert losses[-1] < losses[0] / 2
 
 
-def test_casting_ops_in_float16_with_a_dynamic_scale_equals_casts_written_by_hand():
-    batches = make_batches(6, size=2)
-    ours, theirs = make_model(width=2), make_model(width=2)
-    losses = initialize_and_train(
-        ours,
-        torch.optim.SGD(ours.parameters(), lr=0.05),
-        batches,
-        opt_level="O1",
-        patch_torch_functions_type=torch.float16,
-        max_loss_scale=1024.0,
-        loss_scale="dynamic",
-        compute="native",
-    )
-    assert amp.stats().loss_scales == (1024.0,)
-    assert losses == train_with_casts(
-        theirs, torch.optim.SGD(theirs.parameters(), lr=0.05), batches, torch.float16, scale=1024.0
-    )
-    assert_same_weights(ours, theirs)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_master_weights_equal_masters_written_by_hand(level, make_optimizer):
-    batches, (low, scale) = make_batches(50), LOWS[level]
+    batches, (low, scale) = make_batches(20), LOWS[level]
     ours, theirs = make_model(), make_model()
     optimizer = make_optimizer(ours.parameters())
     losses = initialize_and_train(ours, optimizer, batches, opt_level=level, max_loss_scale=scale, compute="native")
@@ -90,27 +65,8 @@ def test_master_weights_equal_masters_written_by_hand(level, make_optimizer):
     assert losses[-1] < losses[0] / 2
 
 
-def test_master_weights_in_float16_with_a_static_scale_equal_masters_written_by_hand():
-    batches = make_batches(6, size=2)
-    ours, theirs = make_model(width=2), make_model(width=2)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
-    losses = initialize_and_train(
-        ours, optimizer, batches, opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0, compute="native"
-    )
-    expected, masters = train_with_masters(
-        theirs,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        batches,
-        torch.float16,
-        scale=128.0,
-    )
-    assert losses == expected
-    for master, reference in zip(amp.master_params(optimizer), masters, strict=True):
-        torch.testing.assert_close(master, reference, rtol=0, atol=1e-6)
-
-
-def test_o0_is_plain_float32(make_optimizer):
-    batches = make_batches(20)
+def test_o0_is_plain_float32():
+    batches, make_optimizer = make_batches(10), OPTIMIZERS["adamw"]
     ours, theirs = make_model(), make_model()
     assert initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O0") == train_plainly(
         theirs, make_optimizer(theirs.parameters()), batches
@@ -118,8 +74,10 @@ def test_o0_is_plain_float32(make_optimizer):
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("make_optimizer", LARGE_EPS.values(), ids=LARGE_EPS.keys())
-def test_o3_is_the_model_in_the_low_dtype(make_optimizer):
+def test_o3_is_the_model_in_the_low_dtype():
+    def make_optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4)  # 1e-8 is 0 in float16
+
     batches = make_batches(20)
     ours, theirs = make_model(), make_model()
     losses = initialize_and_train(ours, make_optimizer(ours.parameters()), batches, opt_level="O3", compute="native")
@@ -146,21 +104,6 @@ def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
         optimizer.step()
         assert loss.item() == expected
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_levels_train_alike_however_products_are_computed(level):
-    batches = make_batches(10)
-    losses = {}
-    for compute in ("native", "float32"):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        options = {"opt_level": level, "max_loss_scale": 1024.0, "compute": compute}
-        losses[compute] = initialize_and_train(model, optimizer, batches, **options)
-        amp.reset()
-    tolerance = 16 * torch.finfo(F16 if level in ("O1", "O2", "O3") else BF16).eps
-    assert losses["float32"] == pytest.approx(losses["native"], abs=tolerance)
-    assert losses["float32"][-1] < 0.75 * losses["float32"][0]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -2,23 +2,19 @@
 that were generated from it.
 """
 
-import logging
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import generate_autocast_lists
 import pytest
 import torch
-import torch_autocast
 from torch import nn
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch_autocast import get_overload_rules, get_rules
 from torch_state import VERSION
 
 import amp_patch
-from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import lists_dir
 
 HEADER = Path(torch.__path__[0], "include", "ATen", "autocast_mode.h")
@@ -99,44 +95,6 @@ def test_every_kernel_is_understood(device_type: str, caplog: pytest.LogCaptureF
     )
 
 
-def test_an_op_of_one_tensor_promotes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast softmax is told to compute in float32, and casts by itself: torch 2.14 so casts bfloat16 alone."""
-    outcome = torch_autocast._outcome
-
-    def cast_bfloat16_only(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: bool = True) -> Any:
-        if is_on and dtypes[0] is torch.bfloat16:
-            return torch_autocast._Seen("aten::_to_copy", (torch.bfloat16,), torch.float32)
-        return outcome(op, device_type, dtypes, is_on)
-
-    monkeypatch.setattr(torch_autocast, "_outcome", cast_bfloat16_only)
-    assert torch_autocast._observe("log_softmax.int", "cuda") == "blacklist"
-    assert torch_autocast._observe("addcdiv", "cuda") == "promote"
-
-
-@devices
-def test_overloads_of_one_function_have_one_rule(device_type: str) -> None:
-    pairs = {(overload.partition(".")[0], rule) for overload, rule in get_overload_rules(device_type).items()}
-    assert len({function for function, _ in pairs}) == len(pairs)
-
-
-@devices
-def test_the_rules_make_a_list_without_duplicates_or_unknown_names(device_type: str, tmp_path: Path) -> None:
-    path = tmp_path / "rules.yaml"
-    rules = get_rules(device_type)
-    path.write_text("\n".join(f"{rule}: [{', '.join(ops)}]" for rule, ops in rules.items()))
-    lists = load_oplists(path)
-    assert lists.missing == ()
-    assert {spelling.owner_name for spelling in lists.deferred} <= {"torchvision.ops"}
-    named = {spelling.entry.op for spelling in (*lists.spellings, *lists.deferred)}
-    assert named == {op for ops in rules.values() for op in ops}
-    assert all(list(ops) == sorted(ops) for ops in rules.values())
-
-
-def test_another_device_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'mps' .*\(cpu, cuda\)"):
-        get_rules("mps")
-
-
 # ---- what asking leaves behind ---------------------------------------------------------------------------------------
 
 
@@ -150,28 +108,6 @@ def test_the_answer_does_not_depend_on_patches_thread_or_grad_mode(device_type: 
     with torch.inference_mode():
         answers.append(get_rules(device_type))
     assert answers == [expected] * 2
-
-
-def test_a_kernel_that_is_not_understood_is_left_out_and_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    observe = torch_autocast._observe
-    monkeypatch.setattr(
-        torch_autocast,
-        "_observe",
-        lambda overload, device_type: None if overload == "exp" else observe(overload, device_type),
-    )
-    with caplog.at_level(logging.WARNING):
-        rules = get_overload_rules("cuda")
-    assert "exp" not in rules and "expm1" in rules
-    assert [record.getMessage() for record in caplog.records] == [
-        f"what autocast of torch {torch.__version__} does to exp on cuda is not understood, so no rule says it"
-    ]
-
-
-def test_an_argument_of_an_unknown_kind_is_not_understood() -> None:
-    assert torch_autocast._observe("to.prim_Device", "cuda") is None  # a Device without a default
-    assert torch_autocast._observe("relu", "cuda") is None  # no kernel, so no difference
 
 
 # ---- the committed files ---------------------------------------------------------------------------------------------

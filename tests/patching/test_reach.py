@@ -219,44 +219,7 @@ def test_the_fused_paths_are_taken_where_the_layer_tests_expect_them(monkeypatch
 
 # ---- functions -------------------------------------------------------------------------------------------------------
 
-LEFT, RIGHT = rand(4, 4, seed=1), rand(4, 4, seed=2)
 HEADS = rand(1, 2, 3, 4, seed=3)
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], torch.dtype | None]] = {
-    "einsum": (lambda *x: torch.einsum("ij,kj->ik", *x), (LEFT, RIGHT), None),
-    "einsum-of-a-list": (lambda *x: torch.einsum("ij,jk,kl->il", list(x)), (LEFT, RIGHT, LEFT), None),
-    "einsum-sublists": (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [0, 2]), (LEFT, RIGHT), None),
-    "multi_dot": (lambda *x: torch.linalg.multi_dot(x), (LEFT, RIGHT, LEFT), None),
-    "vecdot": (lambda *x: torch.linalg.vecdot(*x), (LEFT, RIGHT), None),
-    "scaled_dot_product_attention": (
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
-        (HEADS, HEADS, HEADS),
-        None,
-    ),
-    "prelu": (lambda *x: F.prelu(*x), (LEFT, RIGHT[0]), None),
-    "rnn_tanh_cell": (lambda *x: torch.rnn_tanh_cell(*x), (LEFT, RIGHT, LEFT, RIGHT), None),
-    "cdist": (lambda *x: torch.cdist(*x), (LEFT, RIGHT), torch.float32),
-    "bilinear": (lambda *x: F.bilinear(*x), (LEFT, RIGHT, rand(2, 4, 4)), torch.float32),
-    "tensordot": (lambda *x: torch.tensordot(*x), (LEFT, RIGHT), torch.float32),
-    "inner": (lambda *x: torch.inner(*x), (LEFT, RIGHT), torch.float32),
-}
-
-
-@computes
-@lows
-def test_a_function_made_of_products_runs_in_one_dtype(low: torch.dtype, compute: str) -> None:
-    """Mixed inputs, as they are once some come out of low ops: low for what is whitelisted, float32 for what is
-    promoted or blacklisted.
-    """
-    mixed, expected = {}, {}
-    for name, (function, inputs, dtype) in FUNCTIONS.items():
-        mixed[name] = [value.to(low) if index == 0 else value for index, value in enumerate(inputs)]
-        expected[name] = function(*(value.to(dtype or low) for value in mixed[name]))
-    amp.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions_type=low, compute=compute, verbosity=0)
-    results = {name: function(*mixed[name]) for name, (function, _, _) in FUNCTIONS.items()}
-    amp.reset()
-    for name, (_, _, dtype) in FUNCTIONS.items():
-        assert results[name].dtype is (dtype or low), name
-        assert is_same(results[name], expected[name], compute if dtype is None else "native", low), name
 
 
 @computes

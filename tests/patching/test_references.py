@@ -8,7 +8,6 @@ import gc
 import importlib
 import io
 import pickle
-import subprocess
 import sys
 import textwrap
 import threading
@@ -429,9 +428,10 @@ print(count("O0", is_held=False))
 """
 
 
-def test_the_modules_are_walked_when_a_session_opens_and_closes_where_somebody_holds_a_replacement():
-    # in a process of its own: what other tests have made may hold one
-    done = subprocess.run([sys.executable, "-c", WALKS], capture_output=True, text=True, check=False)
+def test_the_modules_are_walked_when_a_session_opens_and_closes_where_somebody_holds_a_replacement(
+    fork_server, tmp_path
+):
+    done = fork_server.run("-c", WALKS, cwd=tmp_path)  # where no other test has made anything that may hold one
     assert done.stdout == "[2, 1, 2, 1, 2, 1]\n0\n", done.stderr
 
 
@@ -763,7 +763,7 @@ def test_modules_may_come_and_go_meanwhile(make_package, lists):
 
     def churn():
         number = 0
-        while not stop.is_set():
+        while not stop.wait(1e-4):
             number += 1
             sys.modules[f"churn_x{number}"] = types.ModuleType(f"churn_x{number}")
             sys.modules.pop(f"churn_x{number - 20}", None)

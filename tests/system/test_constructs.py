@@ -166,8 +166,13 @@ if torch.__version__.startswith("2.6."):
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
-def test_a_construct_runs_as_under_autocast(name: str) -> None:
+def test_a_construct_runs_as_under_autocast(name: str, tmp_path: Path) -> None:
     expected = run_by_autocast(name)
+    check_session(name, expected)
+    check_rules_laid_over_autocast(name, expected, tmp_path / "rules.yaml")
+
+
+def check_session(name: str, expected: dict[str, Any]) -> None:
     runs = cases_of(name)
     with casts_of(runs):
         results = {case: outcome(run, contextlib.nullcontext, scaled) for case, run in runs.items()}
@@ -177,14 +182,12 @@ def test_a_construct_runs_as_under_autocast(name: str) -> None:
     assert [part for parts in differing.values() for part in parts if not re.match(pattern, part)] == []
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
-def test_a_construct_runs_as_under_autocast_with_its_rules_laid_over_it(name: str, tmp_path: Path) -> None:
+def check_rules_laid_over_autocast(name: str, expected: dict[str, Any], path: Path) -> None:
     """Told by a list of one's own, our casts act in the regions of autocast; left to torch, they are torch's."""
-    expected = run_by_autocast(name)
     rules = (Path(amp.__file__).parent.parent / "lists" / "autocast-cpu.yaml").read_text()
-    (tmp_path / "rules.yaml").write_text(re.sub(r"(?m)^.*torchvision.*$", "", rules))
+    path.write_text(re.sub(r"(?m)^.*torchvision.*$", "", rules))
     runs = cases_of(name)
-    with native.install(lists=tmp_path / "rules.yaml"):
+    with native.install(lists=path):
         results = {case: outcome(run, lambda: torch.autocast("cpu", LOW), as_it_is) for case, run in runs.items()}
     compared = runs.keys() - set(EXCEPTIONS.get(name, ((),))[0])
     failed = {case for case in compared if isinstance(expected[case], Exception)}

@@ -204,43 +204,6 @@ def test_clipping_inside_the_block_is_warned_of():
 # ---- modules that compute their weights ------------------------------------------------------------------------------
 
 
-def parametrized(kind):
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 4)
-    if kind == "weight_norm":
-        return nn.utils.parametrizations.weight_norm(layer)
-    if kind == "spectral_norm":
-        return nn.utils.parametrizations.spectral_norm(layer)
-    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
-    return layer
-
-
-class Symmetric(nn.Module):
-    def forward(self, w):
-        return w.triu() + w.triu(1).transpose(-1, -2)
-
-
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "parametrize"])
-def test_computed_weights_train_like_casts_written_by_hand(kind):
-    x, y = torch.randn(6, 4), torch.randn(6, 4)
-    results = []
-    for ours in (False, True):
-        model = parametrized(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if ours:
-            amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-        for _ in range(4):
-            optimizer.zero_grad()
-            output = model(x) if ours else F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
-            F.mse_loss(output.float(), y).backward()
-            optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()])
-        amp.reset()
-    tolerance = 0 if kind == "parametrize" else 1e-2
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_functional_call_and_replicas_run_the_weights_they_are_given(level):
     model = make_model()

@@ -18,39 +18,9 @@ from amp_patch.config.shipped import lists_dir
 
 SHIPPED = {path.name: path.read_text() for path in sorted(lists_dir().glob("*.yaml"))}
 PIECES = [
-    *(
-        "[",
-        "]",
-        "{",
-        "}",
-        ":",
-        "- ",
-        "\n",
-        "  ",
-        "\t",
-        "'",
-        '"',
-        "&a ",
-        "*a",
-        "<<: ",
-        "!!python/object:os.system ",
-        "? ",
-        "|",
-    ),
-    *(
-        "null",
-        "0x1F",
-        "1e400",
-        "\x00",
-        "\x1b[31m",
-        '"\\e[31m"',
-        "\ufeff",
-        "\u202e",
-        "é",
-        "softmax",
-        "match: '['",
-        "extends: ",
-    ),
+    *("[", "]", "{", "}", ":", "- ", "\n", "  ", "\t", "'", '"', "? ", "|", "&a ", "*a", "<<: "),
+    *("null", "0x1F", "1e400", "softmax", "match: '['", "extends: ", "!!python/object:os.system "),
+    *("\x00", "\x1b[31m", '"\\e[31m"', "\ufeff", "\u202e", "é"),
 ]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u202a-\u202e]")
 
@@ -68,7 +38,7 @@ def spoil(text: str, draw: random.Random) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_a_spoiled_list_is_read_or_refused(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(seed)
     path = tmp_path / "mine.yaml"
@@ -85,13 +55,13 @@ def test_a_spoiled_list_is_read_or_refused(seed: int, tmp_path: Path, capsys: py
     assert not CONTROL.search(printed)
 
 
-numbers = st.one_of(
-    st.integers(),
-    st.floats(),
-    st.booleans(),
-    st.none(),
-    st.text(max_size=5),
-    st.sampled_from([10**400, 2**31, 1e39, math.inf]),
+numbers = (
+    st.integers()
+    | st.floats()
+    | st.booleans()
+    | st.none()
+    | st.text(max_size=5)
+    | st.sampled_from([10**400, 2**31, 1e39, math.inf])
 )
 tensors = st.sampled_from([torch.empty(0), torch.ones(2), torch.tensor(8.0), torch.empty((), device="meta")])
 entries = st.dictionaries(st.sampled_from(["loss_scale", "unskipped", "hysteresis_tracker", "x"]), numbers | tensors)

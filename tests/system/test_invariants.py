@@ -2,22 +2,16 @@
 their own; and that the check of every other test can fail.
 """
 
-import copy
-import pickle
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import make_batches, make_model, train_with_casts
-from torch import nn
+from reference import make_model
 from torch_state import ORIGINALS, find_changes
-from training import train
 
 import amp_patch as amp
-from amp_patch.config.op_lists import load_oplists
-from amp_patch.config.shipped import shipped_names
 
 PACKAGE = str(Path(amp.__file__).parent)
 
@@ -80,50 +74,7 @@ def test_a_patched_op_enters_one_frame_and_one_more_for_each_parameter():
     assert count_frames(lambda: x[:, :10] @ model.fc.weight) == 2
     assert count_frames(lambda: x @ x.t()) == 1
     assert count_frames(lambda: torch.exp(torch.ones(2))) == 1
+    assert count_frames(lambda: torch.logsumexp(torch.ones(2), 0)) == 1
+    assert count_frames(lambda: torch.layer_norm(torch.ones(2, 4), (4,), torch.ones(4), None)) == 1
+    assert count_frames(lambda: torch.exp(x)) == 2  # the wrapper, and the rule, which casts
     assert count_frames(lambda: torch.relu(x)) == 0
-
-
-@pytest.mark.parametrize("name", shipped_names())
-def test_every_name_in_the_shipped_lists_resolves_or_is_reported(name):
-    oplists = load_oplists(["float16", name] if name == "fast" else name)  # an overlay, of a few ops
-    assert len(oplists.spellings) > 100
-    assert [entry.op for entry in oplists.missing] == []  # on the pinned torch
-    assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in oplists.spellings)
-
-
-OPTIMIZERS = {
-    f"{kind.__name__}-{way}": lambda p, kind=kind, way=way: kind(
-        p, lr=1e-2, **({way: True} if way != "loop" else {"foreach": False})
-    )
-    for kind in (torch.optim.SGD, torch.optim.AdamW)
-    for way in ("loop", "foreach", "fused")
-}
-
-
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_weights_are_never_frozen(make_optimizer):
-    batches = make_batches(15)
-    model, optimizer = initialize(make_optimizer=make_optimizer, compute="native")
-    losses = train(model, optimizer, batches)
-    amp.reset()
-    reference = make_model()
-    assert losses == train_with_casts(reference, make_optimizer(reference.parameters()), batches, torch.bfloat16)
-    assert len(set(losses)) == len(losses)
-    amp.reset()
-    model, optimizer = initialize(make_optimizer=make_optimizer, compute="float32")
-    losses = train(model, optimizer, batches[:1] * 5)
-    assert len(set(losses)) == len(losses) and losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_copies_and_pickles_of_a_bound_model_run_their_own_weights(level):
-    model, _optimizer = initialize(level)
-    model.eval()
-    images = make_batches(1)[0][0]
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for parameter in twin.fc.parameters():
-                parameter.zero_()
-            assert torch.count_nonzero(twin(images)) == 0
-            assert torch.count_nonzero(model(images)) > 0
-        assert isinstance(twin.fc, nn.Linear)

@@ -1,6 +1,5 @@
 """Threads, worker processes, checkpointed activations, and torch.compile beside the patches."""
 
-import threading
 import warnings
 
 import pytest
@@ -84,27 +83,6 @@ def test_initialize_works_in_a_worker_process(method):
         )  # one thread adds in another order than two
 
 
-def test_two_threads_in_forward_give_what_one_after_the_other_gives():
-    model, _optimizer = initialize()
-    model.eval()
-    batches = [make_batches(6, seed=seed) for seed in (0, 1)]
-    alone = [[model(images) for images, _ in part] for part in batches]
-    together = [[], []]
-
-    def run(index):
-        for images, _ in batches[index]:
-            amp.refresh()  # keeps both threads busy with casting weights
-            together[index].append(model(images))
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for left, right in zip(alone, together, strict=True):
-        assert len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 # ---- checkpointed activations ----------------------------------------------------------------------------------------
 
 
@@ -145,64 +123,6 @@ def test_checkpointing_gives_the_gradients_of_the_plain_run(level, use_reentrant
             torch.testing.assert_close(checkpointed, plain, rtol=2e-2, atol=2e-2)
         else:
             assert torch.equal(checkpointed, plain)
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        hidden = self.norm(F.gelu(self.first(x)))
-        return F.softmax(self.last(hidden @ hidden.transpose(-1, -2) @ hidden), -1)
-
-
-def train_compiled(level, compiled):
-    torch.manual_seed(0)
-    model = Mixed()
-    x = torch.randn(6, 8)
-    run = model if compiled == "not" else torch.compile(model, backend="aot_eager", fullgraph=True)
-    if compiled == "before":
-        run(x)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)  # 1e-8 is 0 in float16
-    amp.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    losses = []
-    for _ in range(3):
-        output = run(x)
-        loss = output.float().pow(2).sum()
-        take_step(loss, optimizer)
-        losses.append(loss.item())
-    amp.reset()
-    return losses, output.dtype, run(x).tolist(), model(x).tolist()
-
-
-@pytest.mark.parametrize(("level", "compiled"), [("O1", "before"), ("O2", "after"), ("O4", "after"), ("O5", "before")])
-def test_a_compiled_model_computes_what_the_model_computes(level, compiled):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        losses, dtype, plain_again, eager_again = train_compiled(level, compiled)
-        assert (losses, dtype) == train_compiled(level, "not")[:2]
-    assert plain_again == eager_again  # after reset the compiled model is plain torch too
-
-
-def test_methods_and_operators_compiled_before_are_not_stale():
-    def product(x, w):
-        return x @ w, x.matmul(w), torch.matmul(x, w)
-
-    compiled = torch.compile(product, backend="eager", fullgraph=True)
-    x = torch.ones(2, 2)
-
-    def dtypes():
-        return {value.dtype for value in compiled(x, x)}
-
-    assert dtypes() == {torch.float32}
-    for _ in range(2):
-        with amp.session(opt_level="O4", device="cpu"):
-            assert dtypes() == {torch.bfloat16}
-        assert dtypes() == {torch.float32}
 
 
 # ---- TorchScript -----------------------------------------------------------------------------------------------------

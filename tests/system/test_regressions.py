@@ -1,13 +1,9 @@
 """Ways in which training scripts once broke the package, or could have, each as the script would have it."""
 
-import sys
-import types
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_state import find_changes
 
 import amp_patch as amp
 
@@ -188,27 +184,6 @@ def test_sam_learns(level, base):
     assert "step" not in vars(optimizer.base)
 
 
-def test_weights_swapped_in_for_a_method_call_and_out_again():
-    class Sampler(nn.Linear):
-        def sample(self, x):
-            return F.linear(x, self.weight, self.bias)
-
-    model = Sampler(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    backward(model, optimizer)
-    optimizer.step()
-    own = [p.detach().clone() for p in model.parameters()]
-    expected = F.linear(X.bfloat16(), own[0].bfloat16(), own[1].bfloat16())
-    for p in model.parameters():
-        p.data.zero_()
-    with torch.no_grad():
-        assert torch.count_nonzero(model.sample(X)) == 0
-    for p, value in zip(model.parameters(), own, strict=True):
-        p.data.copy_(value)
-    assert torch.equal(model(X), expected)
-
-
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_an_average_kept_in_the_state_dict_of_a_copy_arrives(level):
     import copy
@@ -279,23 +254,6 @@ def test_a_listed_op_that_is_called_in_place_changes_its_argument(tmp_path):
         assert activation(hidden).dtype is torch.float32
 
 
-def test_a_module_imported_during_a_session_gets_the_originals_back(tmp_path, monkeypatch):
-    (tmp_path / "late_layers.py").write_text(
-        "from torch.nn.functional import linear\nfrom torch import matmul as product\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    model, _optimizer = make("O4")
-    late: types.ModuleType = __import__("late_layers")
-    assert late.linear(X, model.weight).dtype is torch.bfloat16
-    amp.reset()
-    assert late.linear is F.linear and late.product is torch.matmul
-    model, _optimizer = make("O4")
-    assert late.linear(X, model.weight).dtype is torch.bfloat16
-    amp.reset()
-    del sys.modules["late_layers"]
-    assert find_changes() == []
-
-
 def test_script_works_during_a_session_also_where_torch_scripts_for_itself():
     _model, _optimizer = make("O4")
     x = torch.randn(3)
@@ -320,22 +278,6 @@ def test_registered_static_and_class_methods():
     assert Owner.static(X) is torch.bfloat16 and Owner.of_class(X) == (Owner, torch.bfloat16)
     amp.reset()
     assert [vars(Owner)[name] for name in ("static", "of_class")] == originals
-
-
-# ---- found by random sequences of calls ------------------------------------------------------------------------------
-
-
-def test_an_overflow_in_a_second_delayed_pass_skips_every_optimizer_of_that_pass():
-    models = [nn.Linear(4, 4) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    amp.initialize(models, optimizers, opt_level="O0", loss_scale="dynamic", verbosity=0)
-    backward(models[0], optimizers[0], delay_unscale=True)
-    loss = loss_of(models[0], float("inf")) + loss_of(models[1])
-    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [optimizer.step_was_skipped for optimizer in optimizers] == [True, True]
 
 
 # ---- a dynamic scale, and no scale_loss ------------------------------------------------------------------------------

@@ -121,31 +121,3 @@ def test_an_optimizer_that_lost_its_parameters_steps_on_what_is_left(level):
         take_step(F.cross_entropy(model(images), targets), optimizer)
     changed = {name for name, _ in model.named_parameters() if not torch.equal(model.state_dict()[name], before[name])}
     assert changed == {"fc.bias"}
-
-
-@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
-def test_custom_functions_are_cast_as_the_lists_say_in_forward_and_backward(level):
-    dtypes = []
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            product = torch.mm(x, w)
-            dtypes.append(product.dtype)
-            return product
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, w = ctx.saved_tensors
-            result = torch.mm(gradient, w.t()), torch.mm(x.t(), gradient)
-            dtypes.append(result[0].dtype)
-            return result[0].to(x.dtype), result[1].to(w.dtype)
-
-    model = nn.Linear(4, 4)
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    x, w = torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    Product.apply(x, w).float().sum().backward()
-    low = {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
-    assert dtypes == [low, low]
-    assert torch.equal(w.grad, (x.to(low).t() @ torch.ones(2, 4, dtype=low)).float())
