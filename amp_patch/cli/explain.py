@@ -54,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     if found.is_interrupted and not any(one.ops for one in recordings):
         raise KeyboardInterrupt
     if not recordings:
-        reason = f"it ended with exit code {code}" if code else "it called no model and no amp.initialize"
+        reason = "it called no model and no amp.initialize"
+        if code:
+            reason = f"it ended with exit code {code}"
         raise _NothingRecordedError(f"nothing to explain: {reason} before a step was recorded")
     if arguments.json is not None:
         write_all(recordings, arguments.json)
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if found.is_interrupted:
         raise KeyboardInterrupt
-    return 1 if code else 0
+    return int(code != 0)
 
 
 def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
