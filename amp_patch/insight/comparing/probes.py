@@ -94,11 +94,11 @@ class CurveProbe(Probe):
         self._pending.clear()
 
     def _records(self) -> Iterable[CurveRecord]:
-        warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
-        ms = 1e3 * statistics.median(warm) if warm else math.nan
-        yield CurveRecord(
-            "", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), round(ms, 4), self._is_noise
-        )
+        ms = math.nan
+        if self._seconds:
+            warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
+            ms = round(1e3 * statistics.median(warm), 4)
+        yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)
 
 
 def _shorten(value: float) -> float:
@@ -178,8 +178,9 @@ class LayerProbe(Probe):
         for module, name in self._names.values():
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
-                master = session.find_master(weight)
-                holder = weight if master is None else master
+                holder = session.find_master(weight)
+                if holder is None:
+                    holder = weight
                 weights.extend(_sample(holder, 8))
                 if holder.grad is not None:
                     samples.extend(_sample(holder.grad))
@@ -214,7 +215,9 @@ class LayerProbe(Probe):
             self._meter.stop()
 
     def _records(self) -> Iterable[ComparedRecord | SampleRecord | GradientRecord]:
-        peak = self._meter.peak if self._meter is not None and self._count > 1 else None
+        peak = None
+        if self._meter is not None and self._count > 1:
+            peak = self._meter.peak
         yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
@@ -231,7 +234,9 @@ def _is_layer(module: nn.Module) -> bool:
 def _sample(tensor: Tensor, number: int = SAMPLES) -> tuple[float, ...]:
     """Return at most so many values, spread evenly. Waits for the device."""
     values = tensor.detach()
-    values = (values.to_dense() if values.is_sparse else values).flatten()
+    if values.is_sparse:
+        values = values.to_dense()
+    values = values.flatten()
     if values.numel() > number:
         values = values[torch.arange(number, device=values.device) * values.numel() // number]
     return tuple(map(_shorten, values.float().tolist()))

@@ -50,7 +50,7 @@ class Check(Probe):
     @property
     def steps(self) -> int:
         """How many steps the optimizer that steps first has ended."""
-        return self._taken[0] if self._taken else 0
+        return sum(self._taken[:1])
 
     def session_opened(self, session: Session) -> None:
         """Set the scale, and what the run begins with."""
@@ -77,9 +77,10 @@ class Check(Probe):
         seen: Counter[str] = Counter()
         for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
             seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name} ({seen[name]})"
             if tensor.grad is not None:
-                unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
-                self._found.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
+                self._found.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
