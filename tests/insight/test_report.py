@@ -3,8 +3,7 @@
 import html.parser
 import math
 import re
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 from compared import HOSTILE, make_comparison, make_op
@@ -108,19 +107,6 @@ def test_a_recording_of_ops_alone_is_a_page_of_ops(tmp_path):
     page = check_offline(make_report(recording, command="amp-patch explain train.py"))
     assert {"blocks.*.up", "F.softmax", "float16.yaml:3", "amp-patch explain train.py"} <= set(page.texts)
     assert not page.of("svg") and page.recording(tmp_path) == recording
-
-
-@dataclass(frozen=True)
-class OtherRecord:
-    kind: ClassVar[str] = "other"
-
-    what: str
-    number: float | None
-
-
-def test_records_of_other_kinds_are_tables_of_their_fields():
-    page = check_offline(make_report(make_comparison(extra=[OtherRecord("<i>x</i>", 1.5)]).recording))
-    assert {"Records: other", "what", "number", "<i>x</i>", "1.5"} <= set(page.texts) and not page.of("i")
 
 
 def test_a_report_of_one_step_of_one_run_is_drawn():

@@ -28,13 +28,14 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
 def _runs(rows: Sequence[Row]) -> Markup:
     body = []
     for row in rows:
-        worst = None if row.worst is None or row.worst.output is None else row.worst.output
+        worst = None
+        if row.worst is not None:
+            worst = row.worst.output
         values = (
             *(None, None, row.loss, row.difference, row.ms, row.factor, row.run.peak, row.skipped, row.scale),
             *(row.zero, row.zero_scaled, worst),
         )
-        each = zip(cells(row), values, strict=True)
-        body.append([Cell(text, None if value is None else float(value)) for text, value in each])
+        body.append(list(map(Cell, cells(row), values)))
     return make_table("runs", COLUMNS, body, label="runs", left=2)
 
 
@@ -50,15 +51,16 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     width = smoothed_steps(summary)
     losses, differences = [], []
     for row in rows:
-        curves = summary.curves(row.name)
-        skipped = next((curve.skipped for curve in curves.values()), ())
-        series = _series(row.name, colours[row.name], [curve.losses for curve in curves.values()], width, skipped)
-        losses += [series] if series.values else []
-        if row.name != reference:
-            series = _series(row.name, colours[row.name], sizes(summary.differences(row.name)), width, skipped)
-            differences += [series] if series.values else []
+        curves = list(summary.curves(row.name).values())
+        if curves:
+            name, colour, skipped = row.name, colours[row.name], curves[0].skipped
+            losses.append(_series(name, colour, [curve.losses for curve in curves], width, skipped))
+            if name != reference:
+                differences.append(_series(name, colour, sizes(summary.differences(name)), width, skipped))
     noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
-    smoothed = f", mean of {width} steps" if width > 1 else ""
+    smoothed = ""
+    if width > 1:
+        smoothed = f", mean of {width} steps"
     return element(
         "section",
         element("h2", "Losses"),
@@ -76,9 +78,7 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     )
 
 
-def _series(
-    name: str, colour: int, curves: Sequence[Sequence[float]], width: int, skipped: Sequence[int] = ()
-) -> Series:
+def _series(name: str, colour: int, curves: Sequence[Sequence[float]], width: int, skipped: Sequence[int]) -> Series:
     low, middle, high = find_spread(curves, width)
     return Series(name, colour, middle, low, high, skipped)
 
@@ -106,8 +106,8 @@ def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
 
 
 def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
-    times = {row.name: row.ms for row in rows}
-    memory = {row.name: None if row.run.peak is None else row.run.peak / 1e6 for row in rows}
+    times = {row.name: row.ms for row in rows if row.ms is not None}
+    memory = {row.name: row.run.peak / 1e6 for row in rows if row.run.peak is not None}
     return element(
         "section",
         element("h2", "Time and memory"),
@@ -120,17 +120,21 @@ def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
     )
 
 
-def _bars(values: dict[str, float | None], colours: dict[str, int], title: str) -> Markup:
-    most = max((value for value in values.values() if value is not None and math.isfinite(value)), default=0) or 1
+def _bars(values: dict[str, float], colours: dict[str, int], title: str) -> Markup:
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    most = max(finite.values(), default=0) or 1
     lines = []
-    for name, value in values.items():
-        if value is not None and math.isfinite(value):
-            fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
-            text = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-            lines.append(
-                element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
-            )
-    return element("figure", element("h3", title), *(lines or [element("p", "not measured")]), class_="bars")
+    for name, value in finite.items():
+        fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
+        text = f"{value:.3g}"
+        if value >= 1000:
+            text = f"{value:,.0f}"
+        lines.append(
+            element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
+        )
+    if not lines:
+        lines.append(element("p", "not measured"))
+    return element("figure", element("h3", title), *lines, class_="bars")
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

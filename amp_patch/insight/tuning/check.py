@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...session import Session, current
-from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import CheckedStepRecord, Record, SketchRecord
 from ..runs import Probe
@@ -21,22 +20,15 @@ class Check(Probe):
     Args:
         steps: how many.
         loss_scale: what a dynamic scale begins with; None: as the script has it.
-        is_off: let the run begin with weights that are off by one float32 ulp, up or down as a fixed seed says.
         on_end: called when all have been seen.
     """
 
     def __init__(
-        self,
-        steps: int = 2,
-        loss_scale: float | None = None,
-        *,
-        is_off: bool = False,
-        on_end: Callable[[], None] = lambda: None,
+        self, steps: int = 2, loss_scale: float | None = None, *, on_end: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(on_end)
         self._steps = steps
         self._loss_scale = loss_scale
-        self._is_off = is_off
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []
@@ -53,10 +45,7 @@ class Check(Probe):
         return sum(self._taken[:1])
 
     def session_opened(self, session: Session) -> None:
-        """Set the scale, and what the run begins with."""
-        if self._is_off and session.trained():
-            self._is_off = False
-            nudge(session)
+        """Set the scale."""
         self.run = describe_run(session)
         for scaler in session.scalers:
             if self._loss_scale is not None and scaler.is_dynamic:

@@ -36,8 +36,8 @@ class Reference(Check):
     torch.compile runs as it was written.
     """
 
-    def __init__(self, steps: int = 2, *, is_off: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
-        super().__init__(steps, is_off=is_off, on_end=on_end)
+    def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(steps, on_end=on_end)
         self._shadow: Shadow | None = None
         self._shadowing: _Shadowing | None = None
 

@@ -25,9 +25,6 @@ from .result import Trial, TuneResult, choose_best, describe_worst, format_heade
 from .search import find_fewest
 from .verdict import Verdict, find_non_finite, judge
 
-FINE = 1e-3
-"""A tolerance below this is compared with what float32 itself can hold."""
-
 
 class Tuner:
     """Tunes the op lists of what a runner runs.
@@ -80,7 +77,6 @@ class Tuner:
         self._runs = 0
         self._trials: dict[tuple[Entry, ...], Trial] = {}
         self._loss_scale: float | None = None
-        self._noise: float | None = None
 
     def run(self) -> TuneResult:
         """Return the best list that was found.
@@ -109,7 +105,8 @@ class Tuner:
         self._bases = []
         if self._extends is not None:
             self._bases = [self._spell(os.fspath(self._extends), folder)]
-        self._reference = self._watch("tuning.reference:Reference", self._float32())
+        float32 = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
+        self._reference = self._watch("tuning.reference:Reference", float32)
         if self._extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
@@ -141,10 +138,6 @@ class Tuner:
             return os.path.abspath(name)
         return Path(os.path.relpath(name, folder)).as_posix()
 
-    def _float32(self) -> str:
-        """Return a list by which the whole model runs in float32."""
-        return format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
-
     def _format(self, entries: Sequence[Entry]) -> str:
         return format_list(self._bases, entries, {entry: self._ranking.explain(entry) for entry in entries})
 
@@ -173,13 +166,6 @@ class Tuner:
         except Exception as error:
             return Verdict(False, math.inf, "", math.inf, _last_line(error))
 
-    def _measure_noise(self) -> None:
-        """Run in float32 once more, with each weight off by one ulp: by how much is the worst gradient off?"""
-        if self._noise is None:
-            found = self._watch("tuning.reference:Reference", self._float32(), is_off=True)
-            self._noise = judge(self._reference, found, math.inf).worst
-            self._log(f"run {self._runs}: float32 with all weights off by one ulp: worst {self._noise:.2g}")
-
     # ---- the search --------------------------------------------------------------------------------------------------
 
     def _search(self) -> TuneResult:
@@ -188,12 +174,8 @@ class Tuner:
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
         try:
-            if self._tolerance < FINE:
-                self._measure_noise()
-            if not self._is_below_noise():
-                found = find_fewest(self._passes, forced, ranked)
-                if found is None and not self._passes(self._ranking.find_everything([*forced, *ranked])):
-                    self._measure_noise()
+            if find_fewest(self._passes, forced, ranked) is None:
+                self._passes(self._ranking.find_everything([*forced, *ranked]))
         except _EnoughRunsError:
             stopped = f"stopped after {self._runs} runs (max_runs)"
         except KeyboardInterrupt:
@@ -207,10 +189,6 @@ class Tuner:
         if best.entries:
             text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
         return TuneResult(best.entries, trials, self._runs, best.verdict.passed, message, text, is_interrupted)
-
-    def _is_below_noise(self) -> bool:
-        """Tell whether float32 itself does not keep to the tolerance, as far as is known."""
-        return self._noise is not None and self._noise >= self._tolerance
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
         """Return the outcome in words."""
@@ -230,11 +208,7 @@ class Tuner:
             message = f"nothing reaches {tolerance}"
             if best is not None:
                 message += f"; the best: {describe_worst(best.verdict)}"
-            if self._noise is not None:
-                message += f"; float32 itself is off by {self._noise:.2g} where its weights are off by one ulp"
-                message += " (the noise floor)"
-            if not self._is_below_noise():
-                message += self._ranking.find_hint()
+            message += self._ranking.find_hint()
             if stopped:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
