@@ -31,7 +31,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """Under `amp-patch run` the import gives the stand-in; plain `python` takes what is installed as apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
-        if names and all(map(_covers, names)):
+        if names and not any(map(_find_missing, names)):
             advice = f"Run it by `amp-patch run {context.script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
@@ -57,9 +57,10 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
     script, told = context.script, set[str]()
     for node in _import_statements(script):
         for name in _apex_names(node):
-            if not _covers(name):
+            missing = _find_missing(name)
+            if missing is not None:
                 told.add(name)
-                yield _uncovered(script, node, name)
+                yield _uncovered(script, node, name, missing)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
                 if alias.name != "*" and alias.name not in _public_names():
@@ -72,9 +73,11 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         if len(names) != 1 or any(f"{name}.".startswith(f"{one}.") for one in told):
             continue
         root, _, rest = name.partition(".")
-        if root in _APEX and not _covers(name, is_imported=False):
-            told.add(name)
-            yield _uncovered(script, attribute, name)
+        if root in _APEX:
+            missing = _find_missing(name, is_imported=False)
+            if missing is not None:
+                told.add(name)
+                yield _uncovered(script, attribute, name, missing)
         elif root == "amp_patch" and rest.partition(".")[0] not in _public_names():
             told.add(name)
             yield _absent(attribute, rest.partition(".")[0])
@@ -96,8 +99,8 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [name for name in names if name.partition(".")[0] in _APEX]
 
 
-def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
-    advice = did_you_mean(*_find_missing(name)).strip() or "Nothing stands in for it: look in today's torch."
+def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, list[str]]) -> Fault:
+    advice = did_you_mean(*missing).strip() or "Nothing stands in for it: look in today's torch."
     gone = describe_gone(name)
     if gone is not None:
         advice = f"It was {gone[1]}."
@@ -123,8 +126,9 @@ def _absent(node: ast.AST, name: str) -> Fault:
 # ---- what there is: looked up in the stand-in itself, which is imported under its own name ---------------------------
 
 
-def _covers(dotted: str, *, is_imported: bool = True) -> bool:
-    """Tell whether a dotted name, such as `apex.optimizers.FusedAdam`, is a module of the stand-in or in one.
+def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
+    """Return the part of a name, such as `apex.optimizers.FusedAdam`, that no module of the stand-in has, and the names
+    of the module where it would be; None if the stand-in has the whole name.
 
     `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at the
     first object that is no module of the stand-in (`amp._amp_state`), even if there is a module of that name: what such
@@ -133,28 +137,15 @@ def _covers(dotted: str, *, is_imported: bool = True) -> bool:
     where = importlib.import_module(_STAND_IN)
     for part in _parts(dotted):
         if part.startswith("__"):
-            return True  # every module has a __dict__ and a __name__
+            return None  # every module has a __dict__ and a __name__
         below = _import(f"{where.__name__}.{part}")
         value = getattr(where, part, None)
         if value is not None and value is not below and (below is None or not is_imported):
-            return True
+            return None
         if below is None:
-            return False
+            return part, [name for name in dir(where) if not name.startswith("_")]
         where = below
-    return True
-
-
-def _find_missing(dotted: str) -> tuple[str, list[str]]:
-    """Return the part of a dotted name that no module of the stand-in has, and the names of that module."""
-    where = importlib.import_module(_STAND_IN)
-    missing = dotted
-    for part in _parts(dotted):
-        below = _import(f"{where.__name__}.{part}")
-        if below is None:
-            missing = part
-            break
-        where = below
-    return missing, [name for name in dir(where) if not name.startswith("_")]
+    return None
 
 
 def _public_names() -> list[str]:

@@ -188,9 +188,9 @@ def _kind(folders: Sequence[Path]) -> str:
 # ---- findings --------------------------------------------------------------------------------------------------------
 
 
-def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
-    """Return what is wrong with what is installed, here or as it is said."""
-    found = apex or find_apex()
+def machine_findings() -> list[Finding]:
+    """Return what is wrong with what is installed."""
+    found = find_apex()
     if found.kind != "other":
         return []
     where = found.location or "in memory"

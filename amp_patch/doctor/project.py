@@ -91,7 +91,7 @@ class Project:
                 found += dict.fromkeys(self._findings(script, document, selection))
             except RecursionError:
                 found.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
-        return sorted(found, key=_sort_key)
+        return sorted(found, key=lambda one: (one.path, one.cell or 0, one.line, one.column, one.code))
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
         """Yield the findings of every rule in one script, but for those that a comment silences."""
@@ -127,12 +127,6 @@ def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Findin
     message = f"this {what} cannot be parsed as Python {version}: {error.msg}"
     line, column = max(error.lineno or 1, 1), max(error.offset or 1, 1)
     return Finding("AMP001", "error", message, advice, shown, line, column, cell)
-
-
-def _sort_key(finding: Finding) -> tuple[str, int, int, int, str, str]:
-    """By place, then by code."""
-    place = finding.cell or 0, finding.line or 0, finding.column or 0
-    return finding.path or "", *place, finding.code, finding.message
 
 
 def _read_ignore_comments(text: str) -> dict[int, set[str]]:
