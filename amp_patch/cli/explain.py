@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import AmpError
+from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
 from .scripts import ScriptRunner, add_script, write_all
@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         reason = "it called no model and no amp.initialize"
         if code:
             reason = f"it ended with exit code {code}"
-        raise _NothingRecordedError(f"nothing to explain: {reason} before a step was recorded")
+        raise SessionError(f"nothing to explain: {reason} before a step was recorded")
     if arguments.json is not None:
         write_all(recordings, arguments.json)
     recording = recordings[0]
     if not recording.ops:
         taken = found.steps[0]
-        raise _NothingRecordedError(
+        raise SessionError(
             f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, and steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
@@ -83,7 +83,3 @@ def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
 
     if arguments.html is not None:
         write_report(recording, arguments.html, command=shlex.join(["amp-patch", *sys.argv[1:]]))
-
-
-class _NothingRecordedError(AmpError):
-    """The script gave nothing to explain."""

@@ -48,10 +48,9 @@ def show_recording(recording: Recording) -> Markup:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_ops(recording)
     heading, *notes = describe_recording(recording)
-    left_out = [f"{len(ops) - ROWS} more rows: format_recording has them"] if len(ops) > ROWS else []
-    return join(
-        [element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list([*left_out, *filter(None, notes)])]
-    )
+    if len(ops) > ROWS:
+        notes.insert(0, f"{len(ops) - ROWS} more rows: format_recording has them")
+    return join([element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list(notes)])
 
 
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:

@@ -175,8 +175,9 @@ class Campaign:
     def _look_at_layers(self, name: str, seed: int) -> None:
         self._say(f"{name}, layers and memory")
         loss_scale = None
-        for curve in self._curves[name][:1]:
-            loss_scale = curve.scales[-1]
+        curves = [curve for curve in self._curves[name] if curve.scales]
+        if curves:
+            loss_scale = curves[0].scales[-1]
         recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
         if recording is None or failed:
             self._change(name, failed=failed)

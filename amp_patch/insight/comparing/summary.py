@@ -137,8 +137,9 @@ class Summary:
         gradients = self.gradients
         if gradients is not None and gradients.counts:
             row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
-        for layer in self.layers(name)[:1]:
-            row = row._replace(worst=layer)
+        layers = self.layers(name)
+        if layers:
+            row = row._replace(worst=layers[0])
         return row
 
     @property

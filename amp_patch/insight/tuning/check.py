@@ -39,11 +39,6 @@ class Check(Probe):
     def _records(self) -> list[Record]:
         return list(self._found)
 
-    @property
-    def steps(self) -> int:
-        """How many steps the optimizer that steps first has ended."""
-        return sum(self._taken[:1])
-
     def session_opened(self, session: Session) -> None:
         """Set the scale."""
         self.run = describe_run(session)
@@ -80,6 +75,7 @@ class Check(Probe):
         self._found.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
+        self._count += int(self._is_counted(optimizer))
         with torch.no_grad():
             for tensor, before in self._weights[number]:
                 tensor.copy_(before)

@@ -18,7 +18,7 @@ from ...patching import references
 from ...session import Session
 from ...torch_dispatch import get_current_node
 from ...torch_private import BatchNormBase
-from ..naming import ModuleStack
+from ..naming import ModuleStack, join_names
 from ..records import ModulesRecord, Record
 from ..rules import RuleFinder
 from ..tensors import storage_of, tensors_in
@@ -112,7 +112,7 @@ class _Shadowing:
             run = "float32"
         self._names[id(module)], self._runs[id(module)] = name, run
         for child_name, child in module.named_children():
-            self._see(child, f"{name}.{child_name}".lstrip("."), run)
+            self._see(child, join_names(name, child_name), run)
 
     def modules(self) -> ModulesRecord:
         """Return the names of all modules but the models themselves, and of those that ran."""
