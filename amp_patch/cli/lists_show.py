@@ -73,19 +73,19 @@ def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
 def _as_data(lists: "config.OpLists") -> dict[str, object]:
     import torch
 
+    entries = []
+    for entry, group in _by_entry(lists).items():
+        entries.append({**as_data(entry), "spellings": list(map(_spelling_as_data, group))})
     return {
         "lists": lists.names,
         "torch": str(torch.__version__),
         "digest": lists.digest,
         "inplace_blacklist": lists.inplace_blacklist,
-        "entries": [
-            {**as_data(entry), "spellings": [_spelling_as_data(spelling) for spelling in group]}
-            for entry, group in _by_entry(lists).items()
-        ],
-        "modules": [module_as_data(rule) for rule in lists.modules],
-        "missing": [as_data(entry) for entry in lists.missing],
-        "deferred": [as_data(entry) for entry in _deferred(lists)],
-        "other_torch": [as_data(entry) for entry in lists.other_torch],
+        "entries": entries,
+        "modules": list(map(module_as_data, lists.modules)),
+        "missing": list(map(as_data, lists.missing)),
+        "deferred": list(map(as_data, _deferred(lists))),
+        "other_torch": list(map(as_data, lists.other_torch)),
     }
 
 

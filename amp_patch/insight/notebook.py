@@ -72,9 +72,11 @@ def show_comparison(summary: Summary) -> Markup:
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    head = element("tr", *(element("th", name) for name in heading))
-    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
-    return element("table", element("thead", head), element("tbody", *body))
+    return element("table", element("thead", _row("th", heading)), element("tbody", *(_row("td", row) for row in rows)))
+
+
+def _row(kind: str, cells: Sequence[str]) -> Markup:
+    return element("tr", *(element(kind, cell) for cell in cells))
 
 
 def _list(lines: Sequence[str]) -> Markup:

@@ -10,8 +10,8 @@ from gpt import make_gpt
 from test_comparing import make_train
 
 from amp_patch import insight
-from amp_patch.insight.colours import COLOURS, pick_colours
 from amp_patch.insight.comparing import Comparison
+from amp_patch.insight.comparing.summary import COLOURS, pick_colours
 from amp_patch.insight.records import CurveRecord, Recording, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import MissingExtraError
 from ...files import write_file
-from ..colours import pick_colours
-from .summary import Summary, find_spread, sizes, smoothed_steps
+from .summary import Summary, find_spread, pick_colours, sizes, smoothed_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

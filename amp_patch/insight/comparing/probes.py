@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from ...casting import cast_tree
 from ...session import Session, current
 from ..naming import name_modules
-from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
@@ -54,7 +53,7 @@ class CurveProbe(Probe):
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         if self._is_noise and self.run is None:
-            nudge(session)
+            _nudge(session)
         self.run = describe_run(session)
         self.stop()
         self._started = time.perf_counter()
@@ -83,7 +82,7 @@ class CurveProbe(Probe):
         if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
         if self._is_noise:
-            nudge(session, self._count)
+            _nudge(session, self._count)
         if self._count == self._limit:
             self.stop()
             self._on_end()
@@ -104,6 +103,21 @@ class CurveProbe(Probe):
 def _shorten(value: float) -> float:
     """A float32 has nine digits that matter."""
     return float(f"{value:.9g}")
+
+
+def _nudge(session: Session, seed: int = 0) -> None:
+    """Move every weight of the optimizers by one unit in the last place of its dtype, up or down.
+
+    The seed says which go up; the random numbers of the run are not touched.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for tensor in session.trained():
+            if tensor.is_floating_point():
+                is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
+                infinity = torch.full_like(tensor, torch.inf)
+                tensor.copy_(torch.nextafter(tensor, torch.where(is_up.to(tensor.device), infinity, -infinity)))
+    session.refresh()
 
 
 class LayerProbe(Probe):

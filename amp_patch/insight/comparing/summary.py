@@ -1,5 +1,6 @@
 """`Summary`: what was measured of several runs, read as one row for each."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -188,16 +189,32 @@ class Spread(NamedTuple):
 
 def find_spread(curves: Sequence[Sequence[float]], width: int) -> Spread:
     """Return the spread of running means over `width` steps, for the steps that all seeds have."""
-    smooth = [[mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)] for curve in curves]
+    smooth = [_running_means(curve, width) for curve in curves]
     steps = list(zip(*smooth, strict=False))
-    return Spread([*map(min, steps)], [*map(statistics.median, steps)], [*map(max, steps)])
+    return Spread(list(map(min, steps)), list(map(statistics.median, steps)), list(map(max, steps)))
+
+
+def _running_means(curve: Sequence[float], width: int) -> list[float]:
+    return [mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)]
 
 
 def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return curves without their signs."""
-    return [[abs(value) for value in curve] for curve in curves]
+    return [list(map(abs, curve)) for curve in curves]
 
 
 def smoothed_steps(summary: Summary) -> int:
     """Return over how many steps curves are smoothed where they are drawn."""
     return max(1, summary.about.steps // 25)
+
+
+# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white; and some more.
+COLOURS = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
+    *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
+)
+
+
+def pick_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each run, of its own as long as there are any."""
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))

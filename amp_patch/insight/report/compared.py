@@ -196,17 +196,26 @@ def _controls(power: int) -> Iterator[Markup]:
 
 
 def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
-    found = {row.name: {one.module: one for one in summary.layers(row.name)} for row in rows}
-    names = [name for name, layers in found.items() if layers]
+    names = [row.name for row in rows if summary.layers(row.name)]
     if not names:
         return
-    order = list(dict.fromkeys(one.module for one in summary.recording.of(LayerRecord)))
-    worst = {module: max(added(layers[module]) for layers in found.values() if module in layers) for module in order}
-    body = [
-        [Cell(module), Cell(str(order.index(module) + 1), order.index(module)), *_heat(module, names, found)]
-        for module in sorted(order, key=lambda module: worst[module], reverse=True)
-    ]
-    heading = ("layer", "order", *(f"{name} {what}" for name in names for what in ("out", "grad")))
+    found: dict[str, dict[str, LayerRecord]] = {}  # by module, then by run
+    for one in summary.recording.of(LayerRecord):
+        found.setdefault(one.module, {})[one.run] = one
+    order = list(found)
+    heading = ["layer", "order"]
+    for name in names:
+        heading += [f"{name} out", f"{name} grad"]
+    body = []
+    for module in sorted(order, key=lambda module: max(map(added, found[module].values())), reverse=True):
+        line = [Cell(module), Cell(str(order.index(module) + 1), order.index(module))]
+        for name in names:
+            if name in found[module]:
+                layer = found[module][name]
+                line += [_make_heat_cell(layer.output), _make_heat_cell(layer.gradient)]
+            else:
+                line += [Cell("-"), Cell("-")]
+        body.append(line)
     yield element(
         "section",
         element("h2", "Layers"),
@@ -218,15 +227,6 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )
-
-
-def _heat(module: str, names: Sequence[str], found: dict[str, dict[str, LayerRecord]]) -> Iterator[Cell]:
-    for name in names:
-        layer = found[name].get(module)
-        if layer is None:
-            yield from (Cell("-"), Cell("-"))
-        else:
-            yield from map(_make_heat_cell, (layer.output, layer.gradient))
 
 
 def _make_heat_cell(error: float | None) -> Cell:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...files import write_file
-from ..colours import pick_colours
-from ..comparing.summary import Summary
+from ..comparing.summary import Summary, pick_colours
 from ..records import ComparisonRecord, Recording
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison

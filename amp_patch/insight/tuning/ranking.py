@@ -24,9 +24,11 @@ class Ranking:
         self._units = units
         self._low = reference.run.low
         self._ops = reference.of(LowOpRecord)
-        modules = reference.of(ModulesRecord)
-        self._existing = {name for record in modules for name in record.names}
-        self._ran = {name for record in modules for name in record.ran}
+        self._existing: set[str] = set()
+        self._ran: set[str] = set()
+        for record in reference.of(ModulesRecord):
+            self._existing.update(record.names)
+            self._ran.update(record.ran)
         steps = reference.of(CheckedStepRecord)
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)

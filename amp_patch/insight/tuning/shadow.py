@@ -8,7 +8,7 @@ matters.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -53,11 +53,7 @@ class Shadow:
 
     def records(self) -> list[LowOpRecord]:
         """Return what there is so far."""
-        names = [name for name in _Sums.__slots__ if name != "is_listed"]
-        return [
-            LowOpRecord(module, op, sums.is_listed, *(getattr(sums, name) for name in names))
-            for (module, op), sums in self._sums.items()
-        ]
+        return [LowOpRecord(module, op, **asdict(sums)) for (module, op), sums in self._sums.items()]
 
     def end_step(self) -> None:
         """Keep no tensor of the step."""
