@@ -94,16 +94,18 @@ def _ops(recording: Recording) -> Iterator[Markup]:
     ops = choose_ops(recording)
     if not ops:
         return
+    heading = ("phase", *OP_COLUMNS)
+    calls = heading.index("calls")
     rows = []
     for op in ops:
         row = list(map(Cell, (op.phase, *op_cells(op))))
-        row[8:11] = [Cell(str(number), number) for number in (op.calls, op.casts, op.avoided)]
+        row[calls : calls + 3] = [Cell(str(number), number) for number in (op.calls, op.casts, op.avoided)]
         rows.append(row)
     yield element(
         "section",
         element("h2", "Ops"),
         element("p", "Equal layers are one row, with * for their numbers; steps are added up."),
-        make_table("ops", ("phase", *OP_COLUMNS), rows, label="ops", left=8, filter_by="Filter ops"),
+        make_table("ops", heading, rows, label="ops", left=8, filter_by="Filter ops"),
         *_undone(recording),
     )
 
