@@ -30,7 +30,8 @@ class Document:
         if path.suffix == ".ipynb":
             self.text = self._read_notebook(data)
         else:
-            self.text = _read_source(data)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            self.text = data.decode(encoding)
 
     def place(self, line: int) -> tuple[int | None, int]:
         """Return the cell, counted among code cells, and the line in it; no cell in a file of source."""
@@ -61,11 +62,6 @@ class Document:
             lines += code
             self._places += [(number, line) for line in range(1, len(code) + 1)]
         return "".join(f"{line}\n" for line in lines)
-
-
-def _read_source(data: bytes) -> str:
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return data.decode(encoding)
 
 
 def _without_magics(text: str) -> list[str]:
