@@ -50,8 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("compare takes no --opt-level: name levels with --runs, such as --runs O0,O4")
     if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
-    asked = arguments.runs
-    reference = arguments.reference or ("O0" if asked is None or "O0" in asked else asked[0])
+    asked, reference = arguments.runs, arguments.reference
+    if reference is None:
+        reference = "O0"
+        if asked is not None and "O0" not in asked:
+            reference = asked[0]
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]
     check_lists(arguments.parser, "--runs", *named)
@@ -81,7 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             save(path)
             print(f"written: {path}", file=sys.stderr)
-    return 130 if is_interrupted else 1 if comparison.failed else 0
+    if is_interrupted:
+        return 130
+    return int(bool(comparison.failed))
 
 
 def _runs(text: str) -> list[str]:
@@ -91,4 +96,6 @@ def _runs(text: str) -> list[str]:
 def _run(text: str) -> str:
     """`O4+my_lists.yaml`, or with `as-is`, checked, with the paths of its lists made absolute."""
     level, *lists = text.split("+")
-    return "+".join([level if level == "as-is" else opt_level(level), *map(oplist, lists)])
+    if level != "as-is":
+        level = opt_level(level)
+    return "+".join([level, *map(oplist, lists)])

@@ -5,15 +5,12 @@ The shell runs the command anew at each Tab, with COMP_LINE in its environment: 
 
 import argparse
 import os
-import re
-import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import config
 from ..errors import MissingExtraError
 
-_RUNS = frozenset({"runs", "reference"})
 _LISTS = frozenset({"lists", "extends", "left", "right"})
 
 
@@ -26,56 +23,30 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
     """Write the completions of the command line in COMP_LINE, and end the process."""
     try:
         import argcomplete
-        from argcomplete.completers import FilesCompleter
+        from argcomplete.completers import ChoicesCompleter, FilesCompleter
     except ModuleNotFoundError:
         raise MissingExtraError('completion needs argcomplete; run: pip install "amp_patch[completion]"') from None
-    line = os.environ.get("COMP_LINE", "")
-    try:
-        words = shlex.split(line)[1:]
-    except ValueError:  # in the middle of quotes
-        words = line.split()[1:]
-    parser = build_parser(words)
-    for each in _parsers(parser):
-        for action in each._actions:
-            _set_completer(action, FilesCompleter)
+    parser = build_parser(os.environ.get("COMP_LINE", "").split()[1:])
+    yaml_files = FilesCompleter(("yaml", "yml"))
+
+    def complete_lists(**given: Any) -> list[str]:
+        return [*config.shipped.shipped_names(), *yaml_files(**given)]
+
+    for action in _actions(parser):
+        if action.dest == "opt_level":
+            levels = config.shipped.shipped_levels()
+            action.completer = ChoicesCompleter(levels)  # type: ignore[attr-defined, arg-type]
+        elif action.dest in _LISTS:
+            action.completer = complete_lists  # type: ignore[attr-defined]
+        elif action.dest == "script":
+            action.completer = FilesCompleter(("py",))  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
 
 
-def _parsers(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]:
-    yield parser
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield all arguments of a parser and of those below it."""
     for action in parser._actions:
+        yield action
         if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield from _parsers(each)
-
-
-def _set_completer(action: argparse.Action, files: Callable[..., Any]) -> None:
-    """Have argcomplete offer what an argument takes: by default files."""
-    completer: Any = None
-    if action.dest == "opt_level":
-        completer = _joined(config.shipped.shipped_levels())
-    elif action.dest in _RUNS:
-        completer = _joined(config.shipped.shipped_levels(), config.shipped.shipped_names())
-    elif action.dest in _LISTS:
-        completer = _or_files(config.shipped.shipped_names(), files(("yaml", "yml")))
-    elif action.dest == "script":
-        completer = files(("py",))
-    elif action.type in (int, float):
-        completer = _joined(())
-    if completer is not None:
-        action.completer = completer  # type: ignore[attr-defined]
-
-
-def _joined(names: Sequence[str], added: Sequence[str] = ()) -> Callable[..., list[str]]:
-    """Completes names, also behind a comma, and behind a plus what is added to them."""
-
-    def complete_names(prefix: str, **_: object) -> list[str]:
-        before = re.split(r"[^,+]*$", prefix)[0]
-        return [f"{before}{name}" for name in (added if before.endswith("+") else names)]
-
-    return complete_names
-
-
-def _or_files(names: Iterable[str], files: Any) -> Callable[..., list[str]]:
-    """Completes names, and files."""
-    return lambda prefix, **given: [*names, *files(prefix=prefix, **given)]
+            for below in action.choices.values():
+                yield from _actions(below)

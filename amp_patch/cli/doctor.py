@@ -44,7 +44,9 @@ def _judge(arguments: argparse.Namespace) -> int:
     files = doctor.find_files(arguments.paths)
     project = doctor.Project(files)
     findings = [one for one in doctor.machine_findings() if selection.has(one.code)] + project.diagnose(selection)
-    machine = None if arguments.paths else doctor.get_machine()
+    machine = None
+    if not arguments.paths:
+        machine = doctor.get_machine()
     report = doctor.Report(findings, len(files), machine)
     if arguments.output_format == "json":
         print(report.as_json(), flush=True)
@@ -52,7 +54,7 @@ def _judge(arguments: argparse.Namespace) -> int:
         print(report.as_text(with_notes=arguments.notes), flush=True)
         if project.uses_amp and not arguments.no_advice:
             print(doctor.get_advice())
-    return 1 if any(finding.severity != "note" for finding in findings) else 0
+    return int(any(finding.severity != "note" for finding in findings))
 
 
 def _codes(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import AmpError
+from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
 from .scripts import ScriptRunner, add_script, write_all
@@ -54,14 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     if found.is_interrupted and not any(one.ops for one in recordings):
         raise KeyboardInterrupt
     if not recordings:
-        reason = f"it ended with exit code {code}" if code else "it called no model and no amp.initialize"
-        raise _NothingRecordedError(f"nothing to explain: {reason} before a step was recorded")
+        reason = "it called no model and no amp.initialize"
+        if code:
+            reason = f"it ended with exit code {code}"
+        raise SessionError(f"nothing to explain: {reason} before a step was recorded")
     if arguments.json is not None:
         write_all(recordings, arguments.json)
     recording = recordings[0]
     if not recording.ops:
         taken = found.steps[0]
-        raise _NothingRecordedError(
+        raise SessionError(
             f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if found.is_interrupted:
         raise KeyboardInterrupt
-    return 1 if code else 0
+    return int(code != 0)
 
 
 def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
@@ -81,7 +83,3 @@ def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
 
     if arguments.html is not None:
         write_report(recording, arguments.html, command=shlex.join(["amp-patch", *sys.argv[1:]]))
-
-
-class _NothingRecordedError(AmpError):
-    """The script gave nothing to explain."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import config
 from ..errors import OpListError
-from .lists_printing import LIST, as_json, print_lines
+from .lists_printing import LIST, print_json, print_lines
 
 SUMMARY = (
     "print every fault of lists as file:line:column: text; exit code 0 if there is none, 1 if there is one, 2 if a list"
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the faults; return 1 if there are any, and 2 if a list is not there or cannot be read."""
-    reports, errors, clean, is_all_read = [], [], [], True
+    errors: list[config.op_lists.Finding] = []
+    warnings: list[config.op_lists.Finding] = []
+    clean, is_all_read = [], True
     for name in arguments.lists:
         try:
             path = config.op_lists.locate(name, Path())
@@ -34,19 +36,22 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
         report = config.op_lists.check_oplists(path)
-        reports.append(report)
         errors += report.errors
-        if not report.errors:
+        if not report.errors:  # a fault may leave entries without effect that would have one
+            warnings += report.warnings
             clean.append(_describe(name, report))
     errors = list(dict.fromkeys(errors))  # of a file that two extend, once
-    # a fault may leave entries without effect that would have one, so only a file without faults is warned of
-    warnings = list(dict.fromkeys(one for report in reports if not report.errors for one in report.warnings))
+    warnings = list(dict.fromkeys(warnings))
     if arguments.json:
-        told = {kind: [_as_data(one) for one in found] for kind, found in (("faults", errors), ("warnings", warnings))}
-        print_lines(as_json({"lists": arguments.lists, **told}))
+        faults = list(map(_as_data, errors))
+        print_json({"lists": arguments.lists, "faults": faults, "warnings": list(map(_as_data, warnings))})
     else:
-        print_lines(map(str, [*errors, *warnings] if errors else [*warnings, *clean]))
-    return 2 if not is_all_read else 1 if errors else 0
+        print_lines(map(str, [*errors, *warnings]))
+        if not errors:
+            print_lines(clean)
+    if not is_all_read:
+        return 2
+    return int(bool(errors))
 
 
 def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:

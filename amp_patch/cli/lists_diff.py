@@ -4,7 +4,7 @@ import argparse
 
 from .. import config
 from ..tables import align
-from .lists_printing import LIST, as_data, as_json, print_lines
+from .lists_printing import LIST, as_data, print_json, print_lines
 
 SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 if one cannot be read"
 
@@ -19,15 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
-    left, right = (config.load_oplists(spec.split(",")) for spec in (arguments.left, arguments.right))
+    left, right = config.load_oplists(arguments.left.split(",")), config.load_oplists(arguments.right.split(","))
     found = config.explain.compare(left, right)
     if arguments.json:
-        data = {"left": left.names, "right": right.names, "differences": [as_data(difference) for difference in found]}
-        print_lines(as_json(data))
+        print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, found))})
     else:
-        print_lines(align((one.op, f"{_name(one.left)} -> {_name(one.right)}") for one in found))
-    return 1 if found else 0
-
-
-def _name(kind: str) -> str:
-    return "(unlisted)" if kind == "unlisted" else kind
+        names = {"unlisted": "(unlisted)"}
+        print_lines(
+            align((one.op, f"{names.get(one.left, one.left)} -> {names.get(one.right, one.right)}") for one in found)
+        )
+    return int(bool(found))

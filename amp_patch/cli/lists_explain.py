@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import config
 from ..tables import align
-from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
+from .lists_printing import LIST, as_data, bounds, module_as_data, place, print_json, print_lines
 
 SUMMARY = "print the rule of an op, the line that sets it, and what happens to its arguments"
 LOW_NAMES = ("float16", "bfloat16")
@@ -37,26 +37,26 @@ def run(arguments: argparse.Namespace) -> int:
     explanation = config.explain.explain(arguments.op, lists)
     if arguments.json:
         effects = {ruling.kind: config.explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
-        modules = [module_as_data(rule) for rule in lists.modules]
-        print_lines(
-            as_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
-        )
+        modules = list(map(module_as_data, lists.modules))
+        print_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
         return 0
     print_lines(_explain(explanation, names, low))
-    if lists.modules and {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
-        print_lines(
-            f"Within {rule.chooser} it runs in {low if rule.run == 'low' else rule.run} ({place(rule)})."
-            for rule in lists.modules
-        )
+    if {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+        for rule in lists.modules:
+            dtype = rule.run.replace("low", low)
+            print(f"Within {rule.chooser} it runs in {dtype} ({place(rule)}).")
     return 0
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
     """Return the dtype that a list is named after; bfloat16, whose list lies over that of float16, if it was read."""
-    if named := [name for name in names if name in LOW_NAMES]:
-        return named[0]
-    entries = (entry for spelling in lists.spellings for entry in (spelling.entry, *spelling.overridden))
-    return "bfloat16" if any(Path(entry.path).stem == "bfloat16" for entry in entries) else "float16"
+    for name in names:
+        if name in LOW_NAMES:
+            return name
+    for spelling in lists.spellings:
+        if any(Path(entry.path).stem == "bfloat16" for entry in (spelling.entry, *spelling.overridden)):
+            return "bfloat16"
+    return "float16"
 
 
 def _explain(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
@@ -76,8 +76,10 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
     kinds = {ruling.kind for ruling in explanation.rulings}
     if kinds - {"unlisted", "neutral"}:
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    if kinds & {"whitelist", "blacklist", "promote", "sequence_promote"}:
-        yield f"A call with out={' or dtype=' if 'blacklist' in kinds else ''} runs as it was written."
+    if "blacklist" in kinds:
+        yield "A call with out= or dtype= runs as it was written."
+    elif kinds & {"whitelist", "promote", "sequence_promote"}:
+        yield "A call with out= runs as it was written."
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
         yield (
@@ -91,17 +93,16 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
 def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
     entry = ruling.entry
     summary = config.explain.SUMMARIES[ruling.kind].format(low=low)
-    yield "rule", summary if entry is None else f"{entry.rule}: {summary}"
-    if entry is not None:
+    takes_effect = "not imported, so the name cannot be looked up"
+    if entry is None:
+        yield "rule", summary
+    else:
+        takes_effect = "not imported yet; the entry takes effect when it is"
+        yield "rule", f"{entry.rule}: {summary}"
         yield "entry", f"{entry.op} at {place(entry)}{_reason(entry.why)}"
     for earlier in reversed(ruling.overridden):
         yield "overrides", f"{earlier.op} on {earlier.rule} at {place(earlier)}{_reason(earlier.why)}"
     if ruling.package is not None:
-        takes_effect = (
-            "not imported yet; the entry takes effect when it is"
-            if entry
-            else "not imported, so the name cannot be looked up"
-        )
         yield "package", f"{ruling.package} is {takes_effect}"
     effects = config.explain.describe_effects(ruling.kind, low)
     for effect in dict.fromkeys(effects.values()):
@@ -109,4 +110,6 @@ def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple
 
 
 def _reason(why: str) -> str:
-    return f", why: {why}" if why else ""
+    if not why:
+        return ""
+    return f", why: {why}"

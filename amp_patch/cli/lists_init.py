@@ -26,7 +26,8 @@ extends: {base}  # read first, so this file wins; null: start from nothing
 # A bare name (softmax) means every spelling of the op; a dotted name (torch.Tensor.softmax) means only that one.
 
 {rules}
-# {modules} Quote what begins with *.
+# Parts of a model that run in one dtype, whatever the rules for ops say; the last rule that matches wins.
+# Quote what begins with *.
 modules:
   # - {{match: "encoder.layers.*.norm", run: float32}}
   # - {{type: torch.nn.LayerNorm, run: low}}
@@ -78,10 +79,7 @@ def _check(path: Path, base: str) -> None:
 
 
 def _render(name: str, base: str) -> str:
-    rules = "\n".join(
-        f"# {config.op_lists.MEANINGS[rule]}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule in config.op_lists.RULES
-    )
-    modules = "Parts of a model that run in one dtype, whatever the rules for ops say; the last rule that matches wins."
-
-    base = base if re.fullmatch(r"[\w./-]+", base) else json.dumps(base)
-    return _START.format(schema=SCHEMA, base=base, name=name, rules=rules, modules=modules)
+    rules = [f"# {meaning}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule, meaning in config.op_lists.MEANINGS.items()]
+    if not re.fullmatch(r"[\w./-]+", base):
+        base = json.dumps(base)
+    return _START.format(schema=SCHEMA, base=base, name=name, rules="\n".join(rules))

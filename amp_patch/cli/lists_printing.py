@@ -1,7 +1,6 @@
 """What the tasks of `amp-patch lists` print alike."""
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,10 @@ LIST = "a shipped list or the path of a list file"
 
 def place(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
     """Return `file:line`; a shipped list needs no folder."""
-    path = Path(entry.path)
-    return f"{path.name if path.parent == config.shipped.lists_dir() else entry.path}:{entry.line}"
+    path = entry.path
+    if Path(path).parent == config.shipped.lists_dir():
+        path = Path(path).name
+    return f"{path}:{entry.line}"
 
 
 def bounds(entry: "config.op_lists.OpEntry") -> str:
@@ -35,13 +36,12 @@ def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:
     return {name: getattr(rule, name) for name in ("chooser", "run", "why", "path", "line", "column")}
 
 
-def as_json(data: Mapping[str, object]) -> list[str]:
-    """Return data as the one text of JSON to print."""
-    return [json.dumps(data, indent=2, ensure_ascii=False)]
+def print_json(data: Mapping[str, object]) -> None:
+    """Print data as JSON."""
+    print(json.dumps(data, indent=2))
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines; what the terminal cannot show, as escapes."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print lines, each at once."""
     for line in lines:
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
+        print(line)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from .. import config
 from ..tables import align
-from .lists_printing import LIST, as_data, as_json, bounds, module_as_data, place, print_lines
+from .lists_printing import LIST, as_data, bounds, module_as_data, place, print_json, print_lines
 
 SUMMARY = "print every entry of the merged lists, with its reason, file and line"
 
@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
     lists = config.load_oplists(arguments.lists)
-    print_lines(as_json(_as_data(lists)) if arguments.json else _show(lists, arguments.spellings))
+    if arguments.json:
+        print_json(_as_data(lists))
+    else:
+        print_lines(_show(lists, arguments.spellings))
     return 0
 
 
@@ -56,8 +59,10 @@ def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
             yield f"\n{rule}: {config.explain.SUMMARIES[rule].format(low='the low dtype')}"
         rows = align((entry.op, entry.why, place(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
-            lost = ", ".join(_lost(entry, by_entry[entry]))
-            yield f"  {row}  except {lost}" if lost else f"  {row}"
+            lost = _lost(entry, by_entry[entry])
+            if lost:
+                row += f"  except {', '.join(lost)}"
+            yield f"  {row}"
             if has_spellings:
                 yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
 
@@ -65,19 +70,19 @@ def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
 def _as_data(lists: "config.OpLists") -> dict[str, object]:
     import torch
 
+    entries = []
+    for entry, group in _by_entry(lists).items():
+        entries.append({**as_data(entry), "spellings": list(map(_spelling_as_data, group))})
     return {
         "lists": lists.names,
         "torch": str(torch.__version__),
         "digest": lists.digest,
         "inplace_blacklist": lists.inplace_blacklist,
-        "entries": [
-            {**as_data(entry), "spellings": [_spelling_as_data(spelling) for spelling in group]}
-            for entry, group in _by_entry(lists).items()
-        ],
-        "modules": [module_as_data(rule) for rule in lists.modules],
-        "missing": [as_data(entry) for entry in lists.missing],
-        "deferred": [as_data(entry) for entry in _deferred(lists)],
-        "other_torch": [as_data(entry) for entry in lists.other_torch],
+        "entries": entries,
+        "modules": list(map(module_as_data, lists.modules)),
+        "missing": list(map(as_data, lists.missing)),
+        "deferred": list(map(as_data, _deferred(lists))),
+        "other_torch": list(map(as_data, lists.other_torch)),
     }
 
 
@@ -106,4 +111,6 @@ def _lost(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spe
 
 def _named(spelling: "config.op_lists.Spelling") -> str:
     name = f"{spelling.owner_name}.{spelling.name}"
-    return name if spelling.kind == spelling.entry.rule else f"{name} ({spelling.kind})"
+    if spelling.kind != spelling.entry.rule:
+        name += f" ({spelling.kind})"
+    return name

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
-from ..errors import AmpError
+from ..errors import AmpError, MissingExtraError
 from ..interrupts import TerminatedError
 from ..terminal import print_error
 from .completion import complete, is_completing
@@ -77,7 +77,8 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
-        subparser.rest_hint = REST_HINT if command.has_rest else ""
+        if command.has_rest:
+            subparser.rest_hint = REST_HINT
         if command.name in argv[:1]:
             command.load().add_arguments(subparser)
         subparser.set_defaults(command=command, parser=subparser)
@@ -87,7 +88,9 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Split the command line where `--` parts it, and parse the first part."""
     has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
-    end = argv.index("--") if has_rest and "--" in argv else len(argv)
+    end = len(argv)
+    if has_rest and "--" in argv:
+        end = argv.index("--")
     parser = build_parser(argv)
     if argv[0].startswith("-") and not any(option.startswith(argv[0]) for option in parser.own_options):
         parser.refuse(argv[:1])
@@ -119,13 +122,16 @@ def _terminable() -> Iterator[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
+    if argv is None:
+        argv = sys.argv[1:]
     with _terminable() as came:
-        code = _run(argv)
-    return TERMINATED if came and code == INTERRUPTED else code
+        code = _run(list(argv))
+    if came and code == INTERRUPTED:
+        return TERMINATED
+    return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def _run(argv: list[str]) -> int:
     prog = " ".join(["amp-patch", *(command.name for command in COMMANDS if command.name in argv[:1])])
     try:
         if is_completing():
@@ -137,10 +143,12 @@ def _run(argv: Sequence[str] | None) -> int:
         code: int = arguments.command.load().run(arguments) or 0
         sys.stdout.flush()
         return code
+    except MissingExtraError as error:
+        print_error(prog, "error", str(error))
+        return 2
     except AmpError as error:
-        is_extra = isinstance(error, ModuleNotFoundError)
-        print_error(prog, "error" if is_extra else "failed", str(error))
-        return 2 if is_extra else 1
+        print_error(prog, "failed", str(error))
+        return 1
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED

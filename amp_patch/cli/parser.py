@@ -9,15 +9,6 @@ from typing import Any, NoReturn
 from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
-_ONLY_READS = "the doctor only reads; each finding says what to change"
-GONE = {
-    "amp-patch demo": "run an example of the repository, such as `python examples/digits.py`",
-    "amp-patch lists schema": "copy lists/schema.json of the repository, or let `amp-patch lists init` write it",
-    "amp-patch doctor --fix": _ONLY_READS,
-    "amp-patch doctor --diff": _ONLY_READS,
-}
-"""Commands, tasks and options of 0.2, and what to do instead."""
-
 
 class Parser(argparse.ArgumentParser):
     """Refuses what it does not know, with the option that may have been meant.
@@ -32,7 +23,9 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all; what is unknown is an error."""
-        self._given = list(sys.argv[1:] if args is None else args)
+        if args is None:
+            args = sys.argv[1:]
+        self._given = list(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
@@ -46,12 +39,12 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Say that it knows no such arguments, as `error` does."""
         option = next((one.partition("=")[0] for one in unknown if one.startswith("-")), "")
-        self._leave_if_gone(option)
         known = self.own_options
+        hint = self.rest_hint
         # by their names alone, as all options begin alike
-        is_close = find_meant(option.lstrip("-"), [one.lstrip("-") for one in known])
-        meant = f".{did_you_mean(option, known)}" if is_close else ""
-        self._leave(f"unrecognized arguments: {shlex.join(unknown)}{meant or self.rest_hint}")
+        if find_meant(option.lstrip("-"), [one.lstrip("-") for one in known]):
+            hint = f".{did_you_mean(option, known)}"
+        self._leave(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, or which option is unknown, whose value was taken for another; exit with 2."""
@@ -64,23 +57,17 @@ class Parser(argparse.ArgumentParser):
         """The long options given that no own one begins with, unless some are for others to parse."""
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
             return []
-        names = [one.partition("=")[0] for one in self._given]
-        return [
-            name
-            for name in names
-            if len(name) > 2
-            and name.startswith("--")
-            and not any(option.startswith(name) for option in self.own_options)
-        ]
+        unknown = []
+        for argument in self._given:
+            name = argument.partition("=")[0]
+            is_long = name.startswith("--") and name != "--"
+            if is_long and not any(option.startswith(name) for option in self.own_options):
+                unknown.append(name)
+        return unknown
 
     def _leave(self, message: str) -> NoReturn:
         print_error(self.prog, "error", f"{message}\nsee {self.prog} --help")
         self.exit(2)
-
-    def _leave_if_gone(self, word: str) -> None:
-        instead = GONE.get(f"{self.prog} {word}")
-        if instead:
-            self._leave(f"{word} was removed: {instead}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -88,6 +75,5 @@ class Parser(argparse.ArgumentParser):
         names = list(map(str, action.choices))
         listed = f"({', '.join(names)}).{did_you_mean(str(value), names)}"
         if isinstance(action, argparse._SubParsersAction):
-            self._leave_if_gone(value)
             raise argparse.ArgumentError(None, f"{value!r} is not a {str(action.metavar).lower()} {listed}")
         raise argparse.ArgumentError(action, f"{value!r} is not one of the choices {listed}")

@@ -54,11 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
     """Declare what is laid over a script. Without `has_level`, no help tells of --opt-level, which is to be refused."""
-    text = (
-        "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
-        if has_level
-        else argparse.SUPPRESS
-    )
+    text = "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
+    if not has_level:
+        text = argparse.SUPPRESS
     parser.add_argument("--opt-level", type=opt_level, metavar="LEVEL", help=text)
     parser.add_argument(
         "--lists",
@@ -76,17 +74,33 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
+    parser = arguments.parser
     if arguments.everywhere:
         _check_everywhere(arguments)
-    line, environment = prepare(arguments)
-    check_lists(arguments.parser, "--lists", *arguments.lists)
-    for option in find_options_behind(arguments.module or arguments.script):
-        note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
-        print(f"{arguments.parser.prog}: note: {note}", file=sys.stderr)
-    if arguments.malloc is not None and not keeps_on_request():
-        print(f"{arguments.parser.prog}: note: --malloc has no effect without the GNU C library", file=sys.stderr)
-    elif arguments.malloc is not None:
-        environment = KEEP_MEMORY | environment
+    command = arguments.script
+    if arguments.module is not None:
+        command = ["-m", *arguments.module, *arguments.script]
+    is_explicit = command[:1] == ["--"]
+    if is_explicit:
+        command = command[1:]
+    check_command(parser, command)
+    line, environment = prepare(
+        command,
+        opt_level=arguments.opt_level,
+        lists=arguments.lists,
+        force=arguments.force,
+        everywhere=arguments.everywhere,
+    )
+    check_lists(parser, "--lists", *arguments.lists)
+    if not is_explicit:
+        for option in _find_options_behind(command):
+            note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
+            print(f"{parser.prog}: note: {note}", file=sys.stderr)
+    if arguments.malloc is not None:
+        if platform.libc_ver()[0] == "glibc":
+            environment = KEEP_MEMORY | environment
+        else:
+            print(f"{parser.prog}: note: --malloc has no effect without the GNU C library", file=sys.stderr)
     start(line, environment)
 
 
@@ -103,71 +117,75 @@ def _check_everywhere(arguments: argparse.Namespace) -> None:
         arguments.parser.error(f"--everywhere with {arguments.opt_level}: no op in the region would be cast; use O4")
 
 
-def keeps_on_request() -> bool:
-    """Tell whether malloc is the GNU C library's, which reads `KEEP_MEMORY`."""
-    return platform.libc_ver()[0] == "glibc"
-
-
-def find_options_behind(command: list[str]) -> list[str]:
-    """Return which of our options a script gets that other commands take there; a `--` in front means it to.
+def _find_options_behind(command: list[str]) -> list[str]:
+    """Return which of our options a script gets that other commands take there.
 
     Scripts of Apex have an `--opt-level` of their own, and name it or read sys.argv.
     """
-    if command[:1] == ["--"]:
-        return []
-    given = {one.partition("=")[0] for one in command[1:]}
-    found = ["--lists"] if "--lists" in given else []
-    script = Path(command[0]) if command else Path()
+    given = {one.partition("=")[0] for one in command}
+    found = []
+    if "--lists" in given:
+        found.append("--lists")
+    script = Path(command[0])
     if "--opt-level" in given and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
-        if not any(word in source for word in ("opt-level", "argv")):
+        if "opt-level" not in source and "argv" not in source:
             found.append("--opt-level")
     return found
 
 
-def prepare(
-    arguments: argparse.Namespace, *, needs_region: bool = False, **more: object
-) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `python`, and its environment, that run the script. `more` goes to sitecustomize.
-
-    With `needs_region`, a script without amp is refused even where nothing is to be changed.
-    """
-    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
-    command = script if arguments.module is None else ["-m", *arguments.module, *arguments.script]
+def check_command(parser: argparse.ArgumentParser, command: list[str]) -> None:
+    """Leave as for bad usage unless a command names a script that there is, or a module."""
     if command in ([], ["-m"]):
-        arguments.parser.error("name a script, or a module with -m")
-    if arguments.module is None and not os.path.exists(command[0]):
-        path = Path(command[0]).absolute()
-        beside = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        meant = did_you_mean(path.name, beside)
-        arguments.parser.error(f"can't open file {str(path)!r}: no such file{meant and f'.{meant}'}")
-    for flag, is_set in (("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment), ("-S", sys.flags.no_site)):
-        if is_set:
-            arguments.parser.error(
-                f"python {flag} ignores PYTHONPATH or sitecustomize, which amp-patch needs to reach the script and the"
-                f" processes that it starts: leave {flag} out"
-            )
-    options = {"opt_level": arguments.opt_level, "lists": arguments.lists, "force": arguments.force}
-    everywhere = getattr(arguments, "everywhere", False)
-    is_watched = "watch" in more
-    if is_watched or everywhere or arguments.opt_level is not None or arguments.lists:
-        own = {"opt_level": arguments.opt_level, "lists": arguments.lists, "everywhere": everywhere}
-        more = {**more, "native": {**own, "needs_region": needs_region, "is_watched": is_watched}}
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [*flags, *command], make_environment(options, **more)
+        parser.error("name a script, or a module with -m")
+    path = Path(command[0]).absolute()
+    if command[0] != "-m" and not path.exists():
+        beside = [one.name for one in path.parent.glob("*.py")]
+        parser.error(f"can't open file {str(path)!r}: no such file.{did_you_mean(path.name, beside)}")
 
 
-def make_environment(options: dict[str, object], **more: object) -> dict[str, str]:
-    """Return the environment of this process, in which Python installs the stand-in with these options of `install`."""
-    inherited = os.environ.get("PYTHONPATH")
-    entries = inherited.split(os.pathsep) if inherited else []  # an empty one among others is the working directory
-    others = [entry for entry in entries if not entry or os.path.abspath(entry) != str(STARTUP)]
-    settings = {"root": str(STARTUP.parent.parent.parent), "options": options, **more}
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), *others]),
-        "AMP_PATCH_RUN": json.dumps(settings),
+def prepare(
+    command: list[str],
+    *,
+    opt_level: str | None,
+    lists: list[str],
+    force: bool,
+    everywhere: bool = False,
+    needs_region: bool = False,
+    watch: dict[str, object] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of `python`, and its environment, that run a script or module.
+
+    `watch` has what sitecustomize gives to `recording.record`. With `needs_region`, a script without amp is refused
+    even where nothing is to be changed.
+    """
+    settings: dict[str, object] = {
+        "root": str(STARTUP.parent.parent.parent),
+        "options": {"opt_level": opt_level, "lists": lists, "force": force},
     }
+    is_watched = watch is not None
+    if is_watched:
+        settings["watch"] = watch
+    if is_watched or everywhere or opt_level is not None or lists:
+        settings["native"] = {
+            "opt_level": opt_level,
+            "lists": lists,
+            "everywhere": everywhere,
+            "needs_region": needs_region,
+            "is_watched": is_watched,
+        }
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*flags, *command], _make_environment(settings)
+
+
+def _make_environment(settings: dict[str, object]) -> dict[str, str]:
+    """Return the environment of this process, in which Python installs the stand-in, and does what settings say."""
+    path = [str(STARTUP)]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        # an empty entry is the working directory
+        path += [entry for entry in inherited.split(os.pathsep) if not entry or os.path.abspath(entry) != path[0]]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "AMP_PATCH_RUN": json.dumps(settings)}
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:

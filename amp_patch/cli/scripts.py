@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,8 +47,9 @@ class Watched(NamedTuple):
 def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool = True) -> None:
     """Declare what names a script, and what is laid over it; `usage` has the command's own options."""
     runs.add_settings(parser, has_level=has_level)
-    level = "[--opt-level LEVEL] " if has_level else ""
-    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} {level}[--lists LIST] [-- ARGUMENT ...]"
+    if has_level:
+        usage += " [--opt-level LEVEL]"
+    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--lists LIST] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script; arguments after -- are passed to it")
 
@@ -64,57 +65,70 @@ class ScriptRunner:
     """
 
     def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False) -> None:
-        named, rest = arguments.module or arguments.script, arguments.rest
-        line = [named, *rest] if named else rest
-        module, script = (line, []) if arguments.module else (None, line)
-        if arguments.module and arguments.script:
-            arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
-        self._arguments = argparse.Namespace(**{**vars(arguments), "module": module, "script": script})
-        runs.prepare(self._arguments)
+        self._command = list(arguments.rest)
+        if arguments.script:
+            self._command.insert(0, arguments.script)
+        if arguments.module:
+            if arguments.script:
+                arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
+            self._command[:0] = ["-m", arguments.module]
+        runs.check_command(arguments.parser, self._command)
         check_lists(arguments.parser, "--lists", *arguments.lists)
+        self._opt_level = arguments.opt_level
+        self._lists = arguments.lists
+        self._force = arguments.force
         self._is_quiet = is_quiet
-        self._printed = ""
-        self._error: list[str] = []
+        self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
     def __call__(self, run: "Run") -> "Recording":
         """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
         interrupted.
         """
-        code, _, recordings = self.watch(run)
-        if code == -signal.SIGINT:
+        from ..insight.runs import RunFailedError
+
+        found = self.watch(run)
+        if found.is_interrupted:
             raise KeyboardInterrupt
-        if code or not recordings:
-            reason = f"ended with exit code {code}" if code else "took no step"
-            shown = self._error or self._printed.splitlines()[-TAIL:]
-            printed = "".join(f"\n  {line}" for line in shown)
-            from ..insight.runs import RunFailedError
+        said = "".join(f"\n  {line}" for line in self._said)
+        if not found.recordings:
+            reason = "took no step"
+            if found.code:
+                reason = f"ended with exit code {found.code}"
+            raise RunFailedError(f"the script {reason}{said}")
+        recording = found.recordings[0]
+        if found.code:
+            raise RunFailedError(f"the script ended with exit code {found.code}{said}", recording)
+        return recording
 
-            raise RunFailedError(f"the script {reason}{printed}", recordings[0] if recordings else None)
-        return recordings[0]
-
-    def watch(self, run: "Run", until: "Callable[[Recording], bool] | None" = None) -> Watched:
+    def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> Watched:
         """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for.
 
         Raises NoRegionError for a script without amp that is to be changed.
         """
-        given: Mapping[str, Any] = vars(self._arguments)
         with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
-            laid_over = {
-                "opt_level": run.settings.opt_level or given["opt_level"],
-                "lists": [*given["lists"], *run.settings.lists],
-            }
-            watch = {"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed}
             line, environment = runs.prepare(
-                argparse.Namespace(**{**given, **laid_over}), needs_region=self._is_quiet, watch=watch
+                self._command,
+                opt_level=run.settings.opt_level or self._opt_level,
+                lists=[*self._lists, *run.settings.lists],
+                force=self._force,
+                needs_region=self._is_quiet,
+                watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
             )
-            log = Path(folder, "printed") if self._is_quiet else None
-            is_over = None if until is None else lambda: any(until(recording) for _, recording in _read(folder))
+            log = None
+            if self._is_quiet:
+                log = Path(folder, "printed")
+
+            def is_over() -> bool:
+                return any(until(recording) for _, recording in _read(folder))
+
             code = _call([sys.executable, *line], environment, is_over, log)
-            self._printed = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
-            if (refusal := Path(folder, NO_REGION)).exists():
+            refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
+            if refusal.exists():
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
-            error = Path(folder, ERROR)
-            self._error = error.read_text(encoding="utf-8").splitlines() if error.exists() else []
+            if error.exists():
+                self._said = error.read_text(encoding="utf-8").splitlines()
+            elif log is not None:
+                self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
@@ -128,12 +142,7 @@ def _read(folder: str) -> "list[tuple[int, Recording]]":
     return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
 
 
-def _call(
-    command: list[str],
-    environment: dict[str, str],
-    is_over: Callable[[], bool] | None = None,
-    log: Path | None = None,
-) -> int:
+def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool], log: Path | None = None) -> int:
     """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too, and SIGTERM, which it is
     sent: after that its exit code is that of SIGINT.
 
@@ -149,14 +158,16 @@ def _call(
         stack.callback(process.terminate)  # if this is left by an interrupt between two waits
         while True:
             try:
-                code = process.wait(None if is_over is None else _POLL_SECONDS)
-                return -signal.SIGINT if is_interrupted else code
+                code = process.wait(_POLL_SECONDS)
+                if is_interrupted:
+                    return -signal.SIGINT
+                return code
             except KeyboardInterrupt as error:
                 is_interrupted = True
                 if isinstance(error, TerminatedError):
                     process.terminate()
             except subprocess.TimeoutExpired:
-                if is_over is not None and is_over():
+                if is_over():
                     return _end(process)
 
 
@@ -173,4 +184,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
     """Write each recording into a file: the first under this name, the others with their number before its suffix."""
     for number, recording in enumerate(recordings):
-        recording.to_jsonl(path.with_suffix(f".{number}{path.suffix}") if number else path)
+        if number > 0:
+            recording.to_jsonl(path.with_suffix(f".{number}{path.suffix}"))
+        else:
+            recording.to_jsonl(path)

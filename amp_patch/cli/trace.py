@@ -154,8 +154,10 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
 def _format_list(remedy: "remedies.Remedy") -> str:
     from ..insight import remedies
 
-    extends = [f"extends: {remedy.extends}"] if remedy.extends else []
-    return "\n".join(["# " + shlex.join(["amp-patch", *sys.argv[1:]]), *extends, *remedies.format_entries(remedy), ""])
+    lines = ["# " + shlex.join(["amp-patch", *sys.argv[1:]])]
+    if remedy.extends:
+        lines.append(f"extends: {remedy.extends}")
+    return "\n".join([*lines, *remedies.format_entries(remedy), ""])
 
 
 def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
@@ -236,11 +238,12 @@ def _are_all_skipped(found: Watched, first: int) -> bool:
 
 
 def _share(text: str) -> float:
-    number = text.removesuffix("%")
     try:
-        share = float(number) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%"))
     except ValueError:
         share = -1.0
+    if text.endswith("%"):
+        share /= 100
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share: write 5% or 0.05")
     return share

@@ -75,11 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
         _print(f"\n{result.text.rstrip()}")
     elif result.text:
         result.to_yaml(arguments.out)
-        use = "pass it to initialize as lists=..., or to amp-patch run as --lists"
-        _print(f"written to {arguments.out}: {use if result.is_reached else 'the best list so far'}")
+        use = "the best list so far"
+        if result.is_reached:
+            use = "pass it to initialize as lists=..., or to amp-patch run as --lists"
+        _print(f"written to {arguments.out}: {use}")
     elif arguments.out is not None:
         _print(f"nothing is written to {arguments.out}: there is no list to write")
-    return 130 if result.is_interrupted else 0 if result.is_reached else 1
+    if result.is_interrupted:
+        return 130
+    return int(not result.is_reached)
 
 
 def _print(line: str) -> None:

@@ -5,7 +5,6 @@ Torch is imported for what is in files alone: op lists, and the levels of AMP_PA
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 from .. import config
@@ -40,7 +39,7 @@ def oplist(text: str) -> str:
     if text in config.shipped.shipped_names():
         return text
     if not path.is_file():
-        others = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        others = [one.name for one in path.parent.glob("*.y*ml")]
         raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, others)}")
     return os.path.abspath(path)
 
@@ -72,16 +71,19 @@ def new_file(text: str) -> Path:
     path = Path(text).absolute()
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    is_writable = os.access(path.parent, os.W_OK)
+    if path.exists():
+        is_writable = os.access(path, os.W_OK)
+    if not is_writable:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
     return path
 
 
 def steps(text: str) -> tuple[int, int]:
     """Return a window of steps."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    first = int(found[1]) if found else 0
-    last = int(found[2]) if found and found[2] else first + 1
-    if found is None or last <= first:
+    if text.isdecimal():
+        return int(text), int(text) + 1
+    first, _, last = text.partition(":")
+    if not first.isdecimal() or not last.isdecimal() or int(last) <= int(first):
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: write 1:3 for steps 1 and 2, or 1 for one")
-    return first, last
+    return int(first), int(last)

@@ -8,7 +8,9 @@ import tokenize
 import warnings
 from pathlib import Path
 
-_MAGIC = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!])|[^#\"']*\?\s*$")
+_MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
+"""A line of IPython: `%magic`, `!command`, `names = !command`, `name?`. A line that begins with `% 3` is Python."""
+
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
 """A cell of Python: one without a magic for the whole of it, or with one that runs it as Python."""
 
@@ -25,11 +27,17 @@ class Document:
         self.faults: list[tuple[int, SyntaxError]] = []
         """The cells that cannot be parsed, by number; the text leaves them out."""
         data = path.read_bytes()
-        self.text = self._read_notebook(data) if path.suffix == ".ipynb" else _read_source(data)
+        if path.suffix == ".ipynb":
+            self.text = self._read_notebook(data)
+        else:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            self.text = data.decode(encoding)
 
     def place(self, line: int) -> tuple[int | None, int]:
         """Return the cell, counted among code cells, and the line in it; no cell in a file of source."""
-        return self._places[min(line, len(self._places)) - 1] if self._places else (None, line)
+        if not self._places:
+            return None, line
+        return self._places[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
         tree = json.loads(data.decode())
@@ -38,15 +46,16 @@ class Document:
         if not all(isinstance(cell, dict) for cell in tree["cells"]):
             raise ValueError("it has a cell that is not a mapping")
         lines: list[str] = []
-        for number, cell in enumerate((cell for cell in tree["cells"] if cell.get("cell_type") == "code"), 1):
+        code_cells = [cell for cell in tree["cells"] if cell.get("cell_type") == "code"]
+        for number, cell in enumerate(code_cells, 1):
             source = cell.get("source", "")
-            parts = [source] if isinstance(source, str) else source
-            if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            if not isinstance(source, (str, list)) or not all(isinstance(part, str) for part in source):
                 raise ValueError(f"code cell {number} has no text")
-            text = "".join(parts)
+            text = "".join(source)
             if not _PYTHON_CELL.match(text):
                 continue
-            code, fault = _without_magics(text)
+            code = _without_magics(text)
+            fault = _find_fault("\n".join(code))
             if fault is not None:
                 self.faults.append((number, fault))
                 continue
@@ -55,30 +64,21 @@ class Document:
         return "".join(f"{line}\n" for line in lines)
 
 
-def _read_source(data: bytes) -> str:
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return data.decode(encoding)
-
-
-def _without_magics(text: str) -> tuple[list[str], SyntaxError | None]:
-    """Return the lines of a cell, with `pass` in place of magics, and what keeps them from being Python.
-
-    A line is taken for a magic only where the parser stops at it: `% x` may well continue an expression.
-    """
-    lines = text.split("\n")
-    while True:
-        fault = _find_fault("\n".join(lines))
-        at = (fault.lineno or 0) - 1 if fault else -1
-        while 0 < at < len(lines) and lines[at - 1].endswith("\\"):
-            at -= 1  # to the line that the one with the fault continues
-        if fault is None or not 0 <= at < len(lines) or not _MAGIC.match(lines[at]):
-            return lines, fault
-        is_continued = lines[at].endswith("\\")
-        lines[at] = lines[at][: len(lines[at]) - len(lines[at].lstrip())] + "pass"
-        while is_continued and at + 1 < len(lines):
-            at += 1
-            is_continued = lines[at].endswith("\\")
-            lines[at] = ""
+def _without_magics(text: str) -> list[str]:
+    """Return the lines of a cell, with `pass` in place of magics."""
+    lines = []
+    is_continued = False
+    for line in text.split("\n"):
+        if is_continued:
+            lines.append("")
+        elif _MAGIC.match(line):
+            indent = len(line) - len(line.lstrip())
+            lines.append(line[:indent] + "pass")
+        else:
+            lines.append(line)
+            continue
+        is_continued = line.endswith("\\")
+    return lines
 
 
 def _find_fault(text: str) -> SyntaxError | None:

@@ -1,15 +1,24 @@
 """Rules of what a script imports from `apex`, and of names that amp_patch does not have."""
 
 import ast
+import importlib
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 
-from ..apex import describe_gone
+import amp_patch
+
+from ..apex import GONE_EXTENSIONS, describe_gone
 from ..errors import did_you_mean
-from .coverage import EXTENSIONS, covers, find_missing, public_names
 from .rules import Context, Fault, rule
 from .script import Script
 
-_ROOTS = {"apex", "amp_patch", *EXTENSIONS}
+_EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
+"""Apex's compiled modules, which scripts import from the top."""
+
+_APEX = {"apex", *_EXTENSIONS}
+_STAND_IN = "amp_patch.apex"
 
 
 @rule(
@@ -22,7 +31,7 @@ def covered_imports(context: Context) -> Iterator[Fault]:
     """Under `amp-patch run`, the import finds the stand-in. Plain `python` imports an installed apex, or fails."""
     for node in _import_statements(context.script):
         names = _apex_names(node)
-        if names and all(map(covers, names)):
+        if names and not any(map(_find_missing, names)):
             advice = f"Run it with `amp-patch run {context.script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
@@ -48,12 +57,13 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
     script, told = context.script, set[str]()
     for node in _import_statements(script):
         for name in _apex_names(node):
-            if not covers(name):
+            missing = _find_missing(name)
+            if missing is not None:
                 told.add(name)
-                yield _uncovered(script, node, name)
+                yield _uncovered(script, node, name, missing)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
-                if alias.name != "*" and alias.name not in public_names():
+                if alias.name != "*" and alias.name not in _public_names():
                     yield _absent(node, alias.name)
     for attribute in script.nodes:
         if not isinstance(attribute, ast.Attribute) or isinstance(script.parent(attribute), ast.Attribute):
@@ -63,16 +73,18 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
         if len(names) != 1 or any(f"{name}.".startswith(f"{one}.") for one in told):
             continue
         root, _, rest = name.partition(".")
-        if root in {"apex", *EXTENSIONS} and not covers(name, is_imported=False):
-            told.add(name)
-            yield _uncovered(script, attribute, name)
-        elif root == "amp_patch" and rest.partition(".")[0] not in public_names():
+        if root in _APEX:
+            missing = _find_missing(name, is_imported=False)
+            if missing is not None:
+                told.add(name)
+                yield _uncovered(script, attribute, name, missing)
+        elif root == "amp_patch" and rest.partition(".")[0] not in _public_names():
             told.add(name)
             yield _absent(attribute, rest.partition(".")[0])
 
 
 def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
-    if _ROOTS & {name.partition(".")[0] for name in script.names.imported}:
+    if {*_APEX, "amp_patch"} & {name.partition(".")[0] for name in script.names.imported}:
         yield from (node for node in script.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
@@ -83,16 +95,15 @@ def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     elif node.level or not node.module:
         return []
     else:
-        names = [node.module if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
-    return [name for name in names if name.partition(".")[0] in {"apex", *EXTENSIONS}]
+        names = [f"{node.module}.{alias.name}".removesuffix(".*") for alias in node.names]
+    return [name for name in names if name.partition(".")[0] in _APEX]
 
 
-def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
-    known = describe_gone(name)
-    if known is not None:
-        advice = f"It was {known[1]}."
-    else:
-        advice = did_you_mean(*find_missing(name)).strip() or "It has no replacement here: look for one in torch."
+def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, list[str]]) -> Fault:
+    advice = did_you_mean(*missing).strip() or "It has no replacement here: look for one in torch."
+    gone = describe_gone(name)
+    if gone is not None:
+        advice = f"It was {gone[1]}."
     if _has_fallback(script, node):
         message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
         return Fault(node, "note", message, advice)
@@ -101,14 +112,61 @@ def _uncovered(script: Script, node: ast.AST, name: str) -> Fault:
 
 def _has_fallback(script: Script, node: ast.AST) -> bool:
     """Whether a node stands in a `try` that catches what it raises."""
-    child = node
-    for outer in script.around(node):
-        if isinstance(outer, ast.Try) and outer.handlers and script.field(child) == "body":
+    for outer, field in script.around(node):
+        if isinstance(outer, ast.Try) and outer.handlers and field == "body":
             return True
-        child = outer
     return False
 
 
 def _absent(node: ast.AST, name: str) -> Fault:
-    advice = did_you_mean(name, public_names()).strip() or "See `help(amp_patch)` for the names there are."
+    advice = did_you_mean(name, _public_names()).strip() or "See `help(amp_patch)` for the names there are."
     return Fault(node, "error", f"amp_patch has no {name!r}", advice)
+
+
+# ---- what there is: looked up in the stand-in itself, which is imported under its own name ---------------------------
+
+
+def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
+    """Return the part of a name, such as `apex.optimizers.FusedAdam`, that no module of the stand-in has, and the names
+    of the module where it would be; None if the stand-in has the whole name.
+
+    `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at the
+    first object that is no module of the stand-in (`amp._amp_state`), even if there is a module of that name: what such
+    an object has, only a run shows.
+    """
+    where = importlib.import_module(_STAND_IN)
+    for part in _parts(dotted):
+        if part.startswith("__"):
+            return None  # every module has a __dict__ and a __name__
+        below = _import(f"{where.__name__}.{part}")
+        value = getattr(where, part, None)
+        if value is not None and value is not below and (below is None or not is_imported):
+            return None
+        if below is None:
+            return part, [name for name in dir(where) if not name.startswith("_")]
+        where = below
+    return None
+
+
+def _public_names() -> list[str]:
+    """Return what a script may take from amp_patch: its names, and its modules."""
+    folder = Path(amp_patch.__file__).parent
+    return ["__all__", *dir(amp_patch), *(path.stem for path in folder.iterdir())]
+
+
+def _parts(dotted: str) -> list[str]:
+    """Return the parts of a name below the stand-in, where compiled modules lie beside the others."""
+    if dotted == "apex":
+        return []
+    return dotted.removeprefix("apex.").split(".")
+
+
+@cache
+def _import(name: str) -> ModuleType | None:
+    """Return a module of the stand-in, or None if there is none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, None):
+            raise
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
 from .script import Script
-from .tree import argument_of, function_of, names_in, position, text_of
+from .tree import function_of, names_in, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 _CLIPPERS = tuple(
@@ -42,58 +42,6 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
         if context.script.block_around(call) and not names_in(loss) & scaled:
             message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
             yield Fault(call, "error", message, f"Write `{_BLOCK}`.")
-
-
-@rule(
-    "AMP302",
-    "a scaled loss after its scale_loss",
-    bad="""
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            pass
-        scaled_loss.backward()  # AMP302
-    """,
-    good="""
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    """,
-)
-def scaled_after_block(context: Context) -> Iterator[Fault]:
-    """At its end, the block divides gradients by the loss scale. Later gradients stay multiplied by it."""
-    for call, loss in _backward_calls(context):
-        if not context.script.block_around(call) and _holds_scaled_loss(context.script, text_of(loss), call):
-            message = f"{text_of(loss)} goes backward after its block: its gradients stay multiplied by the loss scale"
-            yield Fault(call, "error", message, f"Move it into the block: `{_BLOCK}`.")
-
-
-@rule(
-    "AMP303",
-    "a backward pass without scale_loss",
-    bad="""
-        loss = F.mse_loss(model(images), target)
-        loss.backward()  # AMP303
-        optimizer.step()
-    """,
-    good="""
-        loss = F.mse_loss(model(images), target)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    """,
-)
-def unscaled_losses(context: Context) -> Iterator[Fault]:
-    """Without loss scaling, small float16 gradients become 0. Outside of a block, an overflow goes unnoticed."""
-    script = context.script
-    if not script.initializations:
-        return
-    scaled = _scaled_names(script)
-    for call, loss in _backward_calls(context):
-        is_scaled = script.block_around(call) is not None or bool(names_in(loss) & scaled)
-        is_stepped = any(script.frame(step) is script.frame(call) for step, _ in script.method_calls("step"))
-        if is_scaled or not is_stepped or script.is_without_amp(call) or script.is_beside_amp(call):
-            continue
-        if not _may_be_scaled_by_callers(script, loss, call) and not _is_for_other_optimizer(script, call):
-            message = f"{text_of(loss)} goes backward without amp.scale_loss: small float16 gradients become 0"
-            yield Fault(call, "warning", message, f"Write `{_BLOCK}`.")
 
 
 @rule(
@@ -135,9 +83,9 @@ def clips_in_block(context: Context) -> Iterator[Fault]:
 def logged_scaled_losses(context: Context) -> Iterator[Fault]:
     """The scaled loss is the loss times the loss scale, which starts at 65536 and changes during the run."""
     script = context.script
-    names = {block.name for block in script.blocks}
-    if not context.expected.scales:
+    if not context.expected.scales or not script.blocks:
         return
+    names = {block.name for block in script.blocks}
     for name in script.nodes:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
@@ -164,50 +112,12 @@ def _backward_calls(context: Context) -> Iterator[tuple[ast.Call, ast.expr]]:
 def _scaled_names(script: Script) -> set[str]:
     """Return the names that hold a scaled loss, or something made of one, and the functions that give one."""
     scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
-    scaled |= {block.name for block in script.blocks if block.name} | {text_of(one.call.func) for one in script.blocks}
+    for block in script.blocks:
+        scaled |= {block.name, text_of(block.call.func)}
     for one in script.assignments:  # in the order of the text, so that a chain of them is followed
         if names_in(one.value) & scaled:
             scaled.add(one.target)
     return scaled
-
-
-def _may_be_scaled_by_callers(script: Script, loss: ast.expr, call: ast.Call) -> bool:
-    """Whether a loss is a parameter of its function, whose callers may have scaled it."""
-    function = script.frame(call)
-    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return False
-    parameters = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
-    return bool(names_in(loss) & (parameters - {"self"}))
-
-
-def _is_for_other_optimizer(script: Script, call: ast.Call) -> bool:
-    """Whether the next step is that of an optimizer which amp was not given, for parameters of no model that it was."""
-    for step, optimizer in script.method_calls("step"):
-        params = _names_of_parameters(script, optimizer)
-        if params and script.frame(step) is script.frame(call) and position(step) > position(call):
-            return not (params | {text_of(optimizer)}) & _names_given_to_amp(script)
-    return False
-
-
-def _names_given_to_amp(script: Script) -> set[str]:
-    """Return the names in calls of `initialize` and `scale_loss`, and those in lists that such a name stands for."""
-    given: set[str] = set()
-    for call in (*script.initializations, *(block.call for block in script.blocks)):
-        given |= names_in(call)
-    for one in script.assignments:
-        if one.target in given and isinstance(one.value, (ast.List, ast.Tuple)):
-            given |= names_in(one.value)
-    return given - {"self"}
-
-
-def _names_of_parameters(script: Script, optimizer: ast.expr) -> set[str]:
-    """Return the names in what an optimizer was made of; none unless the script makes it, of parameters."""
-    found: set[str] = set()
-    for made in script.values_of(text_of(optimizer)):
-        params = argument_of(made, "params", 0) if isinstance(made, ast.Call) else None
-        if params is not None and "param" in text_of(params):
-            found.update(names_in(params), *map(names_in, script.values_of(text_of(params))))
-    return found - {"self"}
 
 
 def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
@@ -220,20 +130,21 @@ def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
     return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
 
 
-def _reader_of(script: Script, name: ast.Name) -> ast.expr | None:
+def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:
     """Return the expression that takes the value of a name for a log, if it is not told or taken for scaled there."""
+    for one in ast.walk(script.parent_statement(name)):
+        if isinstance(one, ast.Constant) and "scale" in str(one.value):
+            return None
+    if any(isinstance(outer, ast.BinOp) for outer, _ in script.around(name)):
+        return None  # it is divided
     outer = script.parent(name)
-    reader: ast.expr | None = None
-    if isinstance(outer, ast.Attribute) and outer.attr in _READERS:
-        call = script.parent(outer)
-        reader = call if isinstance(call, ast.Call) else None
-    elif isinstance(outer, ast.Call) and name in outer.args and text_of(outer.func) in ("float", "print"):
-        reader = outer
-    elif isinstance(outer, ast.AugAssign):
-        reader = name
-    words = {str(one.value) for one in ast.walk(script.parent_statement(name)) if isinstance(one, ast.Constant)}
-    is_divided = any(isinstance(one, ast.BinOp) for one in script.around(name))
-    return None if is_divided or any("scale" in word for word in words) else reader
+    if isinstance(outer, ast.Attribute) and outer.attr in _READERS and isinstance(script.parent(outer), ast.Call):
+        return script.parent(outer)
+    if isinstance(outer, ast.Call) and name in outer.args and text_of(outer.func) in ("float", "print"):
+        return outer
+    if isinstance(outer, ast.AugAssign):
+        return name
+    return None
 
 
 @rule(

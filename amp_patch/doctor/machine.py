@@ -84,9 +84,10 @@ def get_devices() -> Iterator[Device]:
 
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            capability = None if torch.version.hip else torch.cuda.get_device_capability(index)
-            yield Device(f"cuda:{index} {properties.name}", judge_gpu(capability))
+            capability = None
+            if not torch.version.hip:
+                capability = torch.cuda.get_device_capability(index)
+            yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", judge_gpu(capability))
     elif torch.accelerator.is_available():
         yield Device(str(torch.accelerator.current_accelerator()), judge_gpu(None))
     multiplied = [name for name in LOW_DTYPES if has_low_products("cpu", getattr(torch, name))]
@@ -103,8 +104,11 @@ def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
     judged = []
     for name, first in (("float16", 7), ("bfloat16", 8)):
+        verdict = "slow"
+        if capability >= (first, 0):
+            verdict = "fast"
         evidence = f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with {first}.0"
-        judged.append(LowDtype(name, "fast" if capability >= (first, 0) else "slow", evidence))
+        judged.append(LowDtype(name, verdict, evidence))
     return tuple(judged)
 
 
@@ -165,7 +169,9 @@ def find_apex() -> ApexInstall:
     if spec is None:
         return ApexInstall("none", None, None)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    location = str(folders[0]) if folders else spec.origin
+    location = spec.origin
+    if folders:
+        location = str(folders[0])
     return ApexInstall(_kind(folders), location, _version("apex"))
 
 
@@ -182,12 +188,12 @@ def _kind(folders: Sequence[Path]) -> str:
 # ---- findings --------------------------------------------------------------------------------------------------------
 
 
-def machine_findings(apex: ApexInstall | None = None) -> list[Finding]:
-    """Return what is wrong with what is installed, here or as it is said."""
-    found = apex or find_apex()
+def machine_findings() -> list[Finding]:
+    """Return what is wrong with what is installed."""
+    found = find_apex()
     if found.kind != "other":
         return []
-    where = f" ({found.location})" if found.location else ""
-    message = f"the package apex{where} is not NVIDIA's, and has no amp: PyPI has another package of that name"
+    where = found.location or "in memory"
+    message = f"the package apex ({where}) is not NVIDIA's, and has no amp: PyPI has another package of that name"
     advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

@@ -7,15 +7,10 @@ _SPELLINGS = (
     ("amp_patch.apex.", "apex."),
     ("amp_patch.amp.", "amp."),
     ("amp_patch.", "amp."),
-    ("apex.amp.amp.", "amp."),
     ("apex.amp.frontend.", "amp."),
-    ("apex.amp.handle.", "amp."),
     ("apex.amp._amp_state.", "amp."),
     ("apex.amp.", "amp."),
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
-    ("torch.nn.parallel.distributed.", "torch.nn.parallel."),
-    ("torch.nn.parallel.data_parallel.", "torch.nn."),
-    ("torch.nn.parallel.DataParallel", "torch.nn.DataParallel"),
 )
 """Second spellings of one thing. The functions of Apex's amp and of amp_patch both become `amp.name`."""
 
@@ -59,9 +54,12 @@ class Names:
 
     def _add_import(self, node: ast.Import) -> None:
         for alias in node.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            self._targets.setdefault(name, set()).add(alias.name if alias.asname else name)
             self.imported.add(alias.name)
+            if alias.asname:
+                self._targets.setdefault(alias.asname, set()).add(alias.name)
+            else:
+                root = alias.name.partition(".")[0]
+                self._targets.setdefault(root, set()).add(root)
 
     def _add_import_from(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")

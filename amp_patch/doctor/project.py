@@ -8,9 +8,9 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
+from . import checkpoint_checks, import_checks, loss_checks  # noqa: F401 - the modules enter their rules
 from .documents import Document
-from .rules import RETIRED, RULES, Context, Finding, Selection
+from .rules import RULES, Context, Finding, Selection
 from .script import Script, expect
 
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
@@ -25,11 +25,13 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
     Hidden directories, virtual environments and build output are passed over; links to directories are not followed.
     """
-    found: dict[Path, None] = {}
+    found: list[Path] = []
     for path in paths:
-        for file in _code_files(path) if path.is_dir() else [path]:
-            found.setdefault(file)
-    return list(found)
+        if path.is_dir():
+            found += _code_files(path)
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
 
 
 def _code_files(directory: Path) -> Iterator[Path]:
@@ -71,12 +73,10 @@ class Project:
             self._documents.append((Script(shown, document.text), document))
         except SyntaxError as error:
             self._unreadable.append(_unparsed(shown, error))
-        except (ValueError, LookupError, AttributeError) as error:
-            self._unreadable.append(_unreadable(shown, f"is not Python source: {error}"))
-        except (RecursionError, MemoryError):
-            self._unreadable.append(_unreadable(shown, "is nested too deeply to be parsed"))
         except OSError as error:
-            self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror or error}"))
+            self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror}"))
+        except (ValueError, LookupError, RecursionError, MemoryError) as error:
+            self._unreadable.append(_unreadable(shown, f"is not Python source: {error}"))
         if document is not None:
             for cell, fault in document.faults:
                 self._unreadable.append(_unparsed(shown, fault, cell))
@@ -91,11 +91,13 @@ class Project:
                 found += dict.fromkeys(self._findings(script, document, selection))
             except RecursionError:
                 found.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
-        return sorted(found, key=_sort_key)
+        return sorted(found, key=lambda one: (one.path, one.cell or 0, one.line, one.column, one.code))
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
         """Yield the findings of every rule in one script, but for those that a comment silences."""
-        expected = expect([script]) if script.initializations else self._expected
+        expected = self._expected
+        if script.initializations:
+            expected = expect([script])
         context = Context(script, expected)
         ignored = _read_ignore_comments(script.text)
         for rule in RULES.values():
@@ -103,21 +105,11 @@ class Project:
                 continue
             for fault in rule.find(context):
                 line, column = script.place(fault.node)
-                last = getattr(fault.node, "end_lineno", None) or line
-                if any({rule.code, _EVERY_CODE} & ignored.get(one, set()) for one in range(line, last + 1)):
-                    continue
-                cell, line = document.place(line)
-                yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
-        if not selection.has("AMP002"):
-            return
-        for line, codes in ignored.items():
-            for code in sorted(codes - RULES.keys() - RETIRED.keys() - {_EVERY_CODE}):
-                cell, line = document.place(line)
-                message, advice = (
-                    f"{code!r} in an ignore comment is not the code of a rule",
-                    "`--list` shows the codes.",
-                )
-                yield Finding("AMP002", "note", message, advice, script.path, line, 1, cell)
+                last = getattr(fault.node, "end_lineno", line)
+                codes = set[str]().union(*(ignored.get(one, ()) for one in range(line, last + 1)))
+                if rule.code not in codes and _EVERY_CODE not in codes:
+                    cell, line = document.place(line)
+                    yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
 
 
 def _unreadable(shown: str, reason: str) -> Finding:
@@ -128,18 +120,13 @@ def _unreadable(shown: str, reason: str) -> Finding:
 
 def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Finding:
     """Return the finding for a file, or a cell of one, that is no Python."""
+    what, advice = "file", "Check that it is Python 3."
+    if cell is not None:
+        what, advice = "cell", "The other cells are checked."
     version = ".".join(platform.python_version_tuple()[:2])
-    message = f"this {'file' if cell is None else 'cell'} cannot be parsed as Python {version}: {error.msg}"
-    advice = "Check that it is Python 3." if cell is None else "The other cells are checked."
-    return Finding(
-        "AMP001", "error", message, advice, shown, max(error.lineno or 1, 1), max(error.offset or 1, 1), cell
-    )
-
-
-def _sort_key(finding: Finding) -> tuple[str, int, int, int, str, str]:
-    """By place, then by code."""
-    place = finding.cell or 0, finding.line or 0, finding.column or 0
-    return finding.path or "", *place, finding.code, finding.message
+    message = f"this {what} cannot be parsed as Python {version}: {error.msg}"
+    line, column = max(error.lineno or 1, 1), max(error.offset or 1, 1)
+    return Finding("AMP001", "error", message, advice, shown, line, column, cell)
 
 
 def _read_ignore_comments(text: str) -> dict[int, set[str]]:
@@ -149,10 +136,13 @@ def _read_ignore_comments(text: str) -> dict[int, set[str]]:
         return found
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            comment = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-            if comment is not None:
-                codes = _EVERY_CODE if comment[1] is None else comment[1]
-                found[token.start[0]] = set(re.split(r"[,\s]+", codes)) - {""}
+            comment = _IGNORE.search(token.string)
+            if token.type != tokenize.COMMENT or comment is None:
+                continue
+            if comment[1] is None:
+                found[token.start[0]] = {_EVERY_CODE}
+            else:
+                found[token.start[0]] = set(re.split(r"[,\s]+", comment[1]))
     except (tokenize.TokenError, SyntaxError):
         pass  # what ast accepts and tokenize does not has no comments worth reading
     return found

@@ -29,7 +29,9 @@ class Report:
 
     def as_text(self, *, with_notes: bool = False) -> str:
         """Return lines for people: the machine, the findings by place, and a summary; notes are counted only."""
-        lines = _machine_lines(self.machine) if self.machine else []
+        lines: list[str] = []
+        if self.machine is not None:
+            lines += _machine_lines(self.machine)
         for finding in self.findings:
             if finding.severity != "note" or with_notes:
                 lines.append(f"{finding.place()}: {finding.severity}: {finding.message} [{finding.code}]")
@@ -62,7 +64,9 @@ def _machine_lines(machine: Machine) -> list[str]:
         rows += [("", f"{dtype.name} {dtype.verdict}: {dtype.evidence}") for dtype in device.low_dtypes]
     if machine.malloc:
         rows.append(("malloc", machine.malloc))
-    where = f", {machine.apex.location}" if machine.apex.location else ""
-    rows.append(("apex", f"{_APEX[machine.apex.kind]}{where}"))
+    apex = _APEX[machine.apex.kind]
+    if machine.apex.location:
+        apex += f", {machine.apex.location}"
+    rows.append(("apex", apex))
     rows.append(("advice", recommend(machine.devices[0])))
     return ["machine:", *(f"  {row}" for row in align(rows, gap=3))]

@@ -2,12 +2,12 @@
 
 A rule is a generator of faults with the decorator `rule`; its docstring says why. The examples are its test: the lines
 of `bad` that end in its code are found, and `good` has no finding. A code is for good: people select it, and silence it
-by `# amp-patch: ignore[CODE]`.
+by `# amp-patch: ignore[CODE]`. The codes of rules that are gone stand in CHANGELOG.md and are not given again.
 """
 
 import ast
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal, NamedTuple
@@ -84,27 +84,9 @@ RULES: dict[str, Rule] = {
     rule.code: rule
     for rule in (
         Rule("AMP001", "a file that cannot be read or parsed", "What cannot be parsed is not checked."),
-        Rule("AMP002", "an ignore comment with an unknown code", "Such a comment silences nothing."),
         Rule("AMP901", "another package under the name apex", "`from apex import amp` would fail, or find it."),
     )
 }
-
-_SAYS_SO = "the run says so itself"
-_OTHER_PATH = "scripts that use both kinds of amp choose one of them at run time"
-RETIRED = {
-    **dict.fromkeys(("AMP201", "AMP202", "AMP204", "AMP205", "AMP206", "AMP209", "AMP310", "AMP903"), _SAYS_SO),
-    **dict.fromkeys(("AMP307", "AMP308"), _OTHER_PATH),
-    "AMP207": "scripts that cast by hand know why",
-    "AMP304": "a step inside the block works: amp_patch divides the gradients before it",
-    "AMP306": "torch's clip functions take masters where they are given the model's parameters",
-    "AMP309": "the steps that a dynamic scale skips are few; `optimizer.step_was_skipped` reports them",
-    "AMP311": "step(closure) works under a dynamic loss scale",
-    "AMP312": "few gradient penalties need it; `amp.scale` and `amp.unscale` are there for those that do",
-    "AMP402": "Apex's list bans it, as the run says; elsewhere it depends on dtypes that only a run shows",
-    "AMP902": "pip checks the versions of torch, wrapt and PyYAML",
-    "AMP401": f"initialize replaces functions in tables, defaults, closures and layers; of the rest {_SAYS_SO}",
-}
-"""Codes of rules that are gone, with the reason."""
 
 
 def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
@@ -126,8 +108,6 @@ def sorted_rules() -> list[Rule]:
 def explain(code: str) -> str:
     """Return what a rule is for, with its examples; raises SettingsError for a code of none."""
     code = code.upper()
-    if code in RETIRED:
-        return f"{code} was removed: {RETIRED[code]}."
     if code not in RULES:
         raise SettingsError(f"{code!r} is not the code of a rule.{did_you_mean(code, RULES)}")
     one = RULES[code]
@@ -140,35 +120,20 @@ def explain(code: str) -> str:
 class Selection:
     """Which rules to follow: of a code's prefixes in `select` and `ignore` the longest decides, `ignore` at a tie.
 
-    Raises SettingsError for a prefix of no code, and in `select` for one of codes that are gone.
+    Raises SettingsError for a prefix of no code.
     """
 
     def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:
         self._select = [prefix.upper() for prefix in select]
         self._ignore = [prefix.upper() for prefix in ignore]
-        for prefix in self._select:
-            _check_prefix(prefix, RULES)
-        for prefix in self._ignore:
-            _check_prefix(prefix, {**RULES, **RETIRED})
+        for prefix in (*self._select, *self._ignore):
+            if not prefix or not any(code.startswith(prefix) for code in RULES):
+                codes = ", ".join(sorted(RULES))
+                raise SettingsError(f"{prefix!r} is not the code of a rule, nor the start of one. There are {codes}.")
 
     def has(self, code: str) -> bool:
         """Tell whether a rule is to be followed."""
         return _longest(code, self._select) > _longest(code, self._ignore)
-
-
-def _check_prefix(prefix: str, codes: Collection[str]) -> None:
-    if prefix and any(code.startswith(prefix) for code in codes):
-        return
-    gone = [code for code in RETIRED if prefix and code.startswith(prefix)]
-    if gone:
-        reasons = "; ".join(f"{code}: {RETIRED[code]}" for code in gone)
-        raise SettingsError(f"{prefix!r} selects nothing, these rules are gone ({reasons}). There are {_codes()}.")
-    hint = did_you_mean(prefix, {code[: len(prefix)] for code in codes}) or f" There are {_codes()}."
-    raise SettingsError(f"{prefix!r} is not the code of a rule, nor the start of one.{hint}")
-
-
-def _codes() -> str:
-    return ", ".join(sorted(RULES))
 
 
 def _longest(code: str, prefixes: Sequence[str]) -> int:

@@ -1,16 +1,14 @@
 """One training script, read and never run: its assignments, its calls of amp, and what it asks of `initialize`."""
 
 import ast
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from .names import Names
-from .tree import SCOPES, Tree, argument_of, function_of, names_in, parts_of, position, text_of
+from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
-_OTHER_AMP = re.compile(r"amp|scaler|fp16|half|precision|native", re.IGNORECASE)
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
@@ -19,11 +17,11 @@ LEVELS = {"O0": False, "O1": True, "O2": True, "O3": False, "O4": False, "O5": F
 
 
 class Block(NamedTuple):
-    """One `with ... scale_loss(...) as name:`; the name is None where the block binds none, or more than a name."""
+    """One `with ... scale_loss(...) as name:`; the name is "" where the block binds none, or more than a name."""
 
     statement: ast.With | ast.AsyncWith
     call: ast.Call
-    name: str | None
+    name: str
 
 
 class Assignment(NamedTuple):
@@ -31,7 +29,6 @@ class Assignment(NamedTuple):
 
     target: str
     value: ast.expr
-    statement: ast.stmt
 
 
 class Script(Tree):
@@ -60,8 +57,8 @@ class Script(Tree):
         """Return the line and the column of a node, both from 1, the column in characters."""
         line, byte_column = position(node)
         lines = self.text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        before = lines[line - 1].encode()[:byte_column] if line else b""
-        return max(line, 1), len(before.decode(errors="ignore")) + 1
+        before = lines[line - 1].encode()[:byte_column]
+        return line, len(before.decode(errors="ignore")) + 1
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -109,16 +106,19 @@ class Script(Tree):
                 continue
             for item in statement.items:
                 call = item.context_expr
-                if isinstance(call, ast.Call) and function_of(call) == "scale_loss":
-                    name = item.optional_vars.id if isinstance(item.optional_vars, ast.Name) else None
-                    found.append(Block(statement, call, name))
+                if not isinstance(call, ast.Call) or function_of(call) != "scale_loss":
+                    continue
+                name = ""
+                if isinstance(item.optional_vars, ast.Name):
+                    name = item.optional_vars.id
+                found.append(Block(statement, call, name))
         return found
 
     def block_around(self, node: ast.AST) -> Block | None:
         """Return the innermost block in whose body a node runs."""
-        by_statement = {block.statement: block for block in self.blocks}
-        for outer in self.around(node):
-            if isinstance(outer, (ast.With, ast.AsyncWith)) and outer in by_statement:
+        by_statement: dict[ast.AST, Block] = {block.statement: block for block in self.blocks}
+        for outer, _ in self.around(node):
+            if outer in by_statement:
                 return by_statement[outer]
             if isinstance(outer, SCOPES):
                 return None
@@ -145,65 +145,30 @@ class Script(Tree):
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    found += [Assignment(text_of(one), value, node) for one, value in _pairs(target, node.value)]
+                    found += _assign(target, node.value)
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                found.append(Assignment(text_of(node.target), node.value, node))
+                found.append(Assignment(text_of(node.target), node.value))
         return found
 
     def values_of(self, name: str) -> list[ast.expr]:
         """Return everything that is assigned to a name, anywhere in the script."""
         return [one.value for one in self.assignments if one.target == name]
 
-    def assigned_before(self, name: str, node: ast.AST) -> ast.expr | None:
-        """Return what `name` was assigned last, in the function of `node` and before it; None if nothing was."""
-        for one in reversed(self.assignments):
-            if one.target == name and self.is_before(one.statement, node):
-                return one.value
-        return None
-
-    # ---- amp or not --------------------------------------------------------------------------------------------------
-
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Tell whether a node runs only where amp is switched off.
-
-        It is on the other arm of an `if`, behind `amp.reset()`, or under a condition that contradicts those under which
-        the script calls amp.
-        """
-        core = self.calls_of(*_CORE)
-        if any(self.are_exclusive(node, call) for call in core):
-            return True
-        for reset in self.calls_of("amp.reset"):
-            if self.is_before(reset, node) and not any(self.is_before(reset, call) for call in self.initializations):
-                return True
-        return False
-
-    @cached_property
-    def _flags_of_amp(self) -> set[str]:
-        """The expressions that the conditions of calls of amp speak of."""
-        return {text for call in self.calls_of(*_CORE) for text in self.conditions(call)}
-
-    def is_beside_amp(self, node: ast.AST) -> bool:
-        """Tell whether a node runs in a way of training that no call of amp has a part in.
-
-        It is on the `else` of an `if` on something that no condition of a call of amp speaks of, or under one whose
-        condition speaks of another kind of mixed precision.
-        """
-        for outer, field in self._arms(node):
-            if not isinstance(outer, ast.If) or names_in(outer.test) & self._flags_of_amp:
-                continue
-            if field == "orelse" or _OTHER_AMP.search(text_of(outer.test)):
-                return True
-        return False
+        """Tell whether a node runs only where amp is switched off: on the other arm of an `if` from a call of amp."""
+        return any(self.are_exclusive(node, call) for call in self.calls_of(*_CORE))
 
 
-def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
+    """Yield the assignments of one statement: each element of a tuple gets its own value, or the whole one."""
     if not isinstance(target, (ast.Tuple, ast.List)):
-        yield target, value
-        return
-    is_parallel = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
-    for index, one in enumerate(target.elts):
-        part = value.elts[index] if is_parallel and isinstance(value, (ast.Tuple, ast.List)) else value
-        yield from _pairs(one, part)
+        yield Assignment(text_of(target), value)
+    elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+        for name, part in zip(target.elts, value.elts, strict=True):
+            yield from _assign(name, part)
+    else:
+        for name in target.elts:
+            yield from _assign(name, value)
 
 
 # ---- levels ----------------------------------------------------------------------------------------------------------
@@ -249,5 +214,8 @@ def _constant(script: Script, node: ast.expr | None, default: object) -> object:
     if isinstance(node, ast.Name):
         values = script.values_of(node.id)
         is_argument = any(isinstance(one, ast.arg) and one.arg == node.id for one in script.nodes)
-        node = values[0] if len(values) == 1 and not is_argument else node
-    return node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+        if len(values) == 1 and not is_argument:
+            node = values[0]
+    if isinstance(node, ast.Constant):
+        return node.value
+    return ast.unparse(node)

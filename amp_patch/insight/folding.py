@@ -61,9 +61,11 @@ class Folding:
         """Take in a call that has ended."""
         if not self.keeps_ops:
             return
-        target = None if call.target is None else short(call.target)
-        is_cast = target in call.ran or target in call.out  # else it ran as it was written: with out=, say
-        avoided = len(call.sources - call.copied) if is_cast else 0
+        avoided = 0
+        if call.target is not None:
+            target = short(call.target)
+            if target in call.ran or target in call.out:  # else it ran as it was written: with out=, say
+                avoided = len(call.sources - call.copied)
         key = (
             *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),
             *(frozenset(call.ran), call.out, call.site.place),

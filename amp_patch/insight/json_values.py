@@ -37,30 +37,32 @@ def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[
 def check(record: Any) -> None:
     """Raise TypeError for a value that is not of the type that its field has."""
     for field in fields(record):
-        value, kind = getattr(record, field.name), field.type
-        kinds: Any = tuple if get_origin(kind) is tuple else kind
-        if not isinstance(value, kinds):
+        value = getattr(record, field.name)
+        kind: Any = get_origin(field.type)
+        if kind is not tuple:
+            kind = field.type
+        if not isinstance(value, kind):
             raise TypeError(f"{field.name} is {value!r}")
 
 
 def freeze(value: Any, kind: Any) -> Any:
-    """A value of JSON as one of a field's type."""
+    """A value of JSON as one of a field's type: lists are tuples there, and the names of inf and NaN are floats."""
     if isinstance(value, list):
-        elements = get_args(kind) if get_origin(kind) is tuple else ()
-        if elements[1:] in ((), (...,)):  # tuple[X, ...]
-            elements = (elements[0] if elements else None,) * len(value)
-        return tuple(freeze(one, element) for one, element in zip(value, elements, strict=True))
-    is_float = kind is float or float in get_args(kind)
-    return float(value) if is_float and value in _NONFINITE else value
-
-
-_NONFINITE = ("inf", "-inf", "nan")
+        kinds = get_args(kind)
+        if kinds[1:] == (...,):  # tuple[X, ...]
+            kinds = kinds[:1] * len(value)
+        return tuple(freeze(one, of) for one, of in zip(value, kinds, strict=True))
+    if value in ("inf", "-inf", "nan") and (kind is float or float in get_args(kind)):
+        return float(value)
+    return value
 
 
 def plain(value: Any) -> Any:
     """A value as JSON can hold it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
+    return value

@@ -1,7 +1,6 @@
 """Where in a script something runs: in which module, and called from which line."""
 
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -64,8 +63,11 @@ def find_site() -> Site:
 def _describe_line(file: str, line: int) -> str:
     """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    named = None if shell is None else shell.compile.format_code_name(file)
-    return f"{os.path.basename(file)}:{line}" if named is None else f"{' '.join(named)}, line {line}"
+    if shell is not None:
+        named = shell.compile.format_code_name(file)
+        if named is not None:
+            return f"{' '.join(named)}, line {line}"
+    return f"{os.path.basename(file)}:{line}"
 
 
 def is_under_checkpoint() -> bool:
@@ -82,8 +84,9 @@ def _find_by(file: str) -> str | None:
     for folder, by in _BY.items():
         if file.startswith(folder):
             return by
-    is_library = file.startswith(_LIBRARIES) and not file.startswith("<ipython-input-")
-    return "" if is_library else None
+    if file.startswith(_LIBRARIES) and not file.startswith("<ipython-input-"):
+        return ""
+    return None
 
 
 class ModuleStack:
@@ -114,12 +117,16 @@ class ModuleStack:
     def here(self) -> str:
         """Return the name of the innermost module that is running in this thread, "" outside of all."""
         running = self._running()
-        return running[-1][1] if running else ""
+        if not running:
+            return ""
+        return running[-1][1]
 
     def module_here(self) -> nn.Module | None:
         """Return that module."""
         running = self._running()
-        return running[-1][0] if running else None
+        if not running:
+            return None
+        return running[-1][0]
 
     def modules_here(self) -> list[nn.Module]:
         """Return the modules that are running in this thread, innermost first."""
@@ -151,7 +158,7 @@ class ModuleStack:
             outer, name = running[-1]
             for key, child in outer.named_children():
                 if child is module:
-                    return f"{name}.{key}" if name else key
+                    return join_names(name, key)
         return f"({type(module).__name__})"
 
 
@@ -159,7 +166,7 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of models, each under the name of its module and its own, and gradients."""
     for module, prefix in dict(name_modules(list(models))).values():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            full = f"{prefix}.{name}" if prefix else name
+            full = join_names(prefix, name)
             yield full, tensor
             if tensor.is_leaf and tensor.grad is not None:
                 yield f"the gradient of {full}", tensor.grad
@@ -172,11 +179,23 @@ def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
     if len(models) < 2:
         return ()
     kinds = [type(model).__name__ for model in models]
-    return tuple(f"{kind}[{number}]" if kinds.count(kind) > 1 else kind for number, kind in enumerate(kinds))
+    prefixes = []
+    for number, kind in enumerate(kinds):
+        if kinds.count(kind) > 1:
+            prefixes.append(f"{kind}[{number}]")
+        else:
+            prefixes.append(kind)
+    return tuple(prefixes)
 
 
 def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+    """Yield the id of each module of models, and the module and its name."""
     prefixes = find_prefixes(models) or ("",) * len(models)
     for prefix, model in zip(prefixes, models, strict=True):
         for name, module in model.named_modules():
-            yield id(module), (module, ".".join(itertools.filterfalse(lambda part: not part, (prefix, name))))
+            yield id(module), (module, join_names(prefix, name))
+
+
+def join_names(*parts: str) -> str:
+    """Return the name of what is below another, of which one may be empty."""
+    return ".".join(filter(None, parts))

@@ -48,10 +48,9 @@ def show_recording(recording: Recording) -> Markup:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_ops(recording)
     heading, *notes = describe_recording(recording)
-    left_out = [f"{len(ops) - ROWS} more rows: format_recording has them"] if len(ops) > ROWS else []
-    return join(
-        [element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list([*left_out, *filter(None, notes)])]
-    )
+    if len(ops) > ROWS:
+        notes.insert(0, f"{len(ops) - ROWS} more rows: format_recording has them")
+    return join([element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list(notes)])
 
 
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
@@ -73,9 +72,11 @@ def show_comparison(summary: Summary) -> Markup:
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    head = element("tr", *(element("th", name) for name in heading))
-    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
-    return element("table", element("thead", head), element("tbody", *body))
+    return element("table", element("thead", _row("th", heading)), element("tbody", *(_row("td", row) for row in rows)))
+
+
+def _row(kind: str, cells: Sequence[str]) -> Markup:
+    return element("tr", *(element(kind, cell) for cell in cells))
 
 
 def _list(lines: Sequence[str]) -> Markup:

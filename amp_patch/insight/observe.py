@@ -7,7 +7,6 @@ autograd numbers the nodes that it makes, by which ops of the backward pass are 
 No tensor is kept and none is read: a recorded run computes what it computes without.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -121,8 +120,11 @@ class Observer:
             calls.append(call)
             try:
                 self._describe(call, spelling, [*args, *kwargs.values()])
-                with contextlib.nullcontext() if self._is_below() else self._below:
+                if self._is_below():
                     result = replacement(*args, **kwargs)
+                else:
+                    with self._below:
+                        result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
             finally:  # a recomputation is stopped by an exception
                 calls.clear()
@@ -285,8 +287,9 @@ class _Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)
-        finder = observer.finder
-        before = args if finder is None else finder.prepare(overload, args)
+        before = args
+        if observer.finder is not None:
+            before = observer.finder.prepare(overload, args)
         result = func(*args, **kwargs)
         if observer.is_on:
             observer.note(Op(overload, func, args, kwargs, result, get_current_node()), before)

@@ -112,7 +112,9 @@ class Recorder(Probe):
         self.run = describe_run(session)  # what autocast does is known once it is entered
         if self._is_in_window():
             is_at_hand = session.device_type == "cpu"  # else the host may have to wait
-            skipped = session.is_skipped(optimizer) if is_at_hand else None
+            skipped = None
+            if is_at_hand:
+                skipped = session.is_skipped(optimizer)
             scales = session.stats(wait=is_at_hand).loss_scales
             self._steps.append(StepRecord(self._folding.step, skipped, scales))
             self._folding.step += 1
@@ -143,15 +145,22 @@ class Recorder(Probe):
 
 def describe_run(session: Session) -> RunRecord:
     """Return what there is to say of the run of a session."""
-    policy, oplists = session.policy, session.oplists
-    low = session.seen_low if isinstance(session, NativeSession) else policy.low_dtype
+    low, oplists = session.policy.low_dtype, session.oplists
+    if isinstance(session, NativeSession):
+        low = session.seen_low
+    name, digest = "", ""
+    lists: tuple[str, ...] = ()
+    if low is not None:
+        name = short(low)
+    if oplists is not None:
+        lists, digest = tuple(map(str, oplists.names)), oplists.digest
     return RunRecord(
         torch=torch.__version__,
         device=session.device_type,
-        opt_level=policy.opt_level or "",
-        low="" if low is None else short(low),
-        lists=() if oplists is None else tuple(map(str, oplists.names)),
-        digest="" if oplists is None else oplists.digest,
+        opt_level=session.policy.opt_level or "",
+        low=name,
+        lists=lists,
+        digest=digest,
         rank=find_rank() or 0,
         is_native=isinstance(session, NativeSession),
         prefixes=find_prefixes(session.models()),

@@ -29,8 +29,15 @@ def short(dtype: torch.dtype) -> str:
 
 def spelled(owner: Any, name: str) -> str:
     """Return an attribute as scripts write it: `F.linear`, `Tensor.exp`, `torch.exp`."""
-    owner_name = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    owner_name = _name_owner(owner)
     return f"{_OWNERS.get(owner_name, owner_name)}.{name}"
+
+
+def _name_owner(owner: Any) -> str:
+    """Return the full name of a class or module; of another object nothing."""
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return getattr(owner, "__name__", "")
 
 
 class RuleFinder:
@@ -38,8 +45,9 @@ class RuleFinder:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        oplists = session.oplists
-        spellings = () if oplists is None or session.casts is None else (*oplists.spellings, *oplists.deferred)
+        spellings: tuple[op_lists.Spelling, ...] = ()
+        if session.oplists is not None and session.casts is not None:
+            spellings = (*session.oplists.spellings, *session.oplists.deferred)
         self._by_key = {(one.owner_name, one.name): one for one in spellings}
         self._by_owner = {(id(one.owner), one.name): one for one in spellings if one.owner is not None}
         self._by_replacement: dict[int, op_lists.Spelling] = {}
@@ -52,9 +60,7 @@ class RuleFinder:
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
         """Return the line for an attribute that the session patched, or None: it is on no list."""
         known = self._by_replacement.get(id(replacement))
-        is_class = isinstance(owner, type)
-        owner_name = f"{owner.__module__}.{owner.__qualname__}" if is_class else getattr(owner, "__name__", "")
-        found = self._by_owner.get((id(owner), name)) or self._by_key.get((owner_name, name)) or known
+        found = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name)) or known
         if found is not None:
             self._by_replacement.setdefault(id(replacement), found)
         return found
@@ -68,14 +74,18 @@ class RuleFinder:
         low = self._session.low_here()
         if mode is Mode.OFF:
             return None
-        if mode is not Mode.BY_LISTS and kind in ("whitelist", "blacklist"):
-            return low if mode is Mode.LOW else torch.float32
-        return {"whitelist": low, "blacklist": torch.float32}.get(kind)
+        if kind not in ("whitelist", "blacklist"):
+            return None
+        if mode is Mode.LOW or (mode is Mode.BY_LISTS and kind == "whitelist"):
+            return low
+        return torch.float32
 
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
         """Return what the module rule that covers a module says, and where it stands; empty without one."""
         rule = self._session.find_rule(module)
-        return ("", "") if rule is None else (f"run: {rule.run}", _describe_line(rule.path, rule.line))
+        if rule is None:
+            return "", ""
+        return f"run: {rule.run}", _describe_line(rule.path, rule.line)
 
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
         """Return what decided on the dtypes of an op that no list names, and where that stands."""

@@ -26,8 +26,10 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
     if not forward:
         table = "every op of the forward pass ran as in plain torch; --all, or with_all=True, shows each"
-    legend = _legend(recording, forward) if by == "module" else ()
-    return "\n".join([entitle_recording(recording), "", table, *legend, "", *_sums(ops), *_undone(recording)])
+    lines = [entitle_recording(recording), "", table]
+    if by == "module":
+        lines += _legend(recording, forward)
+    return "\n".join([*lines, "", *_sums(ops), *_undone(recording)])
 
 
 def describe_recording(recording: Recording) -> list[str]:
@@ -53,25 +55,24 @@ def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     """Yield records whose modules differ in their numbers alone as one, with `*` in the place of these."""
-    known: dict[OpRecord, set[str]] = {}
-    kept = list(ops)
-    for op in kept:
-        known.setdefault(_without_number(op), set()).add(op.module)
-    return _merge(_starred(op) if len(known[_without_number(op)]) > 1 else op for op in kept)
+    alike: dict[OpRecord, list[OpRecord]] = {}
+    for op in ops:
+        starred = replace(op, module=_NUMBER.sub("*", op.module))
+        alike.setdefault(_without_counts(starred), []).append(op)
+    for starred, found in alike.items():
+        if len({op.module for op in found}) > 1:
+            found = [replace(op, module=starred.module) for op in found]
+        yield from _merge(found)
 
 
-def _starred(op: OpRecord) -> OpRecord:
-    return replace(op, module=_NUMBER.sub("*", op.module))
-
-
-def _without_number(op: OpRecord) -> OpRecord:
-    return replace(_starred(op), calls=0, casts=0, avoided=0)
+def _without_counts(op: OpRecord) -> OpRecord:
+    return replace(op, calls=0, casts=0, avoided=0)
 
 
 def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     merged: dict[OpRecord, OpRecord] = {}
     for op in ops:
-        key = replace(op, calls=0, casts=0, avoided=0)
+        key = _without_counts(op)
         known = merged.get(key, key)
         merged[key] = replace(
             op, calls=known.calls + op.calls, casts=known.casts + op.casts, avoided=known.avoided + op.avoided
@@ -92,11 +93,16 @@ def _is_computed_in_float32(op: OpRecord) -> bool:
 def entitle_recording(recording: Recording) -> str:
     """Return under what was recorded, and how much."""
     run = recording.run
-    level = f"torch.autocast, {run.opt_level}" if run.is_native and run.low else run.opt_level or "session"
-    device = f" on {run.device}" if run.device else ""  # "" where nothing ran
-    what = f"{level}, {run.low or 'no casts'}{device}, torch {run.torch}"
-    steps = count_of(len(recording.steps), "step")
-    return f"{what}, {steps}" + (f", lists {', '.join(run.lists)}" if run.lists else "")
+    title = run.opt_level or "session"
+    if run.is_native and run.low:
+        title = f"torch.autocast, {run.opt_level}"
+    title += f", {run.low or 'no casts'}"
+    if run.device:  # else nothing ran
+        title += f" on {run.device}"
+    title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"
+    if run.lists:
+        title += f", lists {', '.join(run.lists)}"
+    return title
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
@@ -108,13 +114,20 @@ def _by_module(ops: list[OpRecord]) -> str:
 
 def op_cells(op: OpRecord) -> tuple[str, ...]:
     """Return the cells of a record, in the order of `OP_COLUMNS`."""
+    name, rule, ran = op.op, op.rule, _dtypes(op.ran)
+    if op.phase == "recompute":
+        name += " (again)"
+    if op.region:
+        rule += f" ({op.region})"
+    if _is_computed_in_float32(op):
+        ran += "*"
     return (
         op.module or "(no module)",
-        op.op + (" (again)" if op.phase == "recompute" else ""),
-        op.rule + (f" ({op.region})" if op.region else "") or "-",
+        name,
+        rule or "-",
         op.entry or "-",
         _dtypes(op.given),
-        _dtypes(op.ran) + ("*" if _is_computed_in_float32(op) else ""),
+        ran,
         _dtypes(op.out),
         *map(str, (op.calls, op.casts, op.avoided)),
         op.site or "-",
@@ -125,8 +138,10 @@ def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord
     """Return the rows of a recording: steps and equal layers in one, and what is of interest. See
     `format_recording`.
     """
-    ops = list(merge_steps(recording.ops))
-    return ops if with_all else list(fold_layers(op for op in ops if _is_of_interest(op)))
+    ops = merge_steps(recording.ops)
+    if with_all:
+        return list(ops)
+    return list(fold_layers(filter(_is_of_interest, ops)))
 
 
 def _by_op(ops: list[OpRecord]) -> str:
@@ -155,17 +170,24 @@ def _dtypes(names: tuple[str, ...]) -> str:
     """`f32,f32,i64`; more than four alike as `f32 x 8`."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
-    return ",".join(names[:6]) + (",..." if len(names) > 6 else "") or "-"
+    shown = list(names[:6])
+    if len(names) > 6:
+        shown.append("...")
+    return ",".join(shown) or "-"
 
 
 def _sums(ops: list[OpRecord]) -> Iterator[str]:
-    steps = {phase: [op for op in ops if op.phase == phase] for phase in ("forward", "recompute", "backward", "step")}
-    for phase, of_phase in steps.items():
-        if of_phase:
-            casts, avoided = sum(op.casts for op in of_phase), sum(op.avoided for op in of_phase)
-            calls = sum(op.calls for op in of_phase)
-            told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
-            yield told + (f", {avoided} avoided by copies that were there" if avoided else "")
+    for phase in ("forward", "recompute", "backward", "step"):
+        found = [op for op in ops if op.phase == phase]
+        if not found:
+            continue
+        calls = sum(op.calls for op in found)
+        casts = sum(op.casts for op in found)
+        told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
+        avoided = sum(op.avoided for op in found)
+        if avoided:
+            told += f", {avoided} avoided by copies that were there"
+        yield told
 
 
 def _undone(recording: Recording) -> Iterator[str]:

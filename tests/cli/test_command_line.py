@@ -235,8 +235,6 @@ def complete(folder):
         ("amp-patch --v", {"--version"}),
         ("amp-patch trace --und", {"--underflow"}),
         ("amp-patch trace train.py --opt-level ", set(LEVELS.split(", "))),
-        ("amp-patch compare train.py --runs O1,O4+", {f"O1,O4+{name}" for name in LISTS.split(", ")}),
-        ("amp-patch compare train.py --runs O1,", {f"O1,{level}" for level in LEVELS.split(", ")}),
         ("amp-patch explain --by o", {"op"}),
         ("amp-patch lists sh", {"show"}),
         ("amp-patch lists explain mm --lists fl", {"float16"}),

@@ -288,13 +288,6 @@ def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
     assert (lists("check", warned, "--json")[0], lists("check", "flaot16", "--json")[0]) == (0, 2)
 
 
-def test_names_that_the_terminal_cannot_show_are_escaped(write: Write, lists: Amp) -> None:
-    code, printed, _ = lists("check", "\udcff.yaml", write("whitelist: [søftmax]"))
-    assert code == 2
-    assert printed.splitlines()[0].startswith("\\udcff.yaml:1:1: ")
-    assert positions(printed) == ["1:13"]
-
-
 # ---- diff ------------------------------------------------------------------------------------------------------------
 
 

@@ -35,22 +35,6 @@ def test_failure_of_the_work_is_one_line(
     assert capsys.readouterr().err == f"amp-patch lists: failed: {said}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("demo", "demo was removed: run an example"),
-        ("lists schema", "schema was removed: copy lists/schema.json"),
-        ("doctor --fix .", "--fix was removed: the doctor only reads"),
-        ("doctor . --diff", "--diff was removed: the doctor only reads"),
-        ("explain --fix train.py", "unrecognized arguments: --fix"),
-    ],
-)
-def test_what_is_gone_says_what_to_do_instead(command, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(command.split())
-    assert left.value.code == 2 and said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_file_that_may_not_be_written_is_told_of_before_the_work(exists, tmp_path, monkeypatch, capsys):
     report = tmp_path / "r.html"

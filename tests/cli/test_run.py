@@ -141,14 +141,6 @@ def test_processes_that_it_starts_have_it_too(tmp_path):
     ], done.stderr
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
-def test_what_keeps_the_stand_in_out_is_refused(flag, tmp_path):
-    (tmp_path / "script.py").write_text("")
-    start = f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; from amp_patch.cli import main; main()"
-    done = run(flag, "-c", start, "run", "script.py", cwd=tmp_path)
-    assert done.returncode == 2 and f"leave {flag} out" in done.stderr
-
-
 def test_options_behind_the_script_are_said_to_be_the_scripts(tmp_path, monkeypatch, capsys):
     (tmp_path / "script.py").write_text("amp.initialize(model, opt_level='O1')")
     (tmp_path / "apex_script.py").write_text("parser.add_argument('--opt-level')")

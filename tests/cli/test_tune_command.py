@@ -73,8 +73,8 @@ def test_without_a_file_the_list_is_printed(call, tmp_path):
 
 
 def test_what_cannot_be_reached_says_so(call, tmp_path):
-    code, out, _ = call(SCRIPT, "--tolerance", "1e-9", "--out", "tuned.yaml")
-    assert code == 1 and "nothing reaches a tolerance of 1e-09; float32 itself is off by" in out
+    code, out, _ = call(SCRIPT, "--tolerance", "1e-9", "--max-runs", "2", "--out", "tuned.yaml")
+    assert code == 1 and "nothing reaches a tolerance of 1e-09; the best: " in out and "stopped after 2 runs" in out
     assert not (tmp_path / "tuned.yaml").exists()
     code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--max-runs", "2", "--out", "tuned.yaml")
     assert code == 0 and "stopped after 2 runs (max_runs), so there may be entries that are not needed" in out
@@ -117,7 +117,7 @@ def test_sigterm_ends_the_script_too_and_keeps_the_best_so_far(call, monkeypatch
         if len(runs) < 3:
             return run_script(command, environment, is_over, log)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return CALL([sys.executable, "-c", "import time; time.sleep(60)"], {}, log=log)
+        return CALL([sys.executable, "-c", "import time; time.sleep(60)"], {}, is_over, log)
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(scripts, "_call", terminated)
@@ -141,6 +141,6 @@ def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatc
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     command = [sys.executable, "-S", "-c", "print('heard')"]
-    assert scripts._call(command, {}, log=tmp_path / "log") == -signal.SIGINT
+    assert scripts._call(command, {}, lambda: False, tmp_path / "log") == -signal.SIGINT
     assert (tmp_path / "log").read_text() == "heard\n" and len(waits) >= 2
-    assert scripts._call(command, {}) == 0
+    assert scripts._call(command, {}, lambda: False) == 0

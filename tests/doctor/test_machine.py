@@ -76,12 +76,12 @@ def test_apex_is_told_by_its_files_and_never_imported(
     found = machine.find_apex()
     assert (found.kind, found.location, found.version) == (kind, str(folder), "0.1" if summary else None)
     assert "apex" not in sys.modules
-    assert [finding.code for finding in machine.machine_findings(found)] == codes
+    assert [finding.code for finding in machine.machine_findings()] == codes
 
 
 def test_no_apex_is_no_finding() -> None:
     assert machine.find_apex() == ApexInstall("none", None, None)
-    assert machine.machine_findings(SOUND.apex) == []
+    assert machine.machine_findings() == []
 
 
 def test_a_module_named_apex_without_a_spec_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 import math
 import platform
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
@@ -39,15 +41,15 @@ CLOSE = 0.02
 class Plan(NamedTuple):
     """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
 
-    `native_runs` take the place of the runs where the training turns out to be one by torch.autocast.
+    `native_runs` are those of a training that turns out to be one by torch.autocast.
     """
 
     runs: dict[str, Settings]
+    native_runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
     command: str = ""
-    native_runs: dict[str, Settings] | None = None
 
 
 def plan_runs(
@@ -59,25 +61,35 @@ def plan_runs(
     The reference is run first where it is not among them.
     """
     first = parse_run(reference)
-    runs = _name_runs(LEVELS if asked is None else asked, first)
-    native_runs = _name_runs(NATIVE_RUNS, first) if asked is None else None
-    return Plan(runs, name_of(first), steps, tuple(seeds), command, native_runs)
+    runs, native_runs = _name_runs(asked or LEVELS, first), _name_runs(asked or NATIVE_RUNS, first)
+    return Plan(runs, native_runs, name_of(first), steps, tuple(seeds), command)
 
 
 def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
-    each = [parse_run(one) if isinstance(one, str) else one for one in asked]
+    each = []
+    for run in asked:
+        if isinstance(run, str):
+            run = parse_run(run)
+        each.append(run)
+    if first not in each:
+        each.insert(0, first)
     runs: dict[str, Settings] = {}
-    for settings in each if first in each else [first, *each]:
+    seen: Counter[str] = Counter()
+    for settings in each:
         name = name_of(settings)
-        number = sum(known == name or known.startswith(f"{name} (") for known in runs)
-        runs[f"{name} ({number + 1})" if number else name] = settings
+        seen[name] += 1
+        if seen[name] > 1:
+            name += f" ({seen[name]})"
+        runs[name] = settings
     return runs
 
 
 def parse_run(text: str) -> Settings:
     """Read a level, or "as-is" for the training's own, and lists that are laid over its own: "O4+my_lists.yaml"."""
     level, *lists = text.split("+")
-    return Settings(None if level == AS_IS else level, tuple(lists))
+    if level == AS_IS:
+        return Settings(None, tuple(lists))
+    return Settings(level, tuple(lists))
 
 
 def name_of(settings: Settings) -> str:
@@ -98,36 +110,34 @@ class Campaign:
         self._plan = plan
         self._tell = tell
         self._header: RunRecord | None = None
-        self._compared = {name: ComparedRecord(name, failed="did not run") for name in plan.runs}
-        self._curves: dict[str, list[CurveRecord]] = {name: [] for name in plan.runs}
         self._found: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
-        self._done = 0
+        self._done, self._total = 0, "?"
+        self._begin(plan.runs)
 
-    def _settle_runs(self) -> None:
-        """Decide which runs there are, now that the reference has run: those for torch.autocast if it had that."""
-        plan = self._plan
-        is_native = self._header is not None and self._header.is_native
-        runs = plan.native_runs if is_native and plan.native_runs is not None else plan.runs
-        self._plan = plan._replace(runs=runs, native_runs=None)
-        not_run = {name: ComparedRecord(name, failed="did not run") for name in runs}
-        self._compared = {name: self._compared.get(name, record) for name, record in not_run.items()}
-        self._curves = {name: self._curves.get(name, []) for name in runs}
+    def _begin(self, runs: dict[str, Settings]) -> None:
+        self._runs = runs
+        self._compared = {name: ComparedRecord(name, failed="did not run") for name in runs}
+        self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
         """Run all. What a run raises is noted, an interrupt leaves."""
-        plan = self._plan
-        self._train(plan.reference, plan.seeds[0])
-        self._settle_runs()
-        order = sorted(self._plan.runs, key=lambda name: name != plan.reference)
-        for seed in plan.seeds:
+        reference, seeds = self._plan.reference, self._plan.seeds
+        self._train(reference, seeds[0])
+        if self._header is not None and self._header.is_native and self._plan.native_runs != self._runs:
+            compared, curves = self._compared[reference], self._curves[reference]
+            self._begin(self._plan.native_runs)
+            self._compared[reference], self._curves[reference] = compared, curves
+        self._total = str((len(self._runs) + 1) * len(seeds) + len(self._runs))
+        order = sorted(self._runs, key=lambda name: name != reference)
+        for seed in seeds:
             for name in order:
-                is_done = name == plan.reference and seed == plan.seeds[0]
+                is_done = name == reference and seed == seeds[0]
                 if not is_done and self._compared[name].failed in ("", "did not run"):
                     self._train(name, seed)
-                if name == plan.reference and not self._compared[name].failed:
+                if name == reference and not self._compared[name].failed:
                     self._train(name, seed, is_noise=True)
-                if seed == plan.seeds[0] and not self._compared[name].failed:
+                if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
     def comparison(self) -> Comparison:
@@ -139,81 +149,81 @@ class Campaign:
                 runs_by_reason.setdefault(one.failed, []).append(one.run)
             reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
-        plan = self._plan
-        about = ComparisonRecord(
-            plan.reference, plan.steps, plan.seeds, _name_machine(self._header.device), plan.command
-        )
+        plan, machine = self._plan, _name_machine(self._header.device)
+        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command)
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
-        self._say(f"{name}{', weights off by one unit' if is_noise else ''}, seed {seed}")
+        what = f"{name}, seed {seed}"
+        if is_noise:
+            what = f"{name}, weights off by one unit, seed {seed}"
+        self._say(what)
         recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "is_noise": is_noise}, seed)
+        if is_noise and failed:
+            return
         if not is_noise:
-            self._describe(name, recording, failed)
-        for curve in () if recording is None or (failed and is_noise) else recording.of(CurveRecord):
+            self._change(name, failed=failed)
+        if recording is None:
+            return
+        run = recording.run
+        if self._header is None or name == self._plan.reference:
+            self._header = run
+        self._change(name, opt_level=run.opt_level, low=run.low, lists=run.lists, digest=run.digest)
+        for curve in recording.of(CurveRecord):
             self._curves[name].append(replace(curve, run=name, seed=seed))
 
     def _look_at_layers(self, name: str, seed: int) -> None:
-        scales = [curve.scales[-1] for curve in self._curves[name] if curve.scales]
         self._say(f"{name}, layers and memory")
-        recording, failed = self._watch(name, LAYERS, {"loss_scale": scales[0] if scales else None}, seed)
+        loss_scale = None
+        curves = [curve for curve in self._curves[name] if curve.scales]
+        if curves:
+            loss_scale = curves[0].scales[-1]
+        recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
         if recording is None or failed:
-            self._compared[name] = replace(self._compared[name], failed=failed)
+            self._change(name, failed=failed)
             return
+        (seen,) = recording.of(ComparedRecord)
+        self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
+        self._found.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
         if name == self._plan.reference:
             self._samples = samples
-        (seen,) = recording.of(ComparedRecord)
-        is_equal = name == self._plan.reference or self._has_equal_weights(samples)
-        self._compared[name] = replace(
-            self._compared[name], peak=seen.peak, loss_scale=seen.loss_scale, has_equal_weights=is_equal
-        )
-        self._found.extend(replace(record, run=name) for record in recording.of(GradientRecord))
-        if is_equal and name != self._plan.reference:
-            self._found.extend(
-                LayerRecord(name, module, *_compare(sample, samples[module]))
-                for module, sample in self._samples.items()
-                if module and module in samples
-            )
+        elif self._has_equal_weights(samples):
+            for module, sample in self._samples.items():
+                if module and module in samples:
+                    self._found.append(_compare(name, sample, samples[module]))
+        else:
+            self._change(name, has_equal_weights=False)
 
     def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
-        found, own = samples.get(""), self._samples.get("")
-        error = None if found is None or own is None else find_error(own.output, found.output)
+        if "" not in samples or "" not in self._samples:
+            return False
+        error = find_error(self._samples[""].output, samples[""].output)
         return error is not None and error < CLOSE
 
     def _watch(self, name: str, probe: str, options: dict[str, object], seed: int) -> tuple[Recording | None, str]:
         """Return what a probe recorded, and why the run failed."""
         try:
-            return self._runner(Run(probe, options, self._plan.runs[name], seed)), ""
+            return self._runner(Run(probe, options, self._runs[name], seed)), ""
         except RunFailedError as error:
             return error.recording, str(error)
         except NoRegionError:  # no run has anything to change
             raise
         except Exception as error:  # of a function that trains: a run of its own has failed, the others go on
-            return None, (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            return None, f"{type(error).__name__}: {error}".partition("\n")[0]
 
-    def _describe(self, name: str, recording: Recording | None, failed: str) -> None:
-        if recording is None:
-            self._compared[name] = replace(self._compared[name], failed=failed)
-            return
-        run = recording.run
-        if self._header is None or name == self._plan.reference:
-            self._header = run
-        known = self._compared[name]
-        self._compared[name] = replace(
-            known, opt_level=run.opt_level, low=run.low, lists=run.lists, digest=run.digest, failed=failed
-        )
+    def _change(self, name: str, **properties: Any) -> None:
+        self._compared[name] = replace(self._compared[name], **properties)
 
     def _say(self, what: str) -> None:
         self._done += 1
-        runs = len(self._plan.runs)
-        total = (runs + 1) * len(self._plan.seeds) + runs
-        is_settled = self._plan.native_runs is None
-        self._tell(f"[{self._done}/{total if is_settled else '?'}] {what}")
+        self._tell(f"[{self._done}/{self._total}] {what}")
 
 
-def _compare(reference: SampleRecord, own: SampleRecord) -> tuple[float | None, ...]:
-    return (
+def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecord:
+    return LayerRecord(
+        run,
+        reference.module,
         find_error(reference.input, own.input),
         find_error(reference.output, own.output),
         find_error(reference.gradient, own.gradient),
@@ -226,11 +236,11 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
     """
     if not reference or len(reference) != len(values):
         return None
-    if not all(map(math.isfinite, (*reference, *values))):
-        return 0.0 if list(reference) == list(values) else math.inf
-    difference = math.hypot(*(a - b for a, b in zip(reference, values, strict=True)))
-    norm = math.hypot(*reference)
-    return 0.0 if difference == 0 else difference / norm if norm else math.inf
+    if list(reference) == list(values):
+        return 0.0
+    if not all(map(math.isfinite, (*reference, *values))) or not any(reference):
+        return math.inf
+    return math.dist(reference, values) / math.hypot(*reference)
 
 
 def _name_machine(device: str) -> str:
@@ -238,11 +248,14 @@ def _name_machine(device: str) -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
+        found = re.search(r"model name\s*: (.*)", info.read_text())
+        if found is not None:
+            cpu = found[1]
     if device == "cpu":
         return cpu
     import torch
 
     get_name = getattr(getattr(torch, device, None), "get_device_name", None)
-    return cpu if get_name is None else f"{get_name()}, {cpu}"
+    if get_name is None:
+        return cpu
+    return f"{get_name()}, {cpu}"

@@ -75,22 +75,13 @@ def count(tensors: "Iterable[Tensor]") -> Counted:
 
 
 def find_shares(lowest: int, counts: Sequence[int], low: str, scale: float = 1.0) -> Shares:
-    """Return what a dtype of `FORMATS` makes of values multiplied by a scale: exact for a power of two, but for
-    subnormals that round up to a normal number, and between two of them for a scale between.
+    """Return what a dtype of `FORMATS` makes of values multiplied by the power of two that is nearest to a scale:
+    exact, but for subnormals that round up to a normal number.
     """
-    power = math.log2(scale)
-    below = math.floor(power)
-    first = _shares(lowest + below, counts, FORMATS[low])
-    if below == power:
-        return first
-    second = _shares(lowest + below + 1, counts, FORMATS[low])
-    return Shares(*(a + (power - below) * (b - a) for a, b in zip(first, second, strict=True)))
-
-
-def _shares(lowest: int, counts: Sequence[int], form: Format) -> Shares:
+    form, first = FORMATS[low], lowest + round(math.log2(scale))
     zero = subnormal = infinite = 0
     for place, number in enumerate(counts):
-        power, kind = lowest + place // CLASSES, place % CLASSES
+        power, kind = first + place // CLASSES, place % CLASSES
         if power < form.zero or (power == form.zero and kind == 0):
             zero += number
         elif power < form.normal:

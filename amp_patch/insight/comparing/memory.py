@@ -48,8 +48,8 @@ class PeakMeter:
 
     def _call_allocator(self, name: str) -> Any:
         """Call a function of the module of the device, such as torch.cuda, if it has it."""
-        function = getattr(torch.get_device_module(self._session.device_type), name, None)
-        return None if function is None else function()
+        function = getattr(torch.get_device_module(self._session.device_type), name, lambda: None)
+        return function()
 
 
 class _Counting(TorchDispatchMode):

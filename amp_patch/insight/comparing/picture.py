@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import MissingExtraError
 from ...files import write_file
-from ..colours import pick_colours
-from .summary import Summary, find_spread, sizes, smoothed_steps
+from .summary import Summary, find_spread, pick_colours, sizes, smoothed_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,9 +72,11 @@ def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -
             linewidth=0,
             label="noise: weights off by one unit",
         )
-    over = f", median and range of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Size of the loss's difference from {reference}{over}", loc="left")
-    axes.set_xlabel(f"step (mean of {width})" if width > 1 else "step")
+    title = f"Size of the loss's difference from {reference}"
+    if seeds > 1:
+        title += f", median and range of {seeds} seeds"
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(f"step (mean of {width})")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, ncols=2)
 

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from ...casting import cast_tree
 from ...session import Session, current
 from ..naming import name_modules
-from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
@@ -54,7 +53,7 @@ class CurveProbe(Probe):
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         if self._is_noise and self.run is None:
-            nudge(session)
+            _nudge(session)
         self.run = describe_run(session)
         self.stop()
         self._started = time.perf_counter()
@@ -83,7 +82,7 @@ class CurveProbe(Probe):
         if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
         if self._is_noise:
-            nudge(session, self._count)
+            _nudge(session, self._count)
         if self._count == self._limit:
             self.stop()
             self._on_end()
@@ -94,16 +93,31 @@ class CurveProbe(Probe):
         self._pending.clear()
 
     def _records(self) -> Iterable[CurveRecord]:
-        warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
-        ms = 1e3 * statistics.median(warm) if warm else math.nan
-        yield CurveRecord(
-            "", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), round(ms, 4), self._is_noise
-        )
+        ms = math.nan
+        if self._seconds:
+            warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
+            ms = round(1e3 * statistics.median(warm), 4)
+        yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)
 
 
 def _shorten(value: float) -> float:
     """A float32 has nine digits that matter."""
     return float(f"{value:.9g}")
+
+
+def _nudge(session: Session, seed: int = 0) -> None:
+    """Move every weight of the optimizers by one unit in the last place of its dtype, up or down.
+
+    The seed says which go up; the random numbers of the run are not touched.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for tensor in session.trained():
+            if tensor.is_floating_point():
+                is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
+                infinity = torch.full_like(tensor, torch.inf)
+                tensor.copy_(torch.nextafter(tensor, torch.where(is_up.to(tensor.device), infinity, -infinity)))
+    session.refresh()
 
 
 class LayerProbe(Probe):
@@ -178,8 +192,9 @@ class LayerProbe(Probe):
         for module, name in self._names.values():
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
-                master = session.find_master(weight)
-                holder = weight if master is None else master
+                holder = session.find_master(weight)
+                if holder is None:
+                    holder = weight
                 weights.extend(_sample(holder, 8))
                 if holder.grad is not None:
                     samples.extend(_sample(holder.grad))
@@ -214,7 +229,9 @@ class LayerProbe(Probe):
             self._meter.stop()
 
     def _records(self) -> Iterable[ComparedRecord | SampleRecord | GradientRecord]:
-        peak = self._meter.peak if self._meter is not None and self._count > 1 else None
+        peak = None
+        if self._meter is not None and self._count > 1:
+            peak = self._meter.peak
         yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
@@ -231,7 +248,9 @@ def _is_layer(module: nn.Module) -> bool:
 def _sample(tensor: Tensor, number: int = SAMPLES) -> tuple[float, ...]:
     """Return at most so many values, spread evenly. Waits for the device."""
     values = tensor.detach()
-    values = (values.to_dense() if values.is_sparse else values).flatten()
+    if values.is_sparse:
+        values = values.to_dense()
+    values = values.flatten()
     if values.numel() > number:
         values = values[torch.arange(number, device=values.device) * values.numel() // number]
     return tuple(map(_shorten, values.float().tolist()))

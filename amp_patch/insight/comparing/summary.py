@@ -1,5 +1,6 @@
 """`Summary`: what was measured of several runs, read as one row for each."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 from ...errors import RecordError
 from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Record, Recording
-from .exponents import FORMATS, Shares, find_shares
+from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
 """A final loss is the mean of the last fifth of the steps, of so many at most."""
@@ -60,20 +61,18 @@ class Summary:
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
         """Return the curves of a run by seed."""
-        return {
-            curve.seed: curve
-            for curve in self.recording.of(CurveRecord)
-            if curve.run == name and curve.is_noise is is_noise
-        }
+        found = self.recording.of(CurveRecord)
+        return {curve.seed: curve for curve in found if curve.run == name and curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
         """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
         reference = self.curves(self.about.reference)
-        return [
-            [own - plain for own, plain in zip(curve.losses, reference[seed].losses, strict=False)]
-            for seed, curve in self.curves(name, is_noise=is_noise).items()
-            if seed in reference
-        ]
+        found = []
+        for seed, curve in self.curves(name, is_noise=is_noise).items():
+            if seed in reference:
+                pairs = zip(curve.losses, reference[seed].losses, strict=False)
+                found.append([own - plain for own, plain in pairs])
+        return found
 
     @property
     def noise(self) -> float | None:
@@ -84,16 +83,21 @@ class Summary:
         for each in self.differences(self.about.reference, is_noise=True):
             sizes_of_all = [abs(value) for value in each]
             found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
-        return mean(found) or None if found else None
+        if not any(found):
+            return None
+        return mean(found)
 
     @property
     def time_noise(self) -> float:
         """The larger over the smaller time of a step of two runs of the reference; 1 where there is but one."""
         noise = self.curves(self.about.reference, is_noise=True)
-        pairs = [
-            (curve.ms, noise[seed].ms) for seed, curve in self.curves(self.about.reference).items() if seed in noise
-        ]
-        return max((max(pair) / min(pair) for pair in pairs if min(pair) > 0), default=1.0)
+        largest = 1.0
+        for seed, curve in self.curves(self.about.reference).items():
+            if seed in noise:
+                fast, slow = sorted((curve.ms, noise[seed].ms))
+                if fast > 0:
+                    largest = max(largest, slow / fast)
+        return largest
 
     @property
     def gradients(self) -> GradientRecord | None:
@@ -107,45 +111,50 @@ class Summary:
 
     def rows(self) -> list[Row]:
         """Return a row for each run, in order."""
-        times = [curve.ms for curve in self.curves(self.about.reference).values()]
-        return [self._row(run, statistics.median(times) if times else None) for run in self.runs]
+        return [self._row(run) for run in self.runs]
 
-    def _row(self, run: ComparedRecord, reference_ms: float | None) -> Row:
-        curves = [curve for curve in self.curves(run.run).values() if curve.losses]
+    def _row(self, run: ComparedRecord) -> Row:
+        name, reference = run.run, self.about.reference
+        row = Row(name, run)
+        curves = [curve for curve in self.curves(name).values() if curve.losses]
         if not curves:
-            return Row(run.run, run)
-        ms = statistics.median(curve.ms for curve in curves)
-        means = [] if run.run == self.about.reference else [mean(last(each)) for each in self.differences(run.run)]
-        scale = curves[0].scales[-1]
-        unscaled, scaled = (self._share(run.low, one) for one in (1.0, scale))
-        layers = self.layers(run.run)
-        return Row(
-            run.run,
-            run,
+            return row
+        ms, scale = statistics.median(curve.ms for curve in curves), curves[0].scales[-1]
+        row = row._replace(
             steps=min(len(curve.losses) for curve in curves),
             loss=mean(mean(last(curve.losses)) for curve in curves),
-            difference=mean(means) if means else None,
-            spread=statistics.stdev(means) if len(means) > 1 and all(map(math.isfinite, means)) else None,
             ms=ms,
-            factor=ms / reference_ms if reference_ms else None,
             skipped=sum(len(curve.skipped) for curve in curves),
             scale=scale,
-            zero=None if unscaled is None else unscaled.zero,
-            zero_scaled=None if scaled is None else scaled.zero,
-            worst=layers[0] if layers else None,
         )
-
-    def _share(self, low: str, scale: float) -> Shares | None:
-        found = self.gradients
-        if found is None or not found.counts:
-            return None
-        return find_shares(found.lowest, found.counts, low, scale) if low in FORMATS else Shares(0.0, 0.0, 0.0)
+        times = [curve.ms for curve in self.curves(reference).values()]
+        if any(times):
+            row = row._replace(factor=ms / statistics.median(times))
+        means = [mean(last(each)) for each in self.differences(name)]
+        if means and name != reference:
+            row = row._replace(difference=mean(means))
+            if len(means) > 1 and all(map(math.isfinite, means)):
+                row = row._replace(spread=statistics.stdev(means))
+        gradients = self.gradients
+        if gradients is not None and gradients.counts:
+            row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
+        layers = self.layers(name)
+        if layers:
+            row = row._replace(worst=layers[0])
+        return row
 
     @property
     def are_seeds_equal(self) -> bool:
         """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
         found = [curve.losses for curve in self.curves(self.about.reference).values()]
         return len(found) > 1 and len(set(found)) == 1
+
+
+def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float:
+    """Return the part of gradients that would be zero in a dtype under a loss scale."""
+    if low not in FORMATS:
+        return 0.0
+    return find_shares(gradients.lowest, gradients.counts, low, scale).zero
 
 
 def last(values: Sequence[float]) -> Sequence[float]:
@@ -155,16 +164,19 @@ def last(values: Sequence[float]) -> Sequence[float]:
 
 def added(layer: LayerRecord) -> float:
     """Return how much more a layer's output is off than its input was: below zero where it evens errors out."""
-    output, given = layer.output, layer.input or 0.0
-    if output is None:
+    if layer.output is None:
         return -math.inf
-    return output if output == given == math.inf else output - given
+    if layer.output == math.inf:
+        return math.inf
+    return layer.output - (layer.input or 0.0)
 
 
 def mean(values: Iterable[float]) -> float:
     """Return the mean: NaN of none, or where there is inf of both signs."""
     given = list(values)
-    return sum(given) / len(given) if given else math.nan
+    if not given:
+        return math.nan
+    return sum(given) / len(given)
 
 
 class Spread(NamedTuple):
@@ -177,16 +189,32 @@ class Spread(NamedTuple):
 
 def find_spread(curves: Sequence[Sequence[float]], width: int) -> Spread:
     """Return the spread of running means over `width` steps, for the steps that all seeds have."""
-    smooth = [[mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)] for curve in curves]
+    smooth = [_running_means(curve, width) for curve in curves]
     steps = list(zip(*smooth, strict=False))
-    return Spread([*map(min, steps)], [*map(statistics.median, steps)], [*map(max, steps)])
+    return Spread(list(map(min, steps)), list(map(statistics.median, steps)), list(map(max, steps)))
+
+
+def _running_means(curve: Sequence[float], width: int) -> list[float]:
+    return [mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)]
 
 
 def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return curves without their signs."""
-    return [[abs(value) for value in curve] for curve in curves]
+    return [list(map(abs, curve)) for curve in curves]
 
 
 def smoothed_steps(summary: Summary) -> int:
     """Return over how many steps curves are smoothed where they are drawn."""
     return max(1, summary.about.steps // 25)
+
+
+# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white; and some more.
+COLOURS = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
+    *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
+)
+
+
+def pick_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each run, of its own as long as there are any."""
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))

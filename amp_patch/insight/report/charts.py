@@ -66,7 +66,10 @@ class _Axes:
 
     def grid(self) -> Iterable[Markup]:
         """Lines and names of some values and steps."""
-        for value, name in self._ticks[:: 1 if len(self._ticks) <= 7 else 2]:
+        ticks = self._ticks
+        if len(ticks) > 7:
+            ticks = ticks[::2]
+        for value, name in ticks:
             y = self._y(value)
             yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
             yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
@@ -86,9 +89,10 @@ class _Axes:
             elif runs[-1]:
                 runs.append([])
         for points in runs:
+            if len(points) == 1:
+                points = points * 2  # a line of no length is drawn as a dot
             if points:
-                drawn = points if len(points) > 1 else [points[0], points[0]]
-                parts.append(element("polyline", element("title", series.name), points=" ".join(drawn), class_="line"))
+                parts.append(element("polyline", element("title", series.name), points=" ".join(points), class_="line"))
         for step in series.skipped:
             x, y = self._x(step), HEIGHT - BOTTOM
             title = element("title", f"{series.name}: step {step + 1} was skipped")
@@ -108,7 +112,9 @@ class _Axes:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self._steps - 1)
 
     def _y(self, value: float) -> float:
-        power = math.log10(value) if value > 0 else self._low
+        power = self._low
+        if value > 0:
+            power = math.log10(value)
         part = (min(max(power, self._low), self._high) - self._low) / (self._high - self._low)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part
 

@@ -28,13 +28,14 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
 def _runs(rows: Sequence[Row]) -> Markup:
     body = []
     for row in rows:
-        worst = None if row.worst is None or row.worst.output is None else row.worst.output
+        worst = None
+        if row.worst is not None:
+            worst = row.worst.output
         values = (
             *(None, None, row.loss, row.difference, row.ms, row.factor, row.run.peak, row.skipped, row.scale),
             *(row.zero, row.zero_scaled, worst),
         )
-        each = zip(cells(row), values, strict=True)
-        body.append([Cell(text, None if value is None else float(value)) for text, value in each])
+        body.append(list(map(Cell, cells(row), values)))
     return make_table("runs", COLUMNS, body, label="runs", left=2)
 
 
@@ -50,15 +51,16 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     width = smoothed_steps(summary)
     losses, differences = [], []
     for row in rows:
-        curves = summary.curves(row.name)
-        skipped = next((curve.skipped for curve in curves.values()), ())
-        series = _series(row.name, colours[row.name], [curve.losses for curve in curves.values()], width, skipped)
-        losses += [series] if series.values else []
-        if row.name != reference:
-            series = _series(row.name, colours[row.name], sizes(summary.differences(row.name)), width, skipped)
-            differences += [series] if series.values else []
+        curves = list(summary.curves(row.name).values())
+        if curves:
+            name, colour, skipped = row.name, colours[row.name], curves[0].skipped
+            losses.append(_series(name, colour, [curve.losses for curve in curves], width, skipped))
+            if name != reference:
+                differences.append(_series(name, colour, sizes(summary.differences(name)), width, skipped))
     noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
-    smoothed = f", mean of {width} steps" if width > 1 else ""
+    smoothed = ""
+    if width > 1:
+        smoothed = f", mean of {width} steps"
     return element(
         "section",
         element("h2", "Losses"),
@@ -76,9 +78,7 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     )
 
 
-def _series(
-    name: str, colour: int, curves: Sequence[Sequence[float]], width: int, skipped: Sequence[int] = ()
-) -> Series:
+def _series(name: str, colour: int, curves: Sequence[Sequence[float]], width: int, skipped: Sequence[int]) -> Series:
     low, middle, high = find_spread(curves, width)
     return Series(name, colour, middle, low, high, skipped)
 
@@ -106,8 +106,8 @@ def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
 
 
 def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
-    times = {row.name: row.ms for row in rows}
-    memory = {row.name: None if row.run.peak is None else row.run.peak / 1e6 for row in rows}
+    times = {row.name: row.ms for row in rows if row.ms is not None}
+    memory = {row.name: row.run.peak / 1e6 for row in rows if row.run.peak is not None}
     return element(
         "section",
         element("h2", "Time and memory"),
@@ -120,17 +120,21 @@ def _costs(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
     )
 
 
-def _bars(values: dict[str, float | None], colours: dict[str, int], title: str) -> Markup:
-    most = max((value for value in values.values() if value is not None and math.isfinite(value)), default=0) or 1
+def _bars(values: dict[str, float], colours: dict[str, int], title: str) -> Markup:
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    most = max(finite.values(), default=0) or 1
     lines = []
-    for name, value in values.items():
-        if value is not None and math.isfinite(value):
-            fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
-            text = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-            lines.append(
-                element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
-            )
-    return element("figure", element("h3", title), *(lines or [element("p", "not measured")]), class_="bars")
+    for name, value in finite.items():
+        fill = element("span", class_=f"fill c{colours[name]}", style=f"width:{100 * value / most:.1f}%")
+        text = f"{value:.3g}"
+        if value >= 1000:
+            text = f"{value:,.0f}"
+        lines.append(
+            element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
+        )
+    if not lines:
+        lines.append(element("p", "not measured"))
+    return element("figure", element("h3", title), *lines, class_="bars")
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -192,17 +196,26 @@ def _controls(power: int) -> Iterator[Markup]:
 
 
 def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
-    found = {row.name: {one.module: one for one in summary.layers(row.name)} for row in rows}
-    names = [name for name, layers in found.items() if layers]
+    names = [row.name for row in rows if summary.layers(row.name)]
     if not names:
         return
-    order = list(dict.fromkeys(one.module for one in summary.recording.of(LayerRecord)))
-    worst = {module: max(added(layers[module]) for layers in found.values() if module in layers) for module in order}
-    body = [
-        [Cell(module), Cell(str(order.index(module) + 1), order.index(module)), *_heat(module, names, found)]
-        for module in sorted(order, key=lambda module: worst[module], reverse=True)
-    ]
-    heading = ("layer", "order", *(f"{name} {what}" for name in names for what in ("out", "grad")))
+    found: dict[str, dict[str, LayerRecord]] = {}  # by module, then by run
+    for one in summary.recording.of(LayerRecord):
+        found.setdefault(one.module, {})[one.run] = one
+    order = list(found)
+    heading = ["layer", "order"]
+    for name in names:
+        heading += [f"{name} out", f"{name} grad"]
+    body = []
+    for module in sorted(order, key=lambda module: max(map(added, found[module].values())), reverse=True):
+        line = [Cell(module), Cell(str(order.index(module) + 1), order.index(module))]
+        for name in names:
+            if name in found[module]:
+                layer = found[module][name]
+                line += [_make_heat_cell(layer.output), _make_heat_cell(layer.gradient)]
+            else:
+                line += [Cell("-"), Cell("-")]
+        body.append(line)
     yield element(
         "section",
         element("h2", "Layers"),
@@ -214,15 +227,6 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )
-
-
-def _heat(module: str, names: Sequence[str], found: dict[str, dict[str, LayerRecord]]) -> Iterator[Cell]:
-    for name in names:
-        layer = found[name].get(module)
-        if layer is None:
-            yield from (Cell("-"), Cell("-"))
-        else:
-            yield from map(_make_heat_cell, (layer.output, layer.gradient))
 
 
 def _make_heat_cell(error: float | None) -> Cell:

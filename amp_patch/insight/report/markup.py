@@ -1,8 +1,11 @@
 """HTML as text that cannot be mistaken: what is not markup already is escaped."""
 
 import html
+from collections.abc import Iterable
 
-VOID = ("meta", "link", "input", "br", "rect", "line", "path", "polyline", "polygon")
+VOID = ("meta", "link", "input", "br")
+VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
+"""Elements without children, of HTML and of SVG."""
 
 
 class Markup(str):
@@ -15,24 +18,27 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
     """Return an element. Of the attributes, None and False are left out and True has no value; `class_` is `class`, and
     `data_v` is `data-v`.
     """
-    written = "".join(
-        f" {_name(key)}" + ("" if value is True else f'="{html.escape(_text(value))}"')
-        for key, value in attributes.items()
-        if value is not None and value is not False
-    )
-    if name in VOID and not children:
-        return Markup(f"<{name}{written}>" if name[0] in "milb" and name != "line" else f"<{name}{written}/>")
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+    start = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        start += f" {key.rstrip('_').replace('_', '-')}"
+        if isinstance(value, float):
+            value = f"{value:.6g}"
+        if value is not True:
+            start += f'="{html.escape(str(value))}"'
+    if children or name not in (*VOID, *VOID_DRAWN):
+        return Markup(f"<{start}>{join(children)}</{name}>")
+    if name in VOID_DRAWN:
+        return Markup(f"<{start}/>")
+    return Markup(f"<{start}>")
 
 
-def join(children: "list[str] | tuple[str, ...]") -> Markup:
+def join(children: Iterable[str]) -> Markup:
     """Return children one after another."""
-    return Markup("".join(child if isinstance(child, Markup) else html.escape(child) for child in children))
-
-
-def _name(key: str) -> str:
-    return key.rstrip("_").replace("_", "-")
-
-
-def _text(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = ""
+    for child in children:
+        if not isinstance(child, Markup):
+            child = html.escape(child)
+        text += child
+    return Markup(text)

@@ -5,27 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...files import write_file
-from ..colours import pick_colours
-from ..comparing.summary import Summary
-from ..records import (
-    ComparedRecord,
-    ComparisonRecord,
-    CurveRecord,
-    GradientRecord,
-    LayerRecord,
-    OpRecord,
-    Recording,
-    StepRecord,
-    UndoneCastRecord,
-)
+from ..comparing.summary import Summary, pick_colours
+from ..records import ComparisonRecord, Recording
+from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
 from .markup import Markup, element, join
-from .ops import make_ops, make_others
+from .tables import Cell, make_table
 
 _FOLDER = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_SHOWN = (ComparisonRecord, ComparedRecord, CurveRecord, GradientRecord, LayerRecord, OpRecord)
-_SMALL = (StepRecord, UndoneCastRecord)
 
 
 def write_report(recording: Recording, path: str | os.PathLike[str], *, command: str = "") -> None:
@@ -38,12 +26,15 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 
     `command` is shown, unless the recording has its own.
     """
-    summary = Summary(recording) if recording.of(ComparisonRecord) else None
-    title = "Runs compared" if summary else "What ran in which precision"
-    sections = [] if summary is None else list(make_comparison(summary))
-    sections += [*make_ops(recording), *make_others(recording, (*_SHOWN, *_SMALL))]
-    body = element("main", element("h1", title), _header(recording, summary, command), *sections, _data(recording))
-    names = [] if summary is None else [run.run for run in summary.runs]
+    title, style = "What ran in which precision", _read("report.css")
+    if recording.of(ComparisonRecord):
+        summary = Summary(recording)
+        title = "Runs compared"
+        style += _style_of(summary)
+        sections = [_comparison_header(summary, command), *make_comparison(summary)]
+    else:
+        sections = [_header(recording, command)]
+    body = element("main", element("h1", title), *sections, *_ops(recording), _data(recording))
     head = join(
         [
             element("meta", charset="utf-8"),
@@ -51,7 +42,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
             element("link", rel="icon", href="data:,"),
             element("title", f"amp_patch: {title}"),
-            element("style", Markup(_read("report.css") + _style_of(names))),
+            element("style", Markup(style)),
         ]
     )
     script = element("script", Markup(_read("report.js")))
@@ -62,34 +53,73 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _style_of(names: list[str]) -> str:
+def _style_of(summary: Summary) -> str:
     """A class for the colour of each run; black is white on dark."""
-    picked = pick_colours(names).values()
-    return "".join(
-        f".c{number}{{--c:{'var(--ink)' if colour == '#000000' else colour}}}\n" for number, colour in enumerate(picked)
-    )
+    style = ""
+    for number, colour in enumerate(pick_colours(run.run for run in summary.runs).values()):
+        if colour == "#000000":
+            colour = "var(--ink)"
+        style += f".c{number}{{--c:{colour}}}\n"
+    return style
 
 
-def _header(recording: Recording, summary: Summary | None, command: str) -> Markup:
+def _header(recording: Recording, command: str) -> Markup:
     run = recording.run
-    terms: list[tuple[str, str]] = [("torch", run.torch), ("device", run.device)]
-    if summary is None:
-        terms += [("level", run.opt_level), ("low dtype", run.low), ("steps", str(len(recording.steps)))]
-        terms += _lists(run.lists, run.digest)
-    else:
-        about = summary.about
-        terms += [("machine", about.machine), ("steps", str(about.steps)), ("seeds", ", ".join(map(str, about.seeds)))]
-        for one in summary.runs:
-            terms += [(f"{one.run}, {name}", text) for name, text in _lists(one.lists, one.digest)]
-        command = about.command or command
-    terms += [("command", command)]
-    pairs = [element("div", element("dt", term), element("dd", text)) for term, text in terms if text]
-    return element("dl", *pairs)
+    terms = [("torch", run.torch), ("device", run.device), ("level", run.opt_level), ("low dtype", run.low)]
+    terms += [("steps", str(len(recording.steps))), *_lists(run.lists, run.digest), ("command", command)]
+    return _describe(terms)
+
+
+def _comparison_header(summary: Summary, command: str) -> Markup:
+    run, about = summary.recording.run, summary.about
+    terms = [("torch", run.torch), ("device", run.device), ("machine", about.machine), ("steps", str(about.steps))]
+    terms.append(("seeds", ", ".join(map(str, about.seeds))))
+    for one in summary.runs:
+        terms += [(f"{one.run}, {name}", text) for name, text in _lists(one.lists, one.digest)]
+    terms.append(("command", about.command or command))
+    return _describe(terms)
+
+
+def _describe(terms: list[tuple[str, str]]) -> Markup:
+    return element("dl", *(element("div", element("dt", term), element("dd", text)) for term, text in terms if text))
 
 
 def _lists(lists: tuple[str, ...], digest: str) -> Iterator[tuple[str, str]]:
     if lists:
         yield "lists", f"{', '.join(lists)} ({digest[:12]})"
+
+
+def _ops(recording: Recording) -> Iterator[Markup]:
+    """Yield the section of ops, if there are any."""
+    ops = choose_ops(recording)
+    if not ops:
+        return
+    heading = ("phase", *OP_COLUMNS)
+    calls = heading.index("calls")
+    rows = []
+    for op in ops:
+        row = list(map(Cell, (op.phase, *op_cells(op))))
+        row[calls : calls + 3] = [Cell(str(number), number) for number in (op.calls, op.casts, op.avoided)]
+        rows.append(row)
+    yield element(
+        "section",
+        element("h2", "Ops"),
+        element("p", "Equal layers are one row, with * for their numbers; steps are added up."),
+        make_table("ops", heading, rows, label="ops", left=8, filter_by="Filter ops"),
+        *_undone(recording),
+    )
+
+
+def _undone(recording: Recording) -> Iterator[Markup]:
+    if not recording.undone:
+        return
+    heading = ("step", "module", "producer", "consumer", "outside", "between", "calls")
+    rows = []
+    for one in recording.undone:
+        texts = (one.module, one.producer, one.consumer, one.outside, one.between)
+        rows.append([Cell(str(one.step), one.step), *map(Cell, texts), Cell(str(one.calls), one.calls)])
+    yield element("h3", "Casts that undo each other")
+    yield make_table("undone", heading, rows, label="casts that undo each other", left=len(heading))
 
 
 def _data(recording: Recording) -> Markup:

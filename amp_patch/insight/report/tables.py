@@ -1,6 +1,5 @@
 """Tables that the page's script sorts and filters; without it they are plain ones."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -33,19 +32,18 @@ def make_table(
         for column, cell in enumerate(row):
             cells.append(_draw_cell(cell, is_first=column == 0, is_left=column < left))
         body.append(element("tr", *cells))
-    head = [
-        element(
-            "th",
-            element("button", text, type="button"),
-            scope="col",
-            class_="l" if column < left else None,
-            aria_sort="none",
-        )
-        for column, text in enumerate(heading)
-    ]
+    head: list[Markup] = []
+    for column, text in enumerate(heading):
+        style = None
+        if column < left:
+            style = "l"
+        button = element("button", text, type="button")
+        head.append(element("th", button, scope="col", class_=style, aria_sort="none"))
     table = element("table", element("thead", element("tr", *head)), element("tbody", *body), id=name)
     box = element("div", table, class_="box", role="region", aria_label=label, tabindex="0")
-    return join([_make_filter(name, filter_by, len(body)), box]) if filter_by else box
+    if not filter_by:
+        return box
+    return join([_make_filter(name, filter_by, len(body)), box])
 
 
 def _draw_cell(cell: Cell, *, is_first: bool, is_left: bool) -> Markup:
@@ -71,6 +69,4 @@ def _sortable(value: float | None) -> str | None:
     """A number as the script's `Number` reads it."""
     if value is None:
         return None
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return "NaN" if math.isnan(value) else repr(value)
+    return repr(value).replace("inf", "Infinity").replace("nan", "NaN")

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...session import Session, current
-from ..nudging import nudge
 from ..recorder import describe_run
 from ..records import CheckedStepRecord, Record, SketchRecord
 from ..runs import Probe
@@ -21,22 +20,15 @@ class Check(Probe):
     Args:
         steps: how many.
         loss_scale: what a dynamic scale begins with; None: as the script has it.
-        is_off: let the run begin with weights that are off by one float32 ulp, up or down as a fixed seed says.
         on_end: called when all have been seen.
     """
 
     def __init__(
-        self,
-        steps: int = 2,
-        loss_scale: float | None = None,
-        *,
-        is_off: bool = False,
-        on_end: Callable[[], None] = lambda: None,
+        self, steps: int = 2, loss_scale: float | None = None, *, on_end: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(on_end)
         self._steps = steps
         self._loss_scale = loss_scale
-        self._is_off = is_off
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []
@@ -47,16 +39,8 @@ class Check(Probe):
     def _records(self) -> list[Record]:
         return list(self._found)
 
-    @property
-    def steps(self) -> int:
-        """How many steps the optimizer that steps first has ended."""
-        return self._taken[0] if self._taken else 0
-
     def session_opened(self, session: Session) -> None:
-        """Set the scale, and what the run begins with."""
-        if self._is_off and session.trained():
-            self._is_off = False
-            nudge(session)
+        """Set the scale."""
         self.run = describe_run(session)
         for scaler in session.scalers:
             if self._loss_scale is not None and scaler.is_dynamic:
@@ -77,9 +61,10 @@ class Check(Probe):
         seen: Counter[str] = Counter()
         for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
             seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name} ({seen[name]})"
             if tensor.grad is not None:
-                unique = name if seen[name] == 1 else f"{name} ({seen[name]})"
-                self._found.append(SketchRecord(self._taken[number], number, unique, *sketch(tensor.grad)))
+                self._found.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
@@ -90,6 +75,7 @@ class Check(Probe):
         self._found.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
+        self._count += int(self._is_counted(optimizer))
         with torch.no_grad():
             for tensor, before in self._weights[number]:
                 tensor.copy_(before)

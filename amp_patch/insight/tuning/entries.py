@@ -4,7 +4,7 @@ import fnmatch
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -22,10 +22,12 @@ class Entry:
 
     def matches(self, module: str) -> bool:
         """Tell whether this names a module itself."""
+        if self.kind != "module":
+            return False
+        if self.name in ("**", module):
+            return True
         parts, own = module.split("."), self.name.split(".")
-        if self.kind != "module" or self.name == "**" or len(parts) != len(own):
-            return self.kind == "module" and self.name in ("**", module)
-        return all(map(fnmatch.fnmatchcase, parts, own))
+        return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
     def covers(self, other: "Entry") -> bool:
         """Tell whether this makes another entry, for modules inside of its own, needless."""
@@ -64,32 +66,50 @@ def fold(names: Iterable[str], existing: Collection[str]) -> list[Entry]:
     return entries
 
 
-def _patterns(name: str) -> list[str]:
-    """Return a name with `*` for its numbers: for all of them first, for none not at all."""
+def _patterns(name: str) -> Iterator[str]:
+    """Yield a name with `*` for its numbers: for all of them first, for one last."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
-    chosen = (some for size in range(len(numbers), 0, -1) for some in itertools.combinations(numbers, size))
-    return [".".join("*" if index in some else part for index, part in enumerate(parts)) for some in chosen]
+    for size in range(len(numbers), 0, -1):
+        for chosen in itertools.combinations(numbers, size):
+            pattern = list(parts)
+            for index in chosen:
+                pattern[index] = "*"
+            yield ".".join(pattern)
 
 
 def format_list(extends: Sequence[str], entries: Sequence[Entry], reasons: dict[Entry, str]) -> str:
     """Return the text of a list file with these entries."""
     lines = []
-    if extends:
-        is_plain = len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0])
-        lines.append(f"extends: {extends[0] if is_plain else json.dumps(extends)}")
-    for kind, key in (("module", "modules"), ("op", "blacklist")):
-        chosen = [one for one in entries if one.kind == kind]
-        lines += [f"{key}:"] if chosen else []
-        lines += [f"  - {_write(one, reasons.get(one, ''))}" for one in chosen]
+    if len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0]):
+        lines.append(f"extends: {extends[0]}")
+    elif extends:
+        lines.append(f"extends: {json.dumps(extends)}")
+    modules = [one for one in entries if one.kind == "module"]
+    if modules:
+        lines.append("modules:")
+    for one in modules:
+        lines.append(f"  - {{match: {json.dumps(one.name)}, run: float32{_why(reasons.get(one))}}}")
+    ops = [one for one in entries if one.kind == "op"]
+    if ops:
+        lines.append("blacklist:")
+    for one in ops:
+        lines.append(f"  - {{op: {one.name}{_why(reasons.get(one))}}}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _write(entry: Entry, reason: str) -> str:
-    name = json.dumps(entry.name)
-    why = f", why: {json.dumps(reason)}" if reason else ""
-    return f"{{match: {name}, run: float32{why}}}" if entry.kind == "module" else f"{{op: {entry.name}{why}}}"
+def _why(reason: str | None) -> str:
+    if not reason:
+        return ""
+    return f", why: {json.dumps(reason)}"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    """Return what names are sorted by, so that block.9 comes before block.10."""
+    key = []
+    for part in name.split("."):
+        if part.isdecimal():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key

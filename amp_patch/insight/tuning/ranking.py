@@ -24,21 +24,28 @@ class Ranking:
         self._units = units
         self._low = reference.run.low
         self._ops = reference.of(LowOpRecord)
-        modules = reference.of(ModulesRecord)
-        self._existing = {name for record in modules for name in record.names}
-        self._ran = {name for record in modules for name in record.ran}
+        self._existing: set[str] = set()
+        self._ran: set[str] = set()
+        for record in reference.of(ModulesRecord):
+            self._existing.update(record.names)
+            self._ran.update(record.ran)
         steps = reference.of(CheckedStepRecord)
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[Entry]:
         """Return entries for what overflows; one for all of a row of siblings if all of them do."""
-        found = [entry for one in self._ops if _overflows(one) and (entry := self._entry(one)) is not None]
-        names = prune(entry for entry in found if entry.kind == "module" and entry.name != WHOLE_MODEL)
-        return [
-            *fold((entry.name for entry in names), self._existing),
-            *dict.fromkeys(entry for entry in found if entry.kind == "op"),
-        ]
+        modules: list[Entry] = []
+        ops: list[Entry] = []
+        for one in filter(_overflows, self._ops):
+            entry = self._entry(one)
+            if entry is None or entry.name == WHOLE_MODEL:
+                continue
+            if entry.kind == "module":
+                modules.append(entry)
+            else:
+                ops.append(entry)
+        return [*fold((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
 
     def rank(self, forced: Sequence[Entry]) -> list[Entry]:
         """Return entries for the rest: first what loses more than rounding explains, then what runs beside that, since
@@ -65,12 +72,16 @@ class Ranking:
     def _find_outlying(self, one: LowOpRecord) -> float:
         """Return the error of an op that loses more than rounding explains, or 0."""
         error = max(one.error, one.gradient_error)
-        return error if error > ROUNDING * EPS.get(self._low, 0.0) else 0.0
+        if error <= ROUNDING * EPS.get(self._low, 0.0):
+            return 0.0
+        return error
 
     def find_everything(self, entries: Iterable[Entry]) -> list[Entry]:
         """Return entries for all that there is, given those known."""
         ops = [entry for entry in entries if entry.kind == "op"]
-        return ops if self._units == "ops" else [Entry("module", WHOLE_MODEL), *ops]
+        if self._units == "ops":
+            return ops
+        return [Entry("module", WHOLE_MODEL), *ops]
 
     def count_modules(self, entries: Iterable[Entry]) -> int:
         """Return how many modules that ran are in float32 by entries; an op counts as one."""
@@ -91,7 +102,7 @@ class Ranking:
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
         """Return the same for the gradient of the loss, which is 1: in float16 it overflows at a scale of 2**16."""
-        return self._lower(1.0, self._loss_scale if scale is None else scale)
+        return self._lower(1.0, scale or self._loss_scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:
         limit = LARGEST.get(self._low, math.inf) / 2
@@ -104,13 +115,13 @@ class Ranking:
         mine = [one for one in self._ops if _is_of(one, entry)]
         if not mine:
             return "what runs here, other than ops that can be told by themselves"
-        overflowing = [one for one in mine if one.overflow] or [one for one in mine if _overflows(one)]
-        one = overflowing[0] if overflowing else max(mine, key=lambda one: max(one.error, one.gradient_error))
         low = spell_out(self._low)
-        if one.overflow:
-            return f"{one.op}: {_percent(one.overflow)} of its results overflow {low}"
-        if overflowing:
+        for one in mine:
+            if one.overflow:
+                return f"{one.op}: {_percent(one.overflow)} of its results overflow {low}"
+        for one in filter(_overflows, mine):
             return f"{one.op}: {_percent(one.overflow_in)} of what it is given overflows {low}"
+        one = max(mine, key=lambda one: max(one.error, one.gradient_error))
         if one.gradient_error > one.error:
             return f"{one.op}: its gradients lose {one.gradient_error:.2g} in {low}"
         return f"{one.op}: its results are off by {one.error:.2g} in {low}"
@@ -120,14 +131,19 @@ class Ranking:
         if self._units != "modules":
             return ""
         outside = sorted({one.op for one in self._ops if one.module == "" and one.is_listed})
-        return f"; {', '.join(outside)} run outside of all modules: add --units both" if outside else ""
+        if not outside:
+            return ""
+        return f"; {', '.join(outside)} run outside of all modules: add --units both"
 
     def _entry(self, one: LowOpRecord) -> Entry | None:
         """Return what would keep an op in float32, or None if nothing of the kind would."""
         has_module = one.module not in ("", WHOLE_MODEL)
-        if self._units == "ops" or (self._units == "both" and not has_module):
-            return Entry("op", one.op) if one.is_listed else None
-        return Entry("module", one.module) if one.module else None
+        by_op = self._units == "ops" or (self._units == "both" and not has_module)
+        if by_op and one.is_listed:
+            return Entry("op", one.op)
+        if not by_op and one.module:
+            return Entry("module", one.module)
+        return None
 
 
 def _overflows(one: LowOpRecord) -> bool:
@@ -140,8 +156,12 @@ def _is_in(name: str, entry: Entry) -> bool:
 
 
 def _is_of(one: LowOpRecord, entry: Entry) -> bool:
-    return one.op == entry.name if entry.kind == "op" else bool(one.module) and _is_in(one.module, entry)
+    if entry.kind == "op":
+        return one.op == entry.name
+    return bool(one.module) and _is_in(one.module, entry)
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else "all"
+    if share >= 0.995:
+        return "all"
+    return f"{100 * share:.2g} %"

@@ -18,7 +18,7 @@ from ...patching import references
 from ...session import Session
 from ...torch_dispatch import get_current_node
 from ...torch_private import BatchNormBase
-from ..naming import ModuleStack
+from ..naming import ModuleStack, join_names
 from ..records import ModulesRecord, Record
 from ..rules import RuleFinder
 from ..tensors import storage_of, tensors_in
@@ -36,8 +36,9 @@ class Reference(Check):
     torch.compile runs as it was written.
     """
 
-    def __init__(self, steps: int = 2, *, is_off: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
-        super().__init__(steps, is_off=is_off, on_end=on_end)
+    def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(steps, on_end=on_end)
+        self._shadow: Shadow | None = None
         self._shadowing: _Shadowing | None = None
 
     def _records(self) -> list[Record]:
@@ -49,14 +50,16 @@ class Reference(Check):
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         super().session_opened(session)
-        if session.policy.low_dtype is None:
+        low = session.policy.low_dtype
+        if low is None:
             raise SessionError(
                 f"nothing to tune: {session.policy.opt_level} runs everything in float32; use another level"
             )
         if self._shadowing is not None:
             self._shadowing.stop()
-        shadow = None if self._shadowing is None else self._shadowing.shadow
-        self._shadowing = _Shadowing(session, session.policy.low_dtype, shadow)
+        if self._shadow is None:
+            self._shadow = Shadow(low, lambda: float(session.scalers[0].scale))
+        self._shadowing = _Shadowing(session, self._shadow)
         self._shadowing.start()
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -80,8 +83,9 @@ class _Shadowing:
     bits, but for what its rules say.
     """
 
-    def __init__(self, session: Session, low: torch.dtype, shadow: Shadow | None) -> None:
+    def __init__(self, session: Session, shadow: Shadow) -> None:
         self._session = session
+        self.shadow = shadow
         self._rules = RuleFinder(session)
         self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
@@ -96,19 +100,19 @@ class _Shadowing:
         self._undo = UndoStack()
         self._is_busy = False
         self.is_on = False
-        self.shadow = Shadow(low, lambda: float(session.scalers[0].scale)) if shadow is None else shadow
 
     def _see(self, module: nn.Module, name: str, inherited: str) -> None:
         """Take down by which rule of the script's own lists a module runs, and the modules in it."""
-        oplists = self._session.oplists
-        own = () if oplists is None else oplists.modules[:-1]
-        run = next((rule.run for rule in reversed(own) if rule.chooses(name, module)), inherited)
-        policy = self._session.policy
-        if not run and isinstance(module, BatchNormBase) and policy.keep_batchnorm_fp32:
+        run = inherited
+        if self._session.oplists is not None:
+            for rule in self._session.oplists.modules[:-1]:
+                if rule.chooses(name, module):
+                    run = rule.run
+        if not run and isinstance(module, BatchNormBase) and self._session.policy.keep_batchnorm_fp32:
             run = "float32"
         self._names[id(module)], self._runs[id(module)] = name, run
         for child_name, child in module.named_children():
-            self._see(child, f"{name}.{child_name}" if name else child_name, run)
+            self._see(child, join_names(name, child_name), run)
 
     def modules(self) -> ModulesRecord:
         """Return the names of all modules but the models themselves, and of those that ran."""
@@ -167,7 +171,9 @@ class _Shadowing:
         self._is_busy = not is_composed  # else the listed functions that it calls are seen
         try:
             if is_low and not is_composed:
-                place = "" if module is None else self._names[id(module)] or WHOLE_MODEL
+                place = ""
+                if module is not None:
+                    place = self._names[id(module)] or WHOLE_MODEL
                 is_listed = kind in ("whitelist", "blacklist")
                 if self._session.casts is None:  # a layer casts what it is given
                     is_listed = any(isinstance(one, nn.Parameter) for one in inputs)
@@ -182,10 +188,12 @@ class _Shadowing:
     def _find_module(self) -> nn.Module | None:
         named = [module for module in self._running.modules_here() if id(module) in self._names]
         self._ran.update(self._names[id(module)] for module in named)
-        return named[0] if named else None
+        return next(iter(named), None)
 
     def _is_low(self, kind: str, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
-        run = "" if module is None else self._runs[id(module)]
+        run = ""
+        if module is not None:
+            run = self._runs[id(module)]
         if self._session.casts is None:
             return module is not None and run != "float32"
         switch = self._session.switch

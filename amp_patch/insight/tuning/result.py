@@ -24,7 +24,10 @@ class Trial:
 
     def __str__(self) -> str:
         names = ", ".join(entry.name for entry in self.entries) or "nothing in float32"
-        return f"run {self.number}: {'passes' if self.verdict.passed else 'fails'}, {_outcome(self.verdict)}: {names}"
+        outcome = f"fails, {self.verdict.fault}"
+        if self.verdict.passed:
+            outcome = f"passes, {describe_worst(self.verdict)}"
+        return f"run {self.number}: {outcome}: {names}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +56,16 @@ class TuneResult:
         return f"{self.message}; {self.runs} runs\n\n{self.text}".rstrip()
 
     def table(self) -> str:
-        """Return the trials as text, one line each."""
-        rows = [
-            (
-                str(trial.number),
-                "yes" if trial.verdict.passed else "no",
-                f"{trial.verdict.worst:.2g}",
-                trial.verdict.parameter or "-",
-                f"{trial.verdict.loss_error:.2g}",
-                ", ".join(entry.name for entry in trial.entries) or "-",
-            )
-            for trial in self.trials
-        ]
+        """Return the trials as text, a line each."""
+        rows = []
+        for trial in self.trials:
+            verdict = trial.verdict
+            names = ", ".join(entry.name for entry in trial.entries) or "-"
+            passes = "no"
+            if verdict.passed:
+                passes = "yes"
+            worst, loss_error = f"{verdict.worst:.2g}", f"{verdict.loss_error:.2g}"
+            rows.append((str(trial.number), passes, worst, verdict.parameter or "-", loss_error, names))
         return format_table(("run", "passes", "worst", "of", "loss", "in float32"), rows, left=6)
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
@@ -84,14 +85,12 @@ def describe_worst(verdict: Verdict) -> str:
     """Return the worst gradient of a run in words."""
     if verdict.worst == float("inf"):
         return verdict.fault
-    return f"worst parameter {verdict.worst:.2g}" + (f" ({verdict.parameter})" if verdict.parameter else "")
+    if not verdict.parameter:
+        return f"worst parameter {verdict.worst:.2g}"
+    return f"worst parameter {verdict.worst:.2g} ({verdict.parameter})"
 
 
 def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
     """Return comments that say of a list where it comes from."""
     about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
     return f"# amp-patch tune: {about}\n# {' '.join(message.split())}\n"
-
-
-def _outcome(verdict: Verdict) -> str:
-    return describe_worst(verdict) if verdict.passed else verdict.fault

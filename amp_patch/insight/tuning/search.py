@@ -26,7 +26,9 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
     if count is None:
         return None
     found = (*base, *ranked[:count])
-    return drop_one_by_one(test, found) if count <= FEW else minimize(test, found)
+    if count <= FEW:
+        return drop_one_by_one(test, found)
+    return minimize(test, found)
 
 
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
@@ -44,7 +46,10 @@ def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if test(middle) else (middle, high)
+        if test(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -63,14 +68,19 @@ def minimize(test: Test[Unit], units: Sequence[Unit]) -> tuple[Unit, ...]:
     kept, parts = tuple(units), 2
     while len(kept) > 1:
         chunks = [kept[len(kept) * i // parts : len(kept) * (i + 1) // parts] for i in range(parts)]
-        if (passing := next((chunk for chunk in chunks if test(chunk)), None)) is not None:
+        passing = next(filter(test, chunks), None)
+        if passing is not None:
             kept, parts = passing, 2
             continue
-        rests = [tuple(unit for unit in kept if unit not in chunk) for chunk in chunks] if parts > 2 else []
-        if (passing := next((rest for rest in rests if test(rest)), None)) is not None:
+        if parts > 2:  # of two parts each is the rest of the other
+            rests = [tuple(unit for unit in kept if unit not in chunk) for chunk in chunks]
+            passing = next(filter(test, rests), None)
+        if passing is not None:
             kept, parts = passing, max(parts - 1, 2)
         elif parts < len(kept):
             parts = min(2 * parts, len(kept))
         else:
-            break
-    return kept if len(kept) > 1 or not test(()) else ()
+            return kept
+    if test(()):
+        return ()
+    return kept

@@ -8,7 +8,7 @@ matters.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -53,11 +53,7 @@ class Shadow:
 
     def records(self) -> list[LowOpRecord]:
         """Return what there is so far."""
-        names = [name for name in _Sums.__slots__ if name != "is_listed"]
-        return [
-            LowOpRecord(module, op, sums.is_listed, *(getattr(sums, name) for name in names))
-            for (module, op), sums in self._sums.items()
-        ]
+        return [LowOpRecord(module, op, **asdict(sums)) for (module, op), sums in self._sums.items()]
 
     def end_step(self) -> None:
         """Keep no tensor of the step."""
@@ -131,31 +127,38 @@ def _overflows(exact: Tensor, low: Tensor) -> Tensor:
 
 
 def _share(mask: Tensor) -> float:
-    return float(mask.float().mean()) if mask.numel() else 0.0
+    if not mask.numel():
+        return 0.0
+    return float(mask.float().mean())
 
 
 def _relative(error: Tensor, exact: Tensor) -> float:
     whole = float(torch.linalg.vector_norm(torch.where(exact.isfinite(), exact, 0.0)))
-    return float(torch.linalg.vector_norm(error)) / whole if whole else 0.0
+    if not whole:
+        return 0.0
+    return float(torch.linalg.vector_norm(error)) / whole
 
 
-def _get_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), on_device
+_RandomState = list[tuple[Callable[[Tensor], None], Tensor]]
+"""The state of each generator, and the function that sets it."""
+
+
+def _get_random_state(device: torch.device) -> _RandomState:
+    found: _RandomState = [(torch.set_rng_state, torch.get_rng_state())]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        found.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
+    return found
 
 
 @contextlib.contextmanager
-def _random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+def _random_state(device: torch.device, before: _RandomState) -> Iterator[None]:
     """Have the block draw the random numbers that follow a state, and those after it the numbers that follow now."""
     after = _get_random_state(device)
     try:
-        _set_random_state(device, state)
+        for set_state, state in before:
+            set_state(state)
         yield
     finally:
-        _set_random_state(device, after)
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
+        for set_state, state in after:
+            set_state(state)

@@ -1,9 +1,8 @@
 """Gradients made small enough to be kept in a file, so that the difference of two can still be told."""
 
-import array
 import base64
 import math
-import sys
+import struct
 
 import torch
 from torch import Tensor
@@ -16,19 +15,23 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 
     Draws no random numbers of the run's.
     """
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    dense = local.to_dense() if local.layout is not torch.strided else local
-    flat = dense.detach().float().reshape(-1)
-    norm, largest = float(torch.linalg.vector_norm(flat)), float(flat.abs().amax()) if flat.numel() else 0.0
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    flat = gradient.detach().float().reshape(-1)
+    norm = float(torch.linalg.vector_norm(flat))
+    largest = 0.0
+    if flat.numel():
+        largest = float(flat.abs().amax())
     if flat.numel() > SIZE:
         generator = torch.Generator("cpu").manual_seed(0)
         signs = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
         signed = flat * signs.mul_(2).sub_(1).to(flat.device)
         flat = torch.nn.functional.pad(signed, (0, -len(signed) % SIZE)).view(-1, SIZE).sum(0)
-    values = array.array("f", flat.tolist())
-    if sys.byteorder == "big":
-        values.byteswap()
-    return norm, largest, base64.b64encode(values.tobytes()).decode()
+    values = flat.tolist()
+    data = struct.pack(f"<{len(values)}f", *values)
+    return norm, largest, base64.b64encode(data).decode()
 
 
 def distance(first: str, second: str) -> float:
@@ -36,11 +39,11 @@ def distance(first: str, second: str) -> float:
     percent. inf for gradients of other shapes; NaN where they hold what is not finite.
     """
     one, other = _decode(first), _decode(second)
-    return math.dist(one, other) if len(one) == len(other) else math.inf
+    if len(one) != len(other):
+        return math.inf
+    return math.dist(one, other)
 
 
-def _decode(text: str) -> "array.array[float]":
-    values = array.array("f", base64.b64decode(text))
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+def _decode(text: str) -> tuple[float, ...]:
+    data = base64.b64decode(text)
+    return struct.unpack(f"<{len(data) // 4}f", data)

@@ -9,8 +9,7 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...config import shipped
@@ -25,9 +24,6 @@ from .reference import WHOLE_MODEL
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .verdict import Verdict, find_non_finite, judge
-
-FINE = 1e-3
-"""A tolerance below this is compared with what float32 itself can hold."""
 
 
 class Tuner:
@@ -76,7 +72,7 @@ class Tuner:
         self._steps = steps
         self._seed = seed
         self._max_runs = max_runs
-        self._out = None if out is None else Path(out).absolute()
+        self._out = out
         self._log = log
         self._runs = 0
         self._trials: dict[tuple[Entry, ...], Trial] = {}
@@ -90,7 +86,11 @@ class Tuner:
             SessionError: there is nothing to tune, or the run in float32 is not finite.
             KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
         """
-        with self._folder() as folder:
+        with contextlib.ExitStack() as stack:
+            if self._out is not None:  # to whose folder the paths in a list are relative
+                folder = Path(self._out).absolute().parent
+            else:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amp-patch-")))
             self._file = folder / f".amp-patch-tune-{os.getpid()}.yaml"
             try:
                 self._refer(folder)
@@ -98,26 +98,19 @@ class Tuner:
             finally:
                 self._file.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[Path]:
-        """Give the folder in which candidates are written: that of the list, to which paths in it are relative."""
-        if self._out is not None:
-            yield self._out.parent
-            return
-        with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
-            yield Path(folder)
-
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _refer(self, folder: Path) -> None:
         """Run in float32, and learn what there is."""
-        self._bases = [] if self._extends is None else [_spell(os.fspath(self._extends), folder, self._out)]
-        everything = [Entry("module", WHOLE_MODEL)]
-        self._reference = self._watch("tuning.reference:Reference", format_list(self._bases, everything, {}))
+        self._bases = []
+        if self._extends is not None:
+            self._bases = [self._spell(os.fspath(self._extends), folder)]
+        float32 = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
+        self._reference = self._watch("tuning.reference:Reference", float32)
         if self._extends is None:
-            own = self._reference.run.lists[:-1]
-            self._bases = [_spell(name, folder, self._out) for name in own]
-        if fault := find_non_finite(self._reference):
+            self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
+        fault = find_non_finite(self._reference)
+        if fault:
             raise SessionError(f"nothing to tune: in float32, too, {fault}")
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
@@ -130,9 +123,20 @@ class Tuner:
         if self._runs >= self._max_runs:
             raise _EnoughRunsError
         self._runs += 1
-        self._file.write_text(text, encoding="utf-8")
-        settings = Settings(self._opt_level, (str(self._file),) if text else ())
+        lists: tuple[str, ...] = ()
+        if text:
+            self._file.write_text(text, encoding="utf-8")
+            lists = (str(self._file),)
+        settings = Settings(self._opt_level, lists)
         return self._runner(Run(probe, {"steps": self._steps, **options}, settings, self._seed))
+
+    def _spell(self, name: str, folder: Path) -> str:
+        """Return how a list in a folder names another: a shipped list by its name, others by a path."""
+        if name in shipped.shipped_names():
+            return name
+        if self._out is None:
+            return os.path.abspath(name)
+        return Path(os.path.relpath(name, folder)).as_posix()
 
     def _format(self, entries: Sequence[Entry]) -> str:
         return format_list(self._bases, entries, {entry: self._ranking.explain(entry) for entry in entries})
@@ -160,14 +164,7 @@ class Tuner:
         except _EnoughRunsError:
             raise
         except Exception as error:
-            return Verdict(False, math.inf, "", math.inf, _describe(error))
-
-    def _measure_noise(self) -> float:
-        """Return by how much the worst gradient in float32 is off if each weight is off by one ulp."""
-        text = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
-        noise = judge(self._reference, self._watch("tuning.reference:Reference", text, is_off=True), math.inf).worst
-        self._log(f"run {self._runs}: float32 with all weights off by one ulp: worst {noise:.2g}")
-        return noise
+            return Verdict(False, math.inf, "", math.inf, _last_line(error))
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -175,70 +172,60 @@ class Tuner:
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
         self._loss_scale = self._ranking.find_loss_scale(forced)
-        reason, noise, is_searched, is_interrupted = "", None, False, False
+        stopped, is_interrupted = "", False
         try:
-            if self._tolerance < FINE and (noise := self._measure_noise()) >= self._tolerance:
-                reason = "noise"
-            else:
-                found = find_fewest(self._passes, forced, ranked)
-                is_searched = True
-                if found is None and not self._passes(self._ranking.find_everything([*forced, *ranked])):
-                    noise = self._measure_noise() if noise is None else noise
+            if find_fewest(self._passes, forced, ranked) is None:
+                self._passes(self._ranking.find_everything([*forced, *ranked]))
         except _EnoughRunsError:
-            reason = f"stopped after {self._runs} runs (max_runs)"
+            stopped = f"stopped after {self._runs} runs (max_runs)"
         except KeyboardInterrupt:
-            reason, is_interrupted = f"interrupted in run {self._runs}", True
-        best = choose_best(list(self._trials.values()))
-        result = self._conclude(best, "" if reason == "noise" else reason, noise, is_searched=is_searched)
-        return replace(result, is_interrupted=is_interrupted)
+            stopped, is_interrupted = f"interrupted in run {self._runs}", True
+        trials = tuple(self._trials.values())
+        best = choose_best(trials)
+        message = self._describe(best, stopped)
+        if best is None:
+            return TuneResult((), trials, self._runs, False, message, "", is_interrupted)
+        text = ""
+        if best.entries:
+            text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
+        return TuneResult(best.entries, trials, self._runs, best.verdict.passed, message, text, is_interrupted)
 
-    def _conclude(self, best: Trial | None, stopped: str, noise: float | None, *, is_searched: bool) -> TuneResult:
+    def _describe(self, best: Trial | None, stopped: str) -> str:
+        """Return the outcome in words."""
         tolerance = f"a tolerance of {self._tolerance:g}"
-        floor = (
-            ""
-            if noise is None
-            else f"; float32 itself is off by {noise:.2g} where its weights are off by one ulp (the noise floor)"
-        )
-        is_reached = best is not None and best.verdict.passed
-        if is_reached and best is not None and not best.entries:
+        if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
-        elif is_reached and best is not None:
-            count = len(best.entries)
-            message = f"{count} entr{'y' if count == 1 else 'ies'} in float32: {describe_worst(best.verdict)}"
-            before = self._trials.get(())
-            message += "" if before is None else f"; with none: {describe_worst(before.verdict)}"
+            if best.entries:
+                noun = "entries"
+                if len(best.entries) == 1:
+                    noun = "entry"
+                message = f"{len(best.entries)} {noun} in float32: {describe_worst(best.verdict)}"
+                if () in self._trials:
+                    message += f"; with none: {describe_worst(self._trials[()].verdict)}"
+            if stopped:
+                message += f"; {stopped}, so there may be entries that are not needed"
         else:
             message = f"nothing reaches {tolerance}"
-            message += "" if best is None else f"; the best: {describe_worst(best.verdict)}"
-            message += floor + (self._ranking.find_hint() if is_searched else "")
-        if stopped:
-            message += f"; {stopped}" + (", so there may be entries that are not needed" if is_reached else "")
+            if best is not None:
+                message += f"; the best: {describe_worst(best.verdict)}"
+            message += self._ranking.find_hint()
+            if stopped:
+                message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; at a loss scale of {self._loss_scale:g}, since gradients overflow at the script's own"
-        text = ""
-        if best is not None and best.entries:
-            text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
-        return TuneResult(
-            () if best is None else best.entries, tuple(self._trials.values()), self._runs, is_reached, message, text
-        )
+        return message
 
 
 class _EnoughRunsError(Exception):
     """The budget of runs is spent."""
 
 
-def _describe(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     """Return an error as one line: the last, which with a traceback says what it was."""
     lines = str(error).strip().splitlines()
-    return lines[-1].strip() if len(lines) > 1 else f"{type(error).__name__}: {error}"
-
-
-def _spell(name: str, folder: Path, out: Path | None) -> str:
-    """Return how a list in a folder names another: a shipped list by its name, others by a path."""
-    if name in shipped.shipped_names():
-        return name
-    path = os.path.abspath(name)
-    return path if out is None else Path(os.path.relpath(path, folder)).as_posix()
+    if len(lines) > 1:
+        return lines[-1].strip()
+    return f"{type(error).__name__}: {error}"
 
 
 def tune(

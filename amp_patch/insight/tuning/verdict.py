@@ -58,8 +58,9 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
 def find_non_finite(run: Recording) -> str:
     """Return in words what of a run is not finite, or an empty string."""
     for step in run.of(CheckedStepRecord):
-        if not all(map(math.isfinite, step.losses)):
-            return f"a loss of step {step.step} is {next(x for x in step.losses if not math.isfinite(x))}"
+        for loss in step.losses:
+            if not math.isfinite(loss):
+                return f"a loss of step {step.step} is {loss}"
     for one in run.of(SketchRecord):
         if not math.isfinite(one.norm):
             return f"the gradient of {one.parameter} in step {one.step} has the norm {one.norm}"
@@ -78,11 +79,12 @@ def _find_non_finite(run: Recording, step: CheckedStepRecord) -> str:
 def _compare_losses(wanted: CheckedStepRecord, found: CheckedStepRecord) -> float:
     if len(wanted.losses) != len(found.losses):
         return math.inf
-    errors = [
-        abs(one - other) / max(abs(one), 1e-30) if math.isfinite(other) else math.inf
-        for one, other in zip(wanted.losses, found.losses, strict=True)
-    ]
-    return max(errors, default=0.0)
+    largest = 0.0
+    for one, other in zip(wanted.losses, found.losses, strict=True):
+        if not math.isfinite(other):
+            return math.inf
+        largest = max(largest, abs(one - other) / max(abs(one), 1e-30))
+    return largest
 
 
 def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
@@ -96,6 +98,10 @@ def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]
     for one in wanted:
         if one.norm == 0.0 or one.norm <= SMALL * largest[one.optimizer, one.step]:
             continue
+        error = math.inf
         other = found.get((one.optimizer, one.step, one.parameter))
-        error = math.inf if other is None else distance(one.sketch, other.sketch) / one.norm
-        yield error if math.isfinite(error) else math.inf, one.parameter
+        if other is not None:
+            error = distance(one.sketch, other.sketch) / one.norm
+        if math.isnan(error):  # of values that are not finite
+            error = math.inf
+        yield error, one.parameter

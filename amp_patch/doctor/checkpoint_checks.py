@@ -1,0 +1,101 @@
+"""Rules of checkpoints: what is saved and loaded of amp, and when."""
+
+import ast
+from collections.abc import Iterator
+
+from .rules import Context, Fault, rule
+from .script import Script
+from .tree import function_of, text_of
+
+
+@rule(
+    "AMP501",
+    "a checkpoint without amp's state",
+    bad="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # AMP501
+    """,
+    good="""
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, path)
+    """,
+)
+def saves_without_amp(context: Context) -> Iterator[Fault]:
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    if any("save" in function_of(call) for call in context.script.calls):
+        for call in _calls_without_amp(context, "state_dict"):
+            message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
+            yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
+
+
+@rule(
+    "AMP502",
+    "a checkpoint loaded without amp's state",
+    bad="""
+        optimizer.load_state_dict(checkpoint["optimizer"])  # AMP502
+    """,
+    good="""
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if "amp" in checkpoint:
+            amp.load_state_dict(checkpoint["amp"])
+    """,
+)
+def loads_without_amp(context: Context) -> Iterator[Fault]:
+    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    for call in _calls_without_amp(context, "load_state_dict"):
+        message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
+        yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
+
+
+def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
+    """Return the first call of this method of an optimizer in a script that may lose its loss scale by it, or none.
+
+    A script may if its scale is dynamic, and it neither calls amp's function of that name nor reads the scalers itself.
+    """
+    script = context.script
+    is_kept = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
+    is_trained = bool(script.initializations or script.blocks)
+    if is_kept or not is_trained or not script.uses_amp or not context.expected.skips:
+        return []
+    if any(function_of(one).startswith("FP16_Optimizer") for one in script.calls):
+        return []  # which keeps a loss scale of its own
+    for call, receiver in script.method_calls(method):
+        if _is_of_optimizer_under_amp(script, call, receiver):
+            return [call]
+    return []
+
+
+def _is_of_optimizer_under_amp(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
+    """Whether a call of `state_dict` or `load_state_dict` is that of an optimizer under amp.
+
+    Not of one that was loaded itself, that a wrapper delegates to, or that a script uses where amp is off.
+    """
+    frame = script.frame(call)
+    if isinstance(frame, ast.FunctionDef) and frame.name == function_of(call):
+        return False
+    for value in script.values_of(text_of(receiver)):
+        if isinstance(value, ast.Call) and function_of(value) == "load":
+            return False
+    return script.is_optimizer(receiver) and not script.is_without_amp(call)
+
+
+@rule(
+    "AMP503",
+    "amp's state before initialize",
+    bad="""
+        amp.load_state_dict(checkpoint["amp"])  # AMP503
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        amp.load_state_dict(checkpoint["amp"])
+    """,
+)
+def state_before_initialize(context: Context) -> Iterator[Fault]:
+    """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
+    script = context.script
+    for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
+        is_after = any(script.is_before(one, call) for one in script.initializations)
+        is_before = any(script.is_before(call, one) for one in script.initializations)
+        if is_before and not is_after and not script.is_in_loop(call):
+            message = "amp has no state before amp.initialize: this raises SessionError"
+            advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."
+            yield Fault(call, "error", message, advice)
