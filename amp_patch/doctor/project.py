@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import checkpoint_checks, import_checks, loss_checks  # noqa: F401 - the modules enter their rules
+from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
 from .documents import Document
 from .rules import RULES, Context, Finding, Selection
 from .script import Script, expect
