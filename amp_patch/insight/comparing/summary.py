@@ -77,15 +77,19 @@ class Summary:
     @property
     def noise(self) -> float | None:
         """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
-        or over the last where it is larger there; None if that was not measured, or made no difference.
+        or over the last where it is larger there; at least what float32 rounds off a loss. None if not measured.
         """
         found = []
         for each in self.differences(self.about.reference, is_noise=True):
             sizes_of_all = [abs(value) for value in each]
             found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
-        if not any(found):
+        if not found:
             return None
-        return mean(found)
+        rounding = 0.0
+        for curve in self.curves(self.about.reference).values():
+            sizes = [abs(loss) for loss in curve.losses if math.isfinite(loss)]
+            rounding = max([rounding, *(size * 2.0**-24 for size in sizes)])
+        return max(mean(found), rounding)
 
     @property
     def time_noise(self) -> float:

@@ -92,7 +92,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     if comparison.noise is not None:
         yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
-        yield "noise: not known, moving the weights by one unit in the last place made no difference"
+        yield "noise: not known, because it was not measured"
     if comparison.are_seeds_equal:
         yield "all seeds gave the same losses: the training sets a seed of its own"
     yield "zero: gradients in the first step that become zero in the low dtype, without and with the loss scale"
