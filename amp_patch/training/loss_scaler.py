@@ -66,7 +66,6 @@ class LossScaler:
         if self.scale.device != device:
             self.scale = self.scale.to(device)
             self._good_steps = self._good_steps.to(device)
-            self._overflows_left = self._overflows_left.to(device)
         return self.scale
 
     def note(self, found_inf: Tensor) -> None:
@@ -86,7 +85,7 @@ class LossScaler:
         Waits for nothing.
         """
         before = self.scale, self._good_steps, self._overflows_left
-        is_due = is_due.to(self.scale.device) > 0
+        is_due = is_due > 0
         after = self._advance(found_inf)
         self.scale, self._good_steps, self._overflows_left = (
             torch.where(is_due, new, old) for new, old in zip(after, before, strict=True)
@@ -101,9 +100,9 @@ class LossScaler:
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state after passes that overflowed, or did not."""
-        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         if not self.is_dynamic:
-            return scale, good_steps + 1, left
+            return self.scale, self._good_steps + 1, self._overflows_left
+        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:
