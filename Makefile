@@ -53,9 +53,9 @@ lint: $(STAMP)
 test: lint sim
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
-# a process of its own: the device cannot be unregistered
+# processes of its own: the device cannot be unregistered. Few interrupts, which hit code of the host
 sim: $(STAMP)
-	AMP_PATCH_DEVICE=sim OMP_NUM_THREADS=1 $(PY) -m pytest tests/devices tests/training tests/session \
+	AMP_PATCH_DEVICE=sim AMP_PATCH_INTERRUPTS=25 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/devices tests/training tests/session \
 		tests/apex/test_apex_amp.py tests/apex/test_apex_fp16_utils.py
 
 unit: $(STAMP)

@@ -171,20 +171,24 @@ def _language(
     return Workload(lambda: build().to(device), tokens[:, :-1], tokens[:, 1:].contiguous())
 
 
-def _mlp(size: Size, device: torch.device) -> Workload:
-    """Four hidden layers of 1024 over 256 features."""
-    sizes = [256, 1024, 1024, 1024, 1024]
+def _mlp(width: int) -> Maker:
+    """Four hidden layers over 256 features."""
+    sizes = [256, width, width, width, width]
 
-    def build() -> nn.Module:
+    def build(device: torch.device) -> nn.Module:
         hidden = [layer for pair in zip(sizes[:-1], sizes[1:], strict=True) for layer in (nn.Linear(*pair), nn.ReLU())]
         return nn.Sequential(*hidden, nn.Linear(sizes[-1], CLASSES)).to(device)
 
-    rows = 16 * _choose(size.batch, device, 8, 32)
-    return Workload(build, torch.randn(rows, sizes[0], device=device), torch.randint(CLASSES, (rows,), device=device))
+    def make(size: Size, device: torch.device) -> Workload:
+        rows = 16 * _choose(size.batch, device, 8, 32)
+        inputs, targets = torch.randn(rows, sizes[0], device=device), torch.randint(CLASSES, (rows,), device=device)
+        return Workload(functools.partial(build, device), inputs, targets)
+
+    return make
 
 
-def _resnet(size: Size, device: torch.device) -> Workload:
-    """Six residual blocks of 32 to 128 channels over images of 32x32."""
+def _resnet(side: int) -> Maker:
+    """Six residual blocks of 32 to 128 channels over square images."""
 
     def build() -> nn.Module:
         stages = [
@@ -194,7 +198,10 @@ def _resnet(size: Size, device: torch.device) -> Workload:
         stem = (nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
         return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
 
-    return _vision(build, CLASSES, _choose(size.batch, device, 8, 32), 32, size.channels_last, device)
+    def make(size: Size, device: torch.device) -> Workload:
+        return _vision(build, CLASSES, _choose(size.batch, device, 8, 32), side, size.channels_last, device)
+
+    return make
 
 
 def _resnet50(size: Size, device: torch.device) -> Workload:
@@ -233,8 +240,10 @@ WORKLOADS: dict[str, Maker] = {
     "gpt-256": _gpt(256, blocks=4),
     "gpt-512": _gpt(512, blocks=4),
     "gpt2": _gpt2,
-    "mlp": _mlp,
-    "resnet": _resnet,
+    "mlp": _mlp(1024),
+    "mlp-64": _mlp(64),
+    "resnet": _resnet(32),
+    "resnet-8": _resnet(8),
     "resnet50": _resnet50,
 }
 

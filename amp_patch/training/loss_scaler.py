@@ -101,9 +101,9 @@ class LossScaler:
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state after passes that overflowed, or did not."""
-        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         if not self.is_dynamic:
-            return scale, good_steps + 1, left
+            return self.scale, self._good_steps + 1, self._overflows_left
+        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:

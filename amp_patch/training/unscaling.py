@@ -30,8 +30,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     groups = _group_values(gradients)
     if not groups:
         return
-    is_on_mps = scale.device.type == "mps"  # which has no float64
-    inverse = _reciprocal(scale) if is_on_mps else _reciprocal(scale.double()).float()
+    inverse = _reciprocal(scale)
     for values in groups:
         device = values[0].device
         is_here = found_inf is not None and found_inf.device == device

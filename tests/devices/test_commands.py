@@ -7,7 +7,7 @@ from devices import DEVICE, IS_SIM, requires_device
 
 from amp_patch.insight.comparing import Comparison
 
-pytestmark = requires_device
+pytestmark = [requires_device, pytest.mark.xdist_group("scripts")]
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 HEAD = f"""

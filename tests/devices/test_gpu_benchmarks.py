@@ -16,6 +16,5 @@ def test_all_stages_run(tmp_path):
     command = [sys.executable, "-W", "ignore", "benchmarks/gpu.py", "--out", str(tmp_path), "--rehearse"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": done") == 8
+    assert done.returncode == 0 and done.stdout.count(": done") == 6, done.stdout + done.stderr
     assert all(len(path.read_text().splitlines()) > 4 for path in tmp_path.glob("*.txt"))

@@ -10,10 +10,12 @@ import warnings
 import pytest
 import torch
 
+IS_SIM_ASKED_FOR = os.environ.get("AMP_PATCH_DEVICE") == "sim"
+
 
 def _find() -> tuple[str, str]:
     """The device type, or "" and why there is none."""
-    if os.environ.get("AMP_PATCH_DEVICE") == "sim":
+    if IS_SIM_ASKED_FOR:
         if shutil.which("g++") is None:
             return "", "no g++ here to build the simulated device"
         import simdev  # noqa: F401  (registers the device)
@@ -26,6 +28,7 @@ def _find() -> tuple[str, str]:
 
 DEVICE, WHY_NOT = _find()
 IS_SIM = DEVICE == "sim"
+IS_SIM_MISSING = IS_SIM_ASKED_FOR and not IS_SIM
 
 if IS_SIM:
 
