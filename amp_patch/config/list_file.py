@@ -61,7 +61,10 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_LIST_OF_DTYPE = {"float32": Rule.BLACKLIST} | dict.fromkeys(("low", "float16", "bfloat16"), Rule.WHITELIST)
+_LIST_OF_DTYPE = {
+    **dict.fromkeys(("float32", "float", "fp32"), Rule.BLACKLIST),
+    **dict.fromkeys(("low", "float16", "half", "fp16", "bfloat16", "bf16"), Rule.WHITELIST),
+}
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
