@@ -492,7 +492,9 @@ class TwoTowers(nn.Module):
         return self.temperature.exp() * image @ text.T  # HERE
 
 
-@case("a learned temperature, exp(11.5), in the model's own forward at O2", "precision", "list", level="O2", of=TwoTowers)
+@case(
+    "a learned temperature, exp(11.5), in the model's own forward at O2", "precision", "list", level="O2", of=TwoTowers
+)
 def learned_temperature(given):
     model, x = TwoTowers(), draw(4, 8)
     return given.start(model, lambda: F.cross_entropy(model(x), torch.arange(4)) * 1e-6)
