@@ -1,5 +1,6 @@
 """Files that a user names for output: each is there whole, or as it was before."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -14,11 +15,11 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """
     place = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    if place.exists() and not place.is_file():
-        place.write_bytes(data)
-        return
     beside = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
+        if place.exists() and not place.is_file():
+            place.write_bytes(data)
+            return
         _check_writable(place)
         beside.write_bytes(data)
         if place.exists():
@@ -27,7 +28,8 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that is read-only: the error above says so
+            beside.unlink()
 
 
 def _check_writable(place: Path) -> None:

@@ -1,5 +1,6 @@
 """A file that is written is there whole, or as it was before."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -56,6 +57,17 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
         write_file(pipe, OLD)
         assert reader.communicate()[0] == OLD
+
+
+def test_a_file_system_that_is_read_only_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for name in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        write_file(tmp_path / "out.yaml", OLD)
+    assert caught.value.filename == str(tmp_path / "out.yaml")
 
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:

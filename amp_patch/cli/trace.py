@@ -78,20 +78,21 @@ def _trace(arguments: argparse.Namespace) -> int:
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
-    if arguments.json is not None and found.recordings:
-        write_all(found.recordings, arguments.json)
-    faults = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord)]
+    faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
     _tell_of_search(found)
-    faults = _sort(faults)
     if faults:
         fault, recording = faults[0]
-        print(format_fault(fault, recording.run))
+        print(format_fault(fault, recording.run), flush=True)
         if len(faults) > 1:
-            print(f"\n{count_of(len(faults) - 1, 'further fault')} in this step: --json FILE writes them all")
-        if found.is_interrupted:
-            raise KeyboardInterrupt
-        return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
-    return _tell_of_none(found, first, arguments.parser.prog)
+            further = count_of(len(faults) - 1, "further fault")
+            print(f"\n{further} in this step: --json FILE writes them all", flush=True)
+    if arguments.json is not None and found.recordings:  # which may fail: what was found has been said
+        write_all(found.recordings, arguments.json)
+    if not faults:
+        return _tell_of_none(found, first, arguments.parser.prog)
+    if found.is_interrupted:
+        raise KeyboardInterrupt
+    return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
 
 
 def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()) -> Watched:

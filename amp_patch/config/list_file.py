@@ -61,6 +61,10 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_LIST_OF_DTYPE = {
+    **dict.fromkeys(("float32", "float", "fp32"), Rule.BLACKLIST),
+    **dict.fromkeys(("low", "float16", "half", "fp16", "bfloat16", "bf16"), Rule.WHITELIST),
+}
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 def _read_entry(rule: Rule, node: Node, path: Path) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
-    _check_that_its_op_is_no_key(node, path)
+    _check_that_its_op_is_no_key(node, rule, path)
     fields = check_keys(node, ENTRY_KEYS, path, Diagnostics())
     if "op" not in fields:
         raise fault(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
@@ -285,15 +289,18 @@ def _read_entry(rule: Rule, node: Node, path: Path) -> OpEntry:
     return OpEntry(_read_name(op, rule, path), rule, why, str(path), op.line, op.column, since, until, is_optional)
 
 
-def _check_that_its_op_is_no_key(node: Node, path: Path) -> None:
-    """Raise OpListError for an entry such as `softmax: range`."""
-    for key in node.value:
-        if isinstance(key, str) and ("." in key or key in get_op_names()):
-            problem = (
-                f"{key!r} is an op, and not a key of an entry; write `- {key}` under the list of its dtype (whitelist:"
-                f" 16 bits, blacklist: float32), and a reason as {{op: {key}, why: range}}"
-            )
-            raise fault(problem, path, node)
+def _check_that_its_op_is_no_key(node: Node, rule: Rule, path: Path) -> None:
+    """Raise OpListError for an entry such as `softmax: range` or `linear: float32`."""
+    for key, value in node.value.items():
+        if not isinstance(key, str) or not ("." in key or key in get_op_names()):
+            continue
+        meant = rule
+        if isinstance(value.value, str):
+            meant = _LIST_OF_DTYPE.get(value.value, rule)
+        remedy = f"write {key}, or with a reason {{op: {key}, why: range}}"
+        if meant is not rule:
+            remedy = f"the list decides the dtype: put `- {key}` under `{meant}`"
+        raise fault(f"{key!r} is an op, and not a key of an entry; {remedy}", path, node)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:

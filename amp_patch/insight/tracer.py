@@ -315,8 +315,8 @@ class Tracer(Recorder):
         """Tell whether training has diverged: a wider range would only put the end off."""
         if fault.value == "zero" or fault.cause == "came in" or fault.phase == "backward":
             return False
-        if fault.out == "bf16" and fault.cause == "precision" and not fault.lost:
-            return True  # which has the range of float32
+        if fault.out == "bf16" and fault.cause == "precision" and fault.in_float32 > _LARGE:
+            return True  # what is beyond bfloat16 is beyond float32, or nearly so: no rounding made it
         if fault.step == 0:
             return False
         if self._loss.is_beyond(_GROWN_LOSS) or self._largest_weight.is_beyond(_GROWN_WEIGHTS):

@@ -8,7 +8,7 @@ from .folding import Call
 from .ops import Op
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
-_LOW_RULES = ("whitelist", "border of the cast", "cast_model_type", "run: low")
+_LOW_RULES = ("whitelist", "cast_model_type", "run: low")
 
 
 class Item(NamedTuple):

@@ -92,7 +92,8 @@ class ModelBinding:
             self._let_be(model, policy.cast_model_type, constants)
             if policy.master_weights:
                 self._add(model.register_forward_pre_hook, SyncMasters(self._masters))
-            self._add(model.register_forward_pre_hook, CastModelInputs(policy.cast_model_type), with_kwargs=True)
+            taken = torch.float32 if self._runs.get(model) == "float32" else policy.cast_model_type
+            self._add(model.register_forward_pre_hook, CastModelInputs(taken), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
             for module in model.modules():

@@ -52,6 +52,11 @@ def test_a_script_ends_with_the_step_that_has_the_fault(package, call, tmp_path)
     assert (line["kind"], line["step"], line["module"]) == ("fault", 2, "0")
 
 
+def test_what_was_found_is_said_although_its_file_cannot_be_written(call):
+    code, out, err = call(script(bad=0), "--json", "/dev/full")
+    assert code == 2 and "step 0, forward: first value that does not fit" in out and "/dev/full" in err
+
+
 def test_a_script_in_which_every_value_fits(call):
     code, out, err = call(script(bad=None))
     assert (code, err) == (0, "") and out.endswith("step 3\nevery value fits, in 4 steps\n")

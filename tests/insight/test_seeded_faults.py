@@ -20,7 +20,7 @@ def test_a_seeded_fault_is_told_and_what_is_advised_repairs(name, tmp_path):
     if case.helps == "script":
         assert not found.remedy.has_list and not found.remedy.scale, found.text
     if case.helps == "list":
-        assert found.remedy.has_list, found.text
+        assert found.remedy.has_list and not found.remedy.sites, found.text
     for given in remedied(case, found.remedy, tmp_path):
         assert find(case, given).text == ""
     assert describe(case, found) in PAGE.read_text(encoding="utf-8")

@@ -471,6 +471,35 @@ def rounded_probabilities(given):
     return given.start(model, lambda: -torch.log(model(x)).mean())  # HERE
 
 
+@case("odds, p / (1 - p), where bfloat16 makes p one", "precision", "list", level="O4")
+def odds(given):
+    def predict(self, x):
+        p = torch.sigmoid(self.rate(x))
+        return p / (1 - p)  # HERE
+
+    model = nn.Sequential(linear(8, 8), Layer(predict, rate=linear(8, 8, bias=9.0)), linear(8, 1, 1e-5))
+    return given.regress(model, draw(4, 8))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = linear(8, 8), linear(8, 8)
+        self.temperature = nn.Parameter(torch.tensor(11.5))
+
+    def forward(self, x):
+        image, text = F.normalize(self.image(x), dim=-1), F.normalize(self.text(x), dim=-1)
+        return self.temperature.exp() * image @ text.T  # HERE
+
+
+@case(
+    "a learned temperature, exp(11.5), in the model's own forward at O2", "precision", "list", level="O2", of=TwoTowers
+)
+def learned_temperature(given):
+    model, x = TwoTowers(), draw(4, 8)
+    return given.start(model, lambda: F.cross_entropy(model(x), torch.arange(4)) * 1e-6)
+
+
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +611,14 @@ def infinite_target(given):
 
 @case("features of 1e5 without normalization", "precision", "list")
 def large_features(given):
+    x = draw(4, 8)
+    x[:, 0] = 1e5
+    model = nn.Sequential(linear(8, 8, 1e-3), nn.ReLU(), linear(8, 1))
+    return given.start(model, lambda: model(x).float().square().mean())  # HERE
+
+
+@case("features of 1e5 that O2 casts", "precision", "list", level="O2")
+def large_features_of_a_cast_model(given):
     x = draw(4, 8)
     x[:, 0] = 1e5
     model = nn.Sequential(linear(8, 8, 1e-3), nn.ReLU(), linear(8, 1))

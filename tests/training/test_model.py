@@ -152,6 +152,15 @@ def test_a_rule_decides_how_a_module_without_weights_runs(level, run, tmp_path):
     assert model.rotary.frequencies.dtype is (BF16 if run == "low" else torch.float32)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_that_a_rule_runs_in_float32_takes_what_it_is_given(level, tmp_path):
+    model, x = Positions(), torch.randn(3, 4)
+    expected = model(x)
+    (tmp_path / "rules.yaml").write_text('modules: [{match: "**", run: float32}]')
+    amp.initialize(model, opt_level=level, lists=tmp_path / "rules.yaml", verbosity=0)
+    assert torch.equal(model(x), expected)
+
+
 class Declaring(nn.Module):
     """Says what is to stay in float32 as models of transformers do, and computes accordingly."""
 
