@@ -81,8 +81,12 @@ class Finding:
     is_warning: bool = False
 
     def __str__(self) -> str:
-        told = f"warning: {self.message}" if self.is_warning else self.message
-        return told if self.path is None else f"{self.path}:{self.line}:{self.column}: {told}"
+        text = self.message
+        if self.is_warning:
+            text = f"warning: {text}"
+        if self.path is None:
+            return text
+        return f"{self.path}:{self.line}:{self.column}: {text}"
 
 
 class Diagnostics:
@@ -147,9 +151,11 @@ def fault(problem: str, path: Path, node: Node) -> OpListError:
 def is_op_list(root: Node) -> bool:
     """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
     assert isinstance(root.value, dict)
-    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
-    has_key = any(key in KEYS and not is_level for key, is_level in are_levels.items())
-    has_level = any(key not in KEYS and is_level for key, is_level in are_levels.items())
+    has_key = has_level = False
+    for key, node in root.value.items():
+        is_level = isinstance(node.value, dict)
+        has_key = has_key or (key in KEYS and not is_level)
+        has_level = has_level or (key not in KEYS and is_level)
     return has_key and not has_level
 
 
