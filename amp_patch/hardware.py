@@ -8,7 +8,7 @@ from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 
 CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
-"""The x86 instructions for 16-bit products that torch tells of."""
+"""The x86 instructions for 16-bit products that torch reports."""
 
 _BFLOAT16_FLAGS = CPU_FLAGS[:3]
 
@@ -34,7 +34,7 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
     """Return up to how many queries times keys attention is faster in float32 than in the kernels of a 16-bit dtype,
-    with its backward pass and the casts; 0: at no length, or nobody has measured it on such hardware.
+    with its backward pass and the casts; 0: at no length, or this was not measured on such hardware.
 
     torch's bfloat16 attention for CPUs takes up to six times as long in backward as its float32 one: it calls oneDNN
     for each of many small products. Measured with AVX512_BF16 (torch 2.13.0, heads of 64): 0.45 of the time at 64x64,
