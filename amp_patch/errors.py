@@ -140,22 +140,28 @@ class NoLoss:
 
 
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'x'?` for the allowed word that is meant, or an empty string where none is close, or it is
-    the word itself that is allowed.
+    """Return ` Did you mean 'x'?` for the allowed word that is meant. Return an empty string where none is close, or
+    where the word itself is allowed.
 
-    Case, hyphens and underscores do not matter; then come other names of the same thing (`synonyms`), which may be
-    several words, and then words that are spelt alike.
+    Case, hyphens and underscores do not matter. Other names of the same thing (`synonyms`), which may mean several
+    words, come before words that are spelled alike.
 
     Args:
         prefix: put before each word that is suggested.
-        cutoff: how alike words must be spelt, as `difflib` counts it; 1.0 for the same but for what does not matter.
+        cutoff: how alike words must be spelled, as `difflib` counts it; 1.0 for the same but for what does not matter.
     """
-    meant = find_meant(word, allowed, cutoff) if isinstance(word, str) else ()
-    if not isinstance(word, str) or not meant or f"{prefix}{meant[0]}" == word:
+    if not isinstance(word, str):
         return ""
-    *others, last = (repr(f"{prefix}{name}") for name in meant)
-    remark = " The first character is the letter O." if _LEVEL.fullmatch(_fold(meant[0])) and word[0] != "O" else ""
-    return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?{remark}"
+    suggested = []
+    for name in find_meant(word, allowed, cutoff):
+        suggested.append(f"{prefix}{name}")
+    if not suggested or suggested[0] == word:
+        return ""
+    told = " or ".join(map(repr, suggested))
+    remark = ""
+    if _LEVEL.fullmatch(_fold(suggested[0])) and word[0] != "O":
+        remark = " The first character is the letter O."
+    return f" Did you mean {told}?{remark}"
 
 
 def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -179,27 +185,21 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
     """Return the allowed words that are meant by one, as `did_you_mean` finds them."""
-    by_folded: dict[str, tuple[str, ...]] = {}
+    by_folded: dict[str, str] = {}
     for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
-        by_folded[_fold(name)] = (name,)  # of two that differ in case only, the one that looks more like the word
-    return _find_meant(_fold(word), by_folded, cutoff)
-
-
-def _find_meant(word: str, by_folded: dict[str, tuple[str, ...]], cutoff: float) -> tuple[str, ...]:
-    level = _LEVEL.fullmatch(word)
-    if found := by_folded.get(word) or (by_folded.get(f"o{level[1]}") if level else None):
-        return found
-    synonyms: dict[str, tuple[str, ...]] = {}
+        by_folded[_fold(name)] = name  # of two that differ in case only, the one that looks more like the word
+    folded = _fold(word)
+    if folded in by_folded:
+        return (by_folded[folded],)
+    level = _LEVEL.fullmatch(folded)
+    if level and f"o{level[1]}" in by_folded:
+        return (by_folded[f"o{level[1]}"],)
     for synonym, names in SYNONYMS.items():
-        if allowed := tuple(name for name in names if by_folded.get(_fold(name)) == (name,)):
-            synonyms[_fold(synonym)] = allowed
-    if word in synonyms:
-        return synonyms[word]
-    likely = max(cutoff, 0.8)
-    for words, least in ((by_folded, likely), (synonyms, likely), (by_folded, cutoff)):
-        if close := difflib.get_close_matches(word, words, n=1, cutoff=least):
-            return words[close[0]]
-    return ()
+        meant = tuple(name for name in names if by_folded.get(_fold(name)) == name)
+        if meant and _fold(synonym) == folded:
+            return meant
+    close = difflib.get_close_matches(folded, by_folded, n=1, cutoff=cutoff)
+    return tuple(by_folded[found] for found in close)
 
 
 def _fold(word: str) -> str:

@@ -1,4 +1,4 @@
-"""Files that a user names for output: each is there whole, or as it was before."""
+"""Output files: each is written whole, or stays as it was before."""
 
 import contextlib
 import os

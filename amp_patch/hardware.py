@@ -8,7 +8,7 @@ from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 
 CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
-"""The x86 instructions for 16-bit products that torch tells of."""
+"""The x86 instructions for 16-bit products that torch reports."""
 
 _BFLOAT16_FLAGS = CPU_FLAGS[:3]
 
@@ -34,7 +34,7 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
     """Return up to how many queries times keys attention is faster in float32 than in the kernels of a 16-bit dtype,
-    with its backward pass and the casts; 0: at no length, or nobody has measured it on such hardware.
+    with its backward pass and the casts; 0: at no length, or this was not measured on such hardware.
 
     torch's bfloat16 attention for CPUs takes up to six times as long in backward as its float32 one: it calls oneDNN
     for each of many small products. Measured with AVX512_BF16 (torch 2.13.0, heads of 64): 0.45 of the time at 64x64,
@@ -45,7 +45,9 @@ def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
         return 0
     if has_cpu_flag("amx_tile"):
         return 64 * 64
-    return 200 * 200 if has_cpu_flag("avx512_bf16") else 0
+    if has_cpu_flag("avx512_bf16"):
+        return 200 * 200
+    return 0
 
 
 def as_device_type(device: torch.device | str | None) -> str:
@@ -54,8 +56,12 @@ def as_device_type(device: torch.device | str | None) -> str:
     Raises ArgumentValueError, or ArgumentTypeError for what names no device.
     """
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if found is None else found.type
+        found = None
+        if torch.accelerator.is_available():
+            found = torch.accelerator.current_accelerator()
+        if found is None:
+            return "cpu"
+        return found.type
     if not isinstance(device, (torch.device, str)):
         raise ArgumentTypeError(
             f"device={device!r} is neither text nor a torch.device: pass one such as 'cuda' or 'cpu', or leave it out"
@@ -79,7 +85,9 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
     told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
     if has_low_products(device_type, dtype):
         return told
-    cost = "a step takes 1.1 to 1.5 times as long as in float32; " if device_type == "cpu" else ""
+    cost = ""
+    if device_type == "cpu":
+        cost = "a step takes 1.1 to 1.5 times as long as in float32; "
     fast = get_fast_levels(device_type)
     return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
 
@@ -89,8 +97,11 @@ def get_fast_levels(device_type: str) -> str:
 
     A step of a small model is mostly something else than products, so O0 is named with them.
     """
-    levels = {torch.bfloat16: "O4 or O5, or O0 for a small model", torch.float16: "O1 or O2, or O0 for a small model"}
-    return next((named for low, named in levels.items() if has_low_products(device_type, low)), "O0")
+    if has_low_products(device_type, torch.bfloat16):
+        return "O4 or O5, or O0 for a small model"
+    if has_low_products(device_type, torch.float16):
+        return "O1 or O2, or O0 for a small model"
+    return "O0"
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:

@@ -53,8 +53,12 @@ def _other_handlers() -> Iterator[logging.Handler]:
     """Yield the handlers that see the package's records, but for its own."""
     level: logging.Logger | None = logger
     while level is not None:
-        yield from (handler for handler in level.handlers if handler is not _handler)
-        level = level.parent if level.propagate else None
+        for handler in level.handlers:
+            if handler is not _handler:
+                yield handler
+        if not level.propagate:
+            return
+        level = level.parent
 
 
 _handler = _StdoutHandler()
@@ -88,7 +92,7 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 
 def tells_parameters() -> bool:
-    """Tell whether each overflow is told of with its parameters, for which every step waits for the device."""
+    """Tell whether each overflow is reported with its parameters, for which every step waits for the device."""
     return _verbosity > 1 and not _is_printing
 
 
@@ -123,7 +127,9 @@ def say_on_every_rank(message: str, *args: object) -> None:
 def warn(message: str) -> None:
     """Warn of something wrong, at the line that called the package; in a distributed run the rank is named."""
     rank = find_rank()
-    warnings.warn(message if rank is None else f"rank {rank}: {message}", stacklevel=_find_stacklevel())
+    if rank is not None:
+        message = f"rank {rank}: {message}"
+    warnings.warn(message, stacklevel=_find_stacklevel())
 
 
 def find_rank() -> int | None:
@@ -131,8 +137,10 @@ def find_rank() -> int | None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
-    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+        return int(rank)
+    return None
 
 
 def _find_stacklevel() -> int:

@@ -23,14 +23,23 @@ class Settings(NamedTuple):
     lists: tuple[str, ...] = ()
 
     def lay_over(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-        """Return the level to use, the arguments that were given and go with it, and what to tell of the others."""
-        overrides = {name: value for name, value in given.items() if value is not None}
-        if self.opt_level is None or self.opt_level == opt_level:
-            return opt_level, overrides, ""
-        dropped = sorted(_OF_LEVELS & overrides.keys())
-        ignored = f" and ignore {', '.join(dropped)}" if dropped else ""
-        kept = {name: value for name, value in overrides.items() if name not in _OF_LEVELS}
-        return self.opt_level, kept, f"amp: told to use opt_level {self.opt_level} instead of {opt_level}{ignored}"
+        """Return the level to use, the given arguments that go with it, and a message about those that do not."""
+        is_replaced = self.opt_level is not None and self.opt_level != opt_level
+        kept: dict[str, Any] = {}
+        dropped: list[str] = []
+        for name, value in given.items():
+            if value is None:
+                continue
+            if is_replaced and name in _OF_LEVELS:
+                dropped.append(name)
+            else:
+                kept[name] = value
+        if self.opt_level is None or not is_replaced:
+            return opt_level, kept, ""
+        message = f"amp: told to use opt_level {self.opt_level} instead of {opt_level}"
+        if dropped:
+            message += f" and ignore {', '.join(sorted(dropped))}"
+        return self.opt_level, kept, message
 
 
 class _InForce:

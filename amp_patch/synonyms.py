@@ -50,7 +50,9 @@ fp32 float full double float64 -> float32
 yes on -> true
 no off -> false
 auto -> dynamic
+fp16 half -> float16
 bf16 -> bfloat16
+layer layers -> modules
 gpu nvidia -> cuda
 
 # arguments

@@ -9,24 +9,32 @@ def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = 2) 
     The first `left` columns are set to the left, by default all, and the others to the right.
     """
     cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = _find_widths(cells)
     lines = []
     for row in cells:
-        padded = [
-            cell.ljust(width) if left is None or column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        padded = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if left is None or column < left:
+                padded.append(cell.ljust(width))
+            else:
+                padded.append(cell.rjust(width))
         lines.append((" " * gap).join(padded).rstrip())
     return lines
+
+
+def _find_widths(cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*cells, strict=True)]
 
 
 def format_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """Return rows as one text, aligned, below their heading and a line of dashes."""
     cells = [heading, *rows]
-    dashes = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
+    dashes = ["-" * width for width in _find_widths(cells)]
     return "\n".join(align([heading, dashes, *cells[1:]], left))
 
 
 def count_of(number: int, noun: str) -> str:
     """Return "1 step", or "2 steps"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

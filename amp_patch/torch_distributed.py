@@ -33,7 +33,7 @@ def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: 
 def get_reduced_dtypes(module: Any) -> set[str]:
     """Return the names of the dtypes of the parameters that a DistributedDataParallel was made for, as C++ calls them.
 
-    Empty without it: wrappers that were made before their model was cast reduce nothing then, and nobody says so.
+    Empty without it: wrappers that were made before their model was cast then reduce nothing, without a warning.
     """
     read: Any = getattr(module, "_get_ddp_logging_data", dict)
     return set(filter(None, read().get("dtypes", "").split(", ")))

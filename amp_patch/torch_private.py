@@ -318,7 +318,7 @@ def is_tracing_graph() -> bool:
 
 
 IDLE_DEVICE_TYPES = ("ipu", "maia")
-"""Device types that torch keeps an autocast state for, and no longer runs on: Dynamo guards it, nobody uses it.
+"""Device types that torch keeps an autocast state for, and no longer runs on: Dynamo guards it; nothing else uses it.
 
 Without any: `IDLE_KEYS` do, and without those, code that was compiled inside a region is also run outside of it.
 """

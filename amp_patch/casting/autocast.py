@@ -24,7 +24,7 @@ class Autocast:
     Args:
         device_type: such as "cuda".
         low: regions in another dtype are left to torch; None: all are alike, since nothing is cast in them.
-        own: the list of what torch itself does, or None where nobody has written one.
+        own: the list of what torch itself does, or None where there is no such list.
     """
 
     def __init__(self, device_type: str, low: torch.dtype | None, own: op_lists.OpLists | None) -> None:

@@ -78,14 +78,14 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 # Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow
 # how a thread's region is found nor guards patched Tensor methods. But it guards the autocast state of the thread, for
 # every kind of device. The state of one that torch lists and no longer runs on says which region is open. Dynamo of
-# torch 2.6 does not guard it, but the dispatch keys of the thread: there, two that nobody uses say it.
+# torch 2.6 does not guard it, but the dispatch keys of the thread: there, two unused keys say which region is open.
 
 _SIGNS = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
 
 
 def _find_idle_device() -> tuple[str, torch.dtype] | None:
-    """Return a device type that torch has an autocast state for and nobody can use, and its autocast dtype; None if
+    """Return a device type that torch has an autocast state for but no code for, and its autocast dtype. Return None if
     torch lists none any more, or Dynamo does not guard it.
     """
     for name in IDLE_DEVICE_TYPES:

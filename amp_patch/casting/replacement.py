@@ -97,7 +97,7 @@ class Replacements:
         return self._made[key][1]
 
     def clear(self) -> None:
-        """Let go of all: what nobody else holds is gone at once."""
+        """Drop all references, so that replacements without other holders are freed at once."""
         self._made.clear()
 
 
@@ -105,13 +105,13 @@ class PublicOp:
     """One op by its public name.
 
     Args:
-        name: of the op. Methods such as `__matmul__` answer NotImplemented where nobody takes the call.
+        name: of the op. Methods such as `__matmul__` return NotImplemented if no argument handles the call.
         is_of_torch: whether it is torch's, and so to be overridden at all.
         takes_lists: whether it takes tensors in lists, which may answer, too.
 
     Attributes:
-        has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may answer the call. While
-            Dynamo traces nobody is to be asked: it knows overrides by itself.
+        has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may handle the call. It is
+            not asked while Dynamo traces, which knows overrides by itself.
     """
 
     __slots__ = ("_function", "_is_operator", "has_overrides")
@@ -126,12 +126,12 @@ class PublicOp:
             self.has_overrides = has_torch_function
 
     def lead_to(self, function: Op) -> Op:
-        """Take `function` for what the name holds, and return it. It is held weakly: it holds this itself."""
+        """Set the function that the name holds, and return it. It is held weakly, since it refers to this object."""
         self._function = weakref.ref(function)
         return function
 
     def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Have those that may answer the call answer it."""
+        """Let the arguments or the mode handle the call."""
         try:
             return handle_torch_function(self._function(), _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
         except TypeError:

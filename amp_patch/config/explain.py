@@ -109,7 +109,10 @@ def explain(op: str, lists: OpLists) -> Explanation:
     except OpListError:
         find_spellings(op, may_be_missing=False)  # knows more reasons, such as that it is a class of modules
         raise
-    missing = tuple(entry for entry in lists.missing if _is_named(op, entry))
+    missing: list[OpEntry] = []
+    for entry in lists.missing:
+        if _is_named(op, entry):
+            missing.append(entry)
     other_torch: list[OpEntry] = []
     for entry in lists.other_torch:
         if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
@@ -122,7 +125,7 @@ def explain(op: str, lists: OpLists) -> Explanation:
         unlisted = Ruling((), Rule.UNLISTED, package=None if owner is not None else _package_of(key))
         groups.setdefault(by_key.get(key, unlisted), []).append(".".join(key))
     rulings = [replace(ruling, spellings=tuple(names)) for ruling, names in groups.items()]
-    return Explanation(op, tuple(rulings), missing, tuple(other_torch))
+    return Explanation(op, tuple(rulings), tuple(missing), tuple(other_torch))
 
 
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
@@ -169,8 +172,9 @@ def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> It
     for name, twins in written.items():
         merely_follow = all(_follows(key, plain, side) for key in twins for side in (left, right))
         if not (differences and merely_follow):
-            is_itself = op == ".".join(twins[0])
-            yield from _compare_keys(op if is_itself else name, twins, left, right)
+            if op == ".".join(twins[0]):
+                name = op
+            yield from _compare_keys(name, twins, left, right)
 
 
 def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
@@ -188,7 +192,9 @@ def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> 
 
 def _kind(key: Key, rulings: _Rulings) -> Rule:
     ruling = rulings.get(key)
-    return Rule.UNLISTED if ruling is None or ruling.kind is Rule.NEUTRAL else ruling.kind
+    if ruling is None or ruling.kind is Rule.NEUTRAL:
+        return Rule.UNLISTED
+    return ruling.kind
 
 
 def _follows(key: Key, plain: list[Key], rulings: _Rulings) -> bool:
@@ -218,5 +224,9 @@ def _is_named(op: str, entry: OpEntry) -> bool:
 
 
 def _with_twins(keys: dict[Key, object | None]) -> dict[Key, object | None]:
-    twins = {inplace_twin(key): owner for key, owner in keys.items()}
-    return keys | {twin: owner for twin, owner in twins.items() if twin is not None}
+    found = dict(keys)
+    for key, owner in keys.items():
+        twin = inplace_twin(key)
+        if twin is not None:
+            found[twin] = owner
+    return found

@@ -85,8 +85,12 @@ class Finding:
     is_warning: bool = False
 
     def __str__(self) -> str:
-        told = f"warning: {self.message}" if self.is_warning else self.message
-        return told if self.path is None else f"{self.path}:{self.line}:{self.column}: {told}"
+        text = self.message
+        if self.is_warning:
+            text = f"warning: {text}"
+        if self.path is None:
+            return text
+        return f"{self.path}:{self.line}:{self.column}: {text}"
 
 
 class Diagnostics:
@@ -151,9 +155,11 @@ def fault(problem: str, path: Path, node: Node) -> OpListError:
 def is_op_list(root: Node) -> bool:
     """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
     assert isinstance(root.value, dict)
-    are_levels = {key: isinstance(node.value, dict) for key, node in root.value.items()}
-    has_key = any(key in KEYS and not is_level for key, is_level in are_levels.items())
-    has_level = any(key not in KEYS and is_level for key, is_level in are_levels.items())
+    has_key = has_level = False
+    for key, node in root.value.items():
+        is_level = isinstance(node.value, dict)
+        has_key = has_key or (key in KEYS and not is_level)
+        has_level = has_level or (key not in KEYS and is_level)
     return has_key and not has_level
 
 
@@ -264,29 +270,41 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
             nodes = get_items(keys.get(rule), path, rule)
         for node in nodes:
             with diagnostics:
-                yield _read_entry(rule, node, path)
+                yield _read_entry(rule, node, path, diagnostics)
 
 
-def _read_entry(rule: Rule, node: Node, path: Path) -> OpEntry:
+def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
     _check_that_its_op_is_no_key(node, rule, path)
-    fields = check_keys(node, ENTRY_KEYS, path, Diagnostics())
+    fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
+    values = {"why": "", "since": "", "until": "", "optional": "false"}
+    for name in values:
+        with diagnostics:
+            if name in fields:
+                values[name] = _read_field(name, fields[name], path)
+    since, until = values["since"], values["until"]
+    with diagnostics:
+        if since and until and _parse_version(since) >= _parse_version(until):
+            problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
+            raise fault(problem, path, fields["until"])
     if "op" not in fields:
         raise fault(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
     op = fields["op"]
-    since = _read_version(fields, "since", path)
-    until = _read_version(fields, "until", path)
-    if since and until and _parse_version(since) >= _parse_version(until):
-        problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
-        raise fault(problem, path, fields["until"])
-    why = ""
-    if "why" in fields:
-        why = read_text(fields["why"], path, "why")
-    is_optional = False
-    if "optional" in fields:
-        is_optional = read_choice(fields["optional"], path, "optional", BOOLEANS) == "true"
-    return OpEntry(_read_name(op, rule, path), rule, why, str(path), op.line, op.column, since, until, is_optional)
+    name, is_optional = _read_name(op, rule, path), values["optional"] == "true"
+    return OpEntry(name, rule, values["why"], str(path), op.line, op.column, since, until, is_optional)
+
+
+def _read_field(name: str, node: Node, path: Path) -> str:
+    """Return the value of a key of an entry that is not its op."""
+    if name == "why":
+        return read_text(node, path, name)
+    if name == "optional":
+        return read_choice(node, path, name, BOOLEANS)
+    text = read_text(node, path, name)
+    if not VERSION.fullmatch(text):
+        raise fault(f"{name} is {text!r}; give a torch version such as 2.12", path, node)
+    return text
 
 
 def _check_that_its_op_is_no_key(node: Node, rule: Rule, path: Path) -> None:
@@ -318,16 +336,6 @@ def _read_name(node: Node, rule: Rule, path: Path) -> str:
         )
         raise fault(problem, path, node)
     return name
-
-
-def _read_version(fields: dict[str, Node], what: str, path: Path) -> str:
-    """Return a bound, empty if it is not given."""
-    if what not in fields:
-        return ""
-    text = read_text(fields[what], path, what)
-    if not VERSION.fullmatch(text):
-        raise fault(f"{what} is {text!r}; give a torch version such as 2.12", path, fields[what])
-    return text
 
 
 def _parse_version(text: str) -> tuple[int, ...]:

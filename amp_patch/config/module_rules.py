@@ -57,11 +57,15 @@ class ModuleRule:
             return isinstance(found, type) and isinstance(module, found)
         if self.chooser.startswith("re:"):
             return self.pattern.search(name) is not None
-        return self.pattern.fullmatch(f"{name}." if name else "") is not None
+        if name:
+            name += "."
+        return self.pattern.fullmatch(name) is not None
 
     def find_problem(self) -> str | None:
         """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
-        return None if self.pattern is not None else _find_problem(self.chooser)
+        if self.pattern is not None:
+            return None
+        return _find_problem(self.chooser)
 
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
@@ -81,7 +85,9 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
     if "run" not in fields:
         raise fault(f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}", path, node)
     run = read_choice(fields["run"], path, "run", RUNS)
-    why = read_text(fields["why"], path, "why") if "why" in fields else ""
+    why = ""
+    if "why" in fields:
+        why = read_text(fields["why"], path, "why")
     if "match" in fields:
         chooser = read_text(fields["match"], path, "match")
         pattern = _compile(chooser, fields["match"], path)
@@ -95,11 +101,12 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
     """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
-    is_expression = match.startswith("re:")
     try:
-        return re.compile(match.removeprefix("re:") if is_expression else _translate(match))
+        if match.startswith("re:"):
+            return re.compile(match.removeprefix("re:"))
+        return re.compile(_translate(match))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        remedy = "correct the regular expression" if is_expression else "write one such as encoder.*.norm"
+        remedy = "write one such as encoder.*.norm, or re: and a regular expression"
         raise fault(f"{match!r} is not a pattern: {error}; {remedy}", path, node) from None
 
 
@@ -123,17 +130,17 @@ def _find_problem(chooser: str) -> str | None:
         hint = did_you_mean(chooser, _torch_modules(), prefix="torch.nn.", cutoff=0.8)
         return f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm.{hint}"
     names = chooser.split(".")
-    imported = count_imported(names)
-    if names[0] == "__main__":
-        return None
     found = _find_value(names)
-    if found is None and not _may_come(names):
-        hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.") if names[0] == "torch" else ""
-        missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
-        return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
-    if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
+    if isinstance(found, type) and issubclass(found, nn.Module):
         return None
-    return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
+    if found is not None:
+        return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
+    if names[0] == "__main__" or _may_come(names):
+        return None
+    imported = count_imported(names)
+    hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.")
+    missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
+    return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
 
 
 def _may_come(names: list[str]) -> bool:

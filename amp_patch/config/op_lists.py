@@ -303,14 +303,17 @@ class Overlay:
         if not found:
             absent["", entry.op] = entry
             return
-        problem = None if may_be_missing else find_doubt(entry.op)
-        if problem:
-            self._warn(entry, f"{entry.op!r} has no effect: {problem}")
+        if not may_be_missing:
+            problem = find_doubt(entry.op)
+            if problem:
+                self._warn(entry, f"{entry.op!r} has no effect: {problem}")
         if entry.rule is Rule.NEUTRAL:
             self._warn_of_neutral(entry, found, named)
         for key, owner in found.items():
             earlier = self._spellings.get(key)
-            overridden = (*earlier.overridden, earlier.entry) if earlier else ()
+            overridden: tuple[OpEntry, ...] = ()
+            if earlier:
+                overridden = (*earlier.overridden, earlier.entry)
             named[key] = Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
@@ -372,8 +375,10 @@ class Overlay:
     def _cause(self, key: Key, rule: Rule, named: Mapping[Key, Spelling]) -> str | None:
         """Return what puts a spelling on a rule besides its entry in the file of `named`, or None."""
         earlier = self._spellings.get(key)
+        if earlier and earlier.entry.rule is not rule:
+            return None
         if earlier:
-            return f"by {earlier.entry.op!r} at {earlier.entry.place}" if earlier.entry.rule is rule else None
+            return f"by {earlier.entry.op!r} at {earlier.entry.place}"
         base = _without_underscore(key)
         plain = named.get(base) or self._spellings.get(base)
         if plain is None or plain.entry.rule is not rule or rule not in TWINNED or inplace_twin(base) != key:
@@ -392,11 +397,15 @@ def _kind_of(name: str, rule: Rule, inplace_blacklist: str) -> Rule:
     """
     if rule in (Rule.BANNED, Rule.NEUTRAL):
         return rule
+    if not is_augmented(name) and not is_inplace(name):
+        return rule
+    if inplace_blacklist == "match":
+        return Rule.MATCH_SELF
     if is_augmented(name):
-        return rule if inplace_blacklist == "error" else Rule.MATCH_SELF
-    if is_inplace(name):
-        return Rule.INPLACE_ERROR if rule is Rule.BLACKLIST and inplace_blacklist == "error" else Rule.MATCH_SELF
-    return rule
+        return rule
+    if rule is Rule.BLACKLIST:
+        return Rule.INPLACE_ERROR
+    return Rule.MATCH_SELF
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:

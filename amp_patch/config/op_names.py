@@ -82,7 +82,8 @@ def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
         if alias.startswith("__"):
             keys.append(("torch.Tensor", alias))
             continue
-        keys += [(searched, alias) for searched in SEARCHED]
+        for searched in SEARCHED:
+            keys.append((searched, alias))
         if alias in RNN:
             keys.append(("torch._VF", alias))
     return tuple((key, OWNERS[key[0]]) for key in keys)
@@ -129,7 +130,10 @@ def _suggest_op(owner_name: str, name: str) -> str:
 def _suggest_in(owner_name: str, name: str) -> str:
     """Return a hint for the name of an op of one namespace."""
     prefix = f"{owner_name}."
-    known = (op.removeprefix(prefix) for op in get_op_names() if op.startswith(prefix))
+    known = []
+    for op in get_op_names():
+        if op.startswith(prefix):
+            known.append(op.removeprefix(prefix))
     return did_you_mean(name, known, prefix=prefix)
 
 
@@ -148,7 +152,9 @@ def inplace_twin(key: Key) -> Key | None:
         return None
     twin = f"{name}_"
     value = getattr(OWNERS[owner_name], twin, None)
-    return None if value is None or find_fault(value, twin) else (owner_name, twin)
+    if value is None or find_fault(value, twin):
+        return None
+    return owner_name, twin
 
 
 def get_op(key: Key) -> str:
@@ -157,7 +163,9 @@ def get_op(key: Key) -> str:
     In-place twins have the name of their op.
     """
     owner_name, name = key
-    candidates = [name.removesuffix("_"), name] if is_inplace(name) else [name]
+    candidates = [name]
+    if is_inplace(name):
+        candidates = [name.removesuffix("_"), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
         spellings = find_or_none(op)

@@ -25,8 +25,10 @@ MOST = 2**31 - 1
 
 def _to_number(value: object) -> float:
     """Return a number, or text that is one, as a float; NaN for anything else."""
+    if isinstance(value, bool):
+        return math.nan
     try:
-        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -91,7 +93,9 @@ class DynamicScale:
             is_count = isinstance(knob.default, int)
             if not knob.metadata["is_allowed"](number) or (is_count and _is_fraction(value)):
                 raise PolicyError(f"{name}={value!r} must be {knob.metadata['allowed']}")
-            values[name] = int(number) if is_count else number
+            if is_count:
+                number = int(number)
+            values[name] = number
         return cls(**values)
 
 
@@ -202,7 +206,9 @@ class Policy:
         """The 16-bit dtype in force, or None at a float32 level."""
         if self.patch_torch_functions:
             return self.patch_torch_functions_type
-        return self.cast_model_type if self.cast_model_type in LOW_DTYPES else None
+        if self.cast_model_type in LOW_DTYPES:
+            return self.cast_model_type
+        return None
 
     @property
     def is_scale_dynamic(self) -> bool:
@@ -234,7 +240,9 @@ class Policy:
             return []
         if self.computes_in_float32(device_type):
             return [explain_products(device_type, low)]
-        return [] if has_low_products(device_type, low) else [explain_imitation(device_type, low)]
+        if has_low_products(device_type, low):
+            return []
+        return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
         """Return the name and the value in words of each property that has an effect."""
@@ -268,7 +276,9 @@ def _in_words(value: Any) -> str:
         return f"{value:.12g}"
     if isinstance(value, tuple):
         return ", ".join(value)
-    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return str(value)
 
 
 # ---- contradictions --------------------------------------------------------------------------------------------------
@@ -276,7 +286,9 @@ def _in_words(value: Any) -> str:
 
 def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
     """Return what does not go together in a policy that comes of a preset and the overrides `given`."""
-    find = _contradict_casts_of_functions if preset.patch_torch_functions else _contradict_casts_of_the_model
+    find = _contradict_casts_of_the_model
+    if preset.patch_torch_functions:
+        find = _contradict_casts_of_functions
     return [*find(preset.opt_level, given, policy), *_contradict_bounds(policy)]
 
 

@@ -35,7 +35,10 @@ def make_policy(
         raise _unknown_level(opt_level, table.names())
     properties = table.properties(opt_level)
     known = Policy.get_overrides()
-    given = {name: value for name, value in overrides.items() if name in known and value is not None}
+    given = {}
+    for name, value in overrides.items():
+        if name in known and value is not None:
+            given[name] = value
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
     policy, problems = _override(preset, given)
     problems += find_contradictions(preset, given, policy)
@@ -57,7 +60,10 @@ def make_policy_without_model(
     if policy.low_dtype is None or policy.patch_torch_functions:
         return policy
     table = _table(presets)
-    patching = [level for level in table.names() if table.properties(level).get("patch_torch_functions")]
+    patching = []
+    for level in table.names():
+        if table.properties(level).get("patch_torch_functions"):
+            patching.append(level)
     raise PolicyError(
         f"opt_level {opt_level!r} casts models and patches no functions, so code without a model would run in float32."
         f" Levels that patch functions: {', '.join(patching)}. To cast a model, pass it to initialize."
@@ -76,13 +82,22 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in given.items():
-        is_off = name == "cast_model_type" and value is False  # Apex's way to say "leave the model alone"
+        if name == "cast_model_type" and value is False:  # Apex's way to say "leave the model alone"
+            values[name] = None
+            continue
         try:
-            values[name] = None if is_off else parsers[name](value)
+            values[name] = parsers[name](value)
         except (AmpError, ValueError, TypeError) as error:
-            given_already = str(error).startswith(f"{name}=")
-            problems.append(str(error) if given_already else f"{name}={value!r}: {error}")
+            problems.append(_with_name(error, name, f"{name}={value!r}"))
     return replace(preset, **values), problems
+
+
+def _with_name(error: Exception, name: str, shown: str) -> str:
+    """Return the text of an error about a property, which begins with the property, or with what is shown of it."""
+    text = str(error)
+    if text.startswith(f"{name}="):
+        return text
+    return f"{shown}: {text}"
 
 
 class Presets:
@@ -101,7 +116,9 @@ class Presets:
         return tuple(dict.fromkeys([*self._shipped_names(), *self._levels]))
 
     def _shipped_names(self) -> tuple[str, ...]:
-        return () if self.path == shipped_presets() else Presets(shipped_presets()).names()
+        if self.path == shipped_presets():
+            return ()
+        return Presets(shipped_presets()).names()
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the properties of a level of this file, or of the shipped one."""
@@ -112,7 +129,9 @@ class Presets:
         node = self._levels[level]
         entries = dict(_mapping(self.path, node))
         base = entries.pop("extends", None)
-        properties = {} if base is None else self._base(level, base, seen)
+        properties: dict[str, Any] = {}
+        if base is not None:
+            properties = self._base(level, base, seen)
         properties |= _parse(self.path, node, entries)
         low = properties.get("patch_torch_functions_type")
         if properties.get("patch_torch_functions") and low not in LOW_DTYPES:
@@ -150,12 +169,14 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
             line, column = parent.key_at.get(name, (node.line, node.column))
             problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
             raise PolicyError(problem, path, line, column)
+        if _is_null(node):
+            result[name] = None
+            continue
         try:
-            result[name] = None if _is_null(node) else parsers[name](_plain(node))
+            result[name] = parsers[name](_plain(node))
         except AmpError as error:
             line, column = _place_of_fault(node, parsers[name])
-            told = str(error) if str(error).startswith(f"{name}=") else f"{name}: {error}"
-            raise PolicyError(told, path, line, column) from None
+            raise PolicyError(_with_name(error, name, name), path, line, column) from None
     return result
 
 
@@ -184,5 +205,5 @@ def _is_null(node: Node) -> bool:
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    hint = did_you_mean(str(level) if isinstance(level, int) else level, allowed)
+    hint = did_you_mean(str(level), allowed)  # a level may be given as a number
     return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint}")

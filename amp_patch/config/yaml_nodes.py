@@ -215,11 +215,12 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
         mark = begin  # where the text or the item starts; the parser noticed later
     line, column = _place_of(mark)
     complaint = f"{context} {problem}".strip()
-    remedy = next((told for words, told in _REMEDIES if words in complaint), "")
-    if remedy is _QUOTE_IT and column > 1 and _INDICATOR.match(source, column - 2):
+    for words, remedy in _REMEDIES:
+        if words in complaint:
+            complaint = f"{complaint}; {remedy}"
+            break
+    if _QUOTE_IT in complaint and column > 1 and _INDICATOR.match(source, column - 2):
         column -= 1  # one of the parsers points behind the character
-    if remedy:
-        complaint = f"{complaint}; {remedy}"
     return complaint, line, column
 
 

@@ -58,7 +58,7 @@ class Slot:
         return None
 
     def read(self) -> Any:
-        """Return what is there, or ABSENT."""
+        """Return the value of the slot, or ABSENT."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
@@ -266,7 +266,7 @@ class Patcher:
     def undo(self) -> None:
         """Take every patch out again. Calling it twice is harmless.
 
-        A name that somebody else has patched on top of ours is left as it is; our function below it stays callable and
+        A name that other code has patched on top of ours is left as it is; our function below it stays callable and
         must be inert by then.
         """
         self.uncover()
@@ -384,7 +384,7 @@ def get_retired() -> list[Callable[..., Any]]:
 
 
 def _take_out(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if our function stays, below somebody else's."""
+    """Undo one exchange. Return False if our function stays below that of other code."""
     held = exchange.slot.read()
     if held is exchange.after:
         exchange.slot.write(exchange.before)

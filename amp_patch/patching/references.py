@@ -369,7 +369,7 @@ def _package_of(function: types.FunctionType) -> str:
 def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:
     """Return what the values refer to, directly or through a dict or tuple of theirs.
 
-    The garbage collector knows, and asks nobody.
+    The garbage collector knows without running any code of theirs.
     """
     direct = gc.get_referents(*values)
     inner = [value for value in direct if type(value) in (dict, tuple) and id(value) not in handled]
