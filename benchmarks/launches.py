@@ -146,8 +146,8 @@ op on many tensors. A wait is a moment in which the host does nothing until the 
 a GPU. The waits show whether the host ever stops queuing work. The counts do not show how long a kernel takes.
 
 Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks
-and {gpt} parameters, the conv net has 6 residual blocks with BatchNorm and {resnet} parameters, and the mlp has 5 layers and
-{mlp} parameters. Attention is one launch. autocast in float16 uses `GradScaler`. The version of torch is {torch}.
+and {gpt} parameters, the conv net has 6 residual blocks with BatchNorm and {resnet} parameters, and the mlp has 5
+layers and {mlp} parameters. Attention is one launch. autocast in float16 uses `GradScaler`. The version of torch is {torch}.
 """
 
 
