@@ -147,7 +147,8 @@ a GPU. The waits show whether the host ever stops queuing work. The counts do no
 
 Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks
 and {gpt} parameters, the conv net has 6 residual blocks with BatchNorm and {resnet} parameters, and the mlp has 5
-layers and {mlp} parameters. Attention is one launch. autocast in float16 uses `GradScaler`. The version of torch is {torch}.
+layers and {mlp} parameters. Attention is one launch. autocast in float16 uses `GradScaler`.
+The version of torch is {torch}.
 """
 
 
