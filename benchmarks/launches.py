@@ -147,14 +147,16 @@ op on many tensors. A wait is a moment in which the host does nothing until the 
 a GPU. The waits show whether the host ever stops queuing work. The counts do not show how long a kernel takes.
 
 Each figure is one step of AdamW after two warm-up steps, on a device that lags far behind the host. GPT has 4 blocks
-and {gpt} parameters, the conv net 6 residual blocks with BatchNorm and {resnet}, the mlp 5 layers and {mlp}.
-Attention is one launch. autocast in float16 uses `GradScaler`. The version of torch is {torch}.
+and {gpt} parameters, the conv net has 6 residual blocks with BatchNorm and {resnet} parameters, and the mlp has 5
+layers and {mlp} parameters. Attention is one launch. autocast in float16 uses `GradScaler`.
+The version of torch is {torch}.
 """
 
 BOUND = """
-No level can save what a step in float32 launches: {} to {} of what autocast in float16 launches with a foreach or fused
-optimizer. It is most for the conv net, which has few weights for its ops, so that autocast casts little. O1 and O4 save
-the casts of weights in the forward pass. The gradient of each weight is still cast to float32 by its own launch."""
+No level can save what a step in float32 launches: {} to {} of the launches of autocast in float16, with a foreach or
+fused optimizer. The share is largest for the conv net, which has few weights for its number of ops, so autocast casts
+little. O1 and O4 save the casts of weights in the forward pass. The gradient of each weight is still cast to float32 by
+its own launch."""
 
 
 def make_page() -> str:
