@@ -1,7 +1,9 @@
 """Fixtures of every test: after each one, torch must be exactly as it was."""
 
 import gc
+import importlib
 import sys
+import textwrap
 from pathlib import Path
 
 import hypothesis
@@ -84,9 +86,30 @@ def tensors_are_made_on_the_device(request, torch_is_left_as_found):
 
 
 @pytest.fixture
-def large_packages_are_searched(monkeypatch):
-    """For tests of what imports them because its users do."""
-    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER - LARGE_PACKAGES)
+def write_modules(tmp_path, monkeypatch):
+    """Returns a function that writes modules, by dotted name, where they can be imported from.
+
+    They are forgotten after the test.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    # a module that is rewritten within a second must not come from a cache
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    tops = set()
+
+    def write_modules(sources):
+        for name, source in sources.items():
+            path = tmp_path.joinpath(*name.split("."))
+            is_package = path.is_dir() or any(other.startswith(f"{name}.") for other in sources)
+            path = path / "__init__.py" if is_package else path.with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(source))
+            tops.add(name.partition(".")[0])
+        importlib.invalidate_caches()
+
+    yield write_modules
+    amp_patch.reset()
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,17 @@
 """`torch_private` and its two neighbours have every name of torch that is not public, and nobody else uses one."""
 
 import ast
-import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import amp_patch
-from amp_patch import torch_dispatch, torch_distributed, torch_private
+from amp_patch import torch_dispatch, torch_private
 
 PACKAGE = Path(amp_patch.__file__).parent
 PRIVATE = {PACKAGE / f"{name}.py" for name in ("torch_private", "torch_distributed", "torch_dispatch")}
@@ -226,63 +223,12 @@ READINGS: dict[str, tuple[Callable[[], object], object]] = {
     "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
     "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
     "leave_mode": (lambda: leave_a_mode_below_another(), [False, True, ["above"]]),
-    "get_reduced_dtypes": (lambda: call_among_ranks(read_reduced_dtypes), {"c10::BFloat16"}),
-    "init_optim_state": (lambda: read_state_made_for_checkpoint(), ["exp_avg", "exp_avg_sq", "step"]),
     "is_autocast_state_guarded": (lambda: torch_private.is_autocast_state_guarded("xpu") in (True, False), True),
-    "pass_keys_through": (lambda: run_ops_under_keys(), [[4.0], [2.0]] * 4),
-    "set_keys": (lambda: find_keys_that_are_set() == KEYS, True),
     "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
 }
 """What each that takes its name by `getattr`, or does more than to pass a name on, answers. A missing name of another
 fails the import of its module.
 """
-
-
-def read_state_made_for_checkpoint() -> list[str]:
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.Adam([parameter])
-    torch_distributed.init_optim_state(optimizer)
-    assert parameter.item() == 1.0
-    return sorted(optimizer.state[parameter])
-
-
-def read_reduced_dtypes() -> set[str]:
-    layer = nn.Linear(1, 1).bfloat16()
-    return torch_distributed.get_reduced_dtypes(nn.parallel.DistributedDataParallel(layer))
-
-
-def call_among_ranks(call: Callable[[], object]) -> object:
-    """Call something in a process group, of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return call()
-    finally:
-        dist.destroy_process_group()
-
-
-KEYS = [(True, False), (False, True), (True, True), (False, False)]
-
-
-def run_ops_under_keys() -> list[list[float]]:
-    """What an op and its gradient are under each combination of the keys."""
-    torch_private.pass_keys_through()
-    found = []
-    for are_set in KEYS:
-        torch_private.set_keys(*are_set)
-        x = torch.tensor([1.0], requires_grad=True)
-        result = (x + 1).square()
-        result.sum().backward()
-        found += [result.tolist(), (x.grad / 2).tolist()]
-    return found
-
-
-def find_keys_that_are_set() -> list[tuple[bool, ...]]:
-    """Which keys the thread has after each combination was set."""
-    found = []
-    for are_set in KEYS:
-        torch_private.set_keys(*are_set)
-        found.append(tuple(map(torch._C._dispatch_tls_is_dispatch_key_included, torch_private.IDLE_KEYS)))
-    return found
 
 
 def hooks_left_by(remove: Callable[[nn.Module, object], None]) -> int:
@@ -348,25 +294,3 @@ def test_a_hook_that_is_put_first_runs_first() -> None:
     optimizer.step()
     model.state_dict()
     assert ran == ["first", "second"] * 2
-
-
-def test_the_marks_are_those_that_torch_looks_for() -> None:
-    from torch._dynamo import decorators  # the name that torch.compiler.assume_constant_result sets
-
-    assert "_dynamo_marked_constant" in inspect.getsource(decorators)
-    assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)
-
-
-def test_the_modules_that_are_named_are_torchs() -> None:
-    for name in sorted({*torch_private.PYTHON_OP_MODULES, torch_private.C_MODULE, torch_private.DYNAMO}):
-        assert name == torch_private.DYNAMO or name in sys.modules
-
-
-def test_a_device_type_without_use_keeps_an_autocast_state() -> None:
-    assert any(torch.get_autocast_dtype(name).is_floating_point for name in torch_private.IDLE_DEVICE_TYPES)
-
-
-def test_the_trace_of_torch_jit_starts_where_it_is_patched() -> None:
-    owner, name = torch_private.JIT_TRACE
-    assert callable(getattr(owner, name))
-    assert f"{name}(" in inspect.getsource(torch.jit.trace) or f"{name}(" in inspect.getsource(owner)

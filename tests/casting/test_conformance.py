@@ -547,25 +547,6 @@ def test_apex_s_augmented_operators_rebind_a_low_name_to_a_new_float32_tensor(lo
         assert getattr(wide_alias, operator)(before) is wide_alias  # a float32 target is written in place
 
 
-@lows
-def test_what_apex_left_alone_runs_as_torch_runs_it(low: torch.dtype) -> None:
-    target = torch.rand(4).to(low)
-    calls = {"sub_": (target,), "sqrt_": (), "sigmoid_": (), "clamp_": (0.2, 0.8), "mean": (), "sub": (target,)}
-    expected = {name: getattr(target.clone(), name)(*arguments) for name, arguments in calls.items()}
-    open_session("apex", low)
-    for name, arguments in calls.items():
-        result = getattr(target.clone(), name)(*arguments)
-        assert result.dtype is low and torch.equal(result, expected[name])
-
-
-def test_apex_patched_single_spellings() -> None:
-    low = torch.rand(4, 4).bfloat16()
-    open_session("apex", torch.bfloat16)
-    for name in ("softmax", "log_softmax"):
-        assert getattr(F, name)(low, dim=1).dtype is torch.float32
-        assert {getattr(torch, name)(low, 1).dtype, getattr(low, name)(1).dtype} == {torch.bfloat16}
-
-
 # ---- the default lists -----------------------------------------------------------------------------------------------
 
 NO_KERNEL = {

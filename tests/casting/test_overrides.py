@@ -3,9 +3,7 @@ is given the public name, as in plain torch, and casts happen below it, as those
 """
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -286,18 +284,8 @@ def test_a_mock_in_the_place_of_a_function_is_called_with_cast_arguments() -> No
         assert F.linear is spy and model(torch.ones(2, 4)).dtype is torch.float32
 
 
-def test_sets_of_functions_cannot_follow_and_are_named(make_module: Callable[[str], Any]) -> None:
-    make_module("import torch\nHANDLED = frozenset({torch.exp})")
+def test_sets_of_functions_cannot_follow_and_are_named(write_modules: Callable[[dict[str, str]], None]) -> None:
+    write_modules({"overriding_x": "import torch\nHANDLED = frozenset({torch.exp})"})
+    importlib.import_module("overriding_x")
     with pytest.warns(UserWarning, match=r"HANDLED \(frozenset\)"), amp.session("O4", device="cpu"):
         pass
-
-
-@pytest.fixture
-def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    def make(source: str) -> Any:
-        (tmp_path / "overriding_x.py").write_text(source)
-        monkeypatch.syspath_prepend(tmp_path)
-        return importlib.import_module("overriding_x")
-
-    yield make
-    sys.modules.pop("overriding_x", None)

@@ -27,7 +27,7 @@ from amp_patch.session import current
 
 LOW = torch.bfloat16
 SIZE = 4
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "60"))
 
 
 class Twice(nn.Module):

@@ -139,19 +139,6 @@ def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
     assert [(entry.op, entry.until) for entry in explain("erf", lists).other_torch] == [("torch.erf", "1.2")]
 
 
-def test_a_name_that_is_no_op_is_refused() -> None:
-    for op, problem in [
-        ("sofmax", "Did you mean 'softmax'?"),
-        ("torch.load", "cannot be on a list"),
-        ("__init__", "not an operator"),
-        ("Tensor", "a class"),
-        ("nn.GELU", "a class of modules"),
-    ]:
-        with pytest.raises(OpListError) as caught:
-            explain(op, load_oplists("float16"))
-        assert problem in str(caught.value)
-
-
 # ---- what becomes of arguments ---------------------------------------------------------------------------------------
 
 FLOATS = ("float16", "bfloat16", "float32")

@@ -124,16 +124,3 @@ def test_an_init_lies_within_the_bounds_and_the_default_gives_way(bounds, is_all
         return
     with pytest.raises(amp.PolicyError, match=r"loss_scale: init=3000 must lie between min_loss_scale=.*and max_loss"):
         make_policy("O1", overrides)
-
-
-def test_the_line_of_initialize_says_what_is_not_the_default():
-    for given, line in [
-        ("dynamic", "dynamic"),
-        ({"growth_interval": 1000001}, "dynamic (growth_interval 1000001)"),
-        (
-            {"init": 2.0**20, "backoff_factor": 0.1, "hysteresis": 2},
-            "dynamic (init 1048576, backoff_factor 0.1, hysteresis 2)",
-        ),
-        (64, "64"),
-    ]:
-        assert ("loss_scale", line) in make_policy("O2", {"loss_scale": given}).describe()

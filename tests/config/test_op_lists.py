@@ -94,22 +94,6 @@ def test_a_spelling_occurs_once_and_exists() -> None:
         assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in spellings)
 
 
-@pytest.mark.parametrize("name", shipped_names())
-def test_a_list_loads_alike_while_it_is_patched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = load_oplists(name)
-
-    def replacement_of(original: Callable[..., object]) -> Callable[..., object]:
-        return lambda *args, **kwargs: original(*args, **kwargs)
-
-    for spelling in before.spellings:
-        if spelling.name not in ("eq", "__eq__", "ne", "__ne__"):  # pytest itself compares
-            monkeypatch.setattr(spelling.owner, spelling.name, replacement_of(getattr(spelling.owner, spelling.name)))
-    monkeypatch.setattr(op_lists, "_loaded", {})  # else it is not read anew
-    during = load_oplists(name)
-    monkeypatch.undo()
-    assert during == before
-
-
 def test_float16_defaults() -> None:
     found = kinds(load_oplists("float16"))
     low = (

@@ -470,5 +470,5 @@ class PatcherMachine(RuleBasedStateMachine):
             self.undo()
 
 
-PatcherMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=20, deadline=None)
+PatcherMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestPatcherMachine = PatcherMachine.TestCase

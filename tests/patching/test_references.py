@@ -40,40 +40,11 @@ def lists(tmp_path):
 
 
 @pytest.fixture
-def make_package(tmp_path, monkeypatch):
-    """Returns a function that writes modules, by dotted name, where they can be imported from.
-
-    They are forgotten after the test.
-    """
-    monkeypatch.syspath_prepend(tmp_path)
-    tops = set()
-
-    def make(sources):
-        for name, source in sources.items():
-            top, *rest = name.split(".")
-            tops.add(top)
-            is_package = any(other.startswith(f"{name}.") for other in sources)
-            path = (
-                tmp_path.joinpath(top, *rest, "__init__.py")
-                if is_package
-                else tmp_path.joinpath(top, *rest).with_suffix(".py")
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(textwrap.dedent(source))
-        importlib.invalidate_caches()
-
-    yield make
-    amp.reset()
-    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def import_program(make_package):
+def import_program(write_modules):
     """Returns a function that writes the source of a module with torch and F in it, and imports it."""
 
     def import_program(source):
-        make_package({"program_x": HEAD + textwrap.dedent(source)})
+        write_modules({"program_x": HEAD + textwrap.dedent(source)})
         return importlib.import_module("program_x")
 
     return import_program
@@ -164,11 +135,11 @@ def describe(module):
 
 
 @pytest.fixture
-def programs(make_package):
+def programs(write_modules):
     """Writes a program for each slot; returns a function that imports them, by the names of the slots."""
     names = {slot: f"program_x{index}" for index, slot in enumerate(SLOTS)}
     library = "import torch\ntable = {'gelu': torch.nn.functional.gelu}"
-    make_package(
+    write_modules(
         {"library_x": "", "library_x.ops": library, **{name: HEAD + SLOTS[slot][0] for slot, name in names.items()}}
     )
     return lambda: {slot: importlib.import_module(name) for slot, name in names.items()}
@@ -372,8 +343,8 @@ def test_a_replacement_keeps_its_own_original(import_program, lists):
     assert module.shout(1) == 1
 
 
-def test_a_package_that_cannot_hold_any_is_passed_over(make_package, lists, monkeypatch):
-    make_package(
+def test_a_package_that_cannot_hold_any_is_passed_over(write_modules, lists, monkeypatch):
+    write_modules(
         {
             "plain_x": "",
             "plain_x.a": "def f(x=1):\n    pass",
@@ -757,8 +728,8 @@ def test_a_class_that_cannot_be_assigned_to_is_no_trouble(import_program, lists)
     assert describe(module) == before and module.Act(F.gelu) is module.Act.GELU
 
 
-def test_modules_may_come_and_go_meanwhile(make_package, lists):
-    make_package({"program_x": HEAD + "ACT = {'gelu': F.gelu}"})
+def test_modules_may_come_and_go_meanwhile(write_modules, lists):
+    write_modules({"program_x": HEAD + "ACT = {'gelu': F.gelu}"})
     stop = threading.Event()
 
     def churn():

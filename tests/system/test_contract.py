@@ -73,35 +73,6 @@ def test_a_gan_does_not_depend_on_the_scale(level):
     assert_equal(train_gan(amp.scale_loss, opt_level=level, loss_scale="dynamic", max_loss_scale=1024.0), scaled)
 
 
-@pytest.mark.parametrize("shares_optimizer", [False, True], ids=["own optimizer", "the same optimizer"])
-@pytest.mark.parametrize("inner_is_first", [False, True], ids=["outer backward first", "inner backward first"])
-def test_an_overflow_of_the_outer_loss_is_seen_after_an_inner_one(inner_is_first, shares_optimizer):
-    model, other = make_model(), nn.Linear(2, 2)
-    optimizer, other_optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.05),
-        torch.optim.SGD(other.parameters(), lr=0.05),
-    )
-    amp.initialize(
-        [model, other],
-        [optimizer, other_optimizer],
-        opt_level="O1",
-        loss_scale="dynamic",
-        max_loss_scale=1024.0,
-        verbosity=0,
-    )
-    images, targets = make_batches(1)[0]
-    with amp.scale_loss(F.cross_entropy(model(images), targets) * float("inf"), optimizer) as outer:
-        if not inner_is_first:
-            outer.backward()
-        backward(other(torch.ones(1, 2)).sum().float(), optimizer if shares_optimizer else other_optimizer)
-        if inner_is_first:
-            outer.backward()
-    optimizer.step()
-    other_optimizer.step()
-    assert (optimizer.step_was_skipped, other_optimizer.step_was_skipped) == (True, False)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
-
-
 # ---- gradient penalty ------------------------------------------------------------------------------------------------
 
 

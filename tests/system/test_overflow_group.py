@@ -434,9 +434,3 @@ def test_pure_16_bits_are_for_models_that_were_cast_before(ranks, how):
     for refused, is_changed, dtypes in ranks(train_in_16_bits, how):
         assert "cast the model to bfloat16 before it is sharded" in refused and is_changed
         assert dtypes == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("given", ["world", 7])
-def test_an_overflow_group_must_be_one(given):
-    with pytest.raises(amp.ArgumentTypeError, match="overflow_group"):
-        amp.initialize(nn.Linear(2, 2), opt_level="O1", overflow_group=given, verbosity=0)

@@ -105,27 +105,6 @@ def test_an_optimizer_for_each_parameter_that_steps_within_backward():
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*results, strict=True))
 
 
-def test_a_block_inside_one_of_another_scale_is_refused():
-    model, optimizer = make("O1", loss_scale="dynamic", num_losses=2)
-    amp.load_state_dict(
-        {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate((1024.0, 64.0))}
-    )
-    with (
-        pytest.raises(amp.SessionError, match="inside one with another"),
-        amp.scale_loss(loss_of(model), optimizer, loss_id=0) as outer,
-        amp.scale_loss(loss_of(model), optimizer, loss_id=1),
-    ):
-        outer.backward()
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    assert torch.equal(model.weight.grad, gradient_by_hand_after_reset("O1"))
-
-
-def gradient_by_hand_after_reset(level):
-    amp.reset()
-    return gradient_by_hand(level)
-
-
 # ---- masters and parameters changed by others ------------------------------------------------------------------------
 
 

@@ -339,22 +339,3 @@ def test_masters_edited_around_a_compiled_forward(is_refreshed):
         step(optimizer)
     assert [str(one.message)[:19] for one in caught] == ([] if is_refreshed else ["masters were edited"])
     assert compiled(torch.ones(1, 2)).item() == 1.5
-
-
-# ---- functions held in tables of a module ----------------------------------------------------------------------------
-
-
-def apply(function):
-    return lambda x: function(x, x)
-
-
-TABLE = {"product": apply(torch.matmul)}
-
-
-def test_closures_in_a_table_are_exchanged_and_given_back():
-    x = torch.ones(2, 2)
-    call = TABLE["product"]
-    amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
-    assert call(x).dtype is torch.bfloat16
-    amp.reset()
-    assert call(x).dtype is torch.float32
