@@ -244,8 +244,8 @@ class OptimizerBinding:
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
         found_inf = self.ledger.flags
-        if self.ledger.unchecked:
-            found_inf = self.ledger.find_again()
+        if self.ledger.to_recheck:
+            found_inf = self.ledger.recheck()
         found_inf = self._decisions.judge(found_inf)
         outcome = flag = result = None
         is_skip = False
