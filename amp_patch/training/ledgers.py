@@ -12,7 +12,7 @@ unscaled sums whenever no block is open, so you can clip, log and accumulate at 
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
 * `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
-  parameters to their masters. An overflow sets a flag in the ledger of each optimizer of the block, and one in the scaler.
+  parameters to their masters. An overflow sets a flag in the ledger of each optimizer of the block, and in the scaler.
 * `step()` is skipped if a flag in the ledger of its optimizer belongs to a dynamic scaler. Either way it has these
   scalers update their scales, and clears the ledger.
 
@@ -214,7 +214,7 @@ class Ledgers:
             ledger.note(block.scaler, block.found_inf if is_first else found_inf)
 
     def resume(self, ledger: Ledger) -> None:
-        """End what `prepare_step` began: inside a block, scale the gradients again for the rest of the backward pass."""
+        """End what `prepare_step` began: inside a block, scale the gradients again for what is left of it."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = ledger.groups.read()
@@ -278,7 +278,7 @@ class Ledgers:
         return self._scale is not None
 
     def settle(self) -> None:
-        """Unscale and check all gradients, except those that are not reduced yet, and set the flags of waiting blocks."""
+        """Unscale and check all gradients, except those not reduced yet, and set the flags of waiting blocks."""
         if self._change.is_under_way:
             self._refuse()
         if self._scale is None and not self._waiting:
