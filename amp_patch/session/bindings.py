@@ -138,7 +138,7 @@ class Bindings:
         self.masters.return_gradients()
         for bound in added:
             if not bound.groups.is_empty():
-                bound.ledger.look_again(self.ledgers.decisions.scalers)
+                bound.ledger.recheck_at_step(self.ledgers.decisions.scalers)
 
     def _make_binding(self, optimizer: Optimizer) -> OptimizerBinding:
         return OptimizerBinding(

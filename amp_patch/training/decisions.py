@@ -1,8 +1,8 @@
-"""`Decisions`: updating loss scales and skipping steps, each process by itself or all ranks that step together as one.
+"""`Decisions`: update loss scales and agree on skipped steps, in each process alone or in all ranks that step together.
 
-Ranks that hold different gradients (shards, pipeline stages) find different overflows. They must skip the same steps
-and divide by the same scales; so they take the largest of their flags before each step, as DeepSpeed and Megatron-LM
-do. DistributedDataParallel needs none of this: what it reduces is the same everywhere, an overflow of one rank too.
+Ranks that hold different gradients (shards, pipeline stages) find different overflows, but must skip the same steps and
+use the same scales. So they reduce the maximum of their flags before each step, as DeepSpeed and Megatron-LM do.
+DistributedDataParallel needs none of this: it reduces gradients, so an overflow of one rank reaches all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,14 @@ from .loss_scaler import LossScaler
 
 
 class Decisions:
-    """Decides for the scalers of a session.
+    """Updates the scalers of a session.
 
     Args:
-        scalers: read anew at each call.
-        device_type: where the flags are.
+        scalers: the list of scalers, read at each call.
+        device_type: the device of the flags.
 
     Attributes:
-        groups: the process groups that decide together; none where each process decides for itself.
+        groups: the process groups whose ranks decide together. Empty: each process decides alone.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], device_type: str) -> None:
@@ -39,7 +39,7 @@ class Decisions:
             scaler.is_shared = bool(groups)
 
     def give_scales(self, group: Any, source: int) -> None:
-        """Give all ranks of a process group the loss scales of one, by its number in the group. Waits for nothing."""
+        """Broadcast the loss scales of rank `source` of a process group to its other ranks. Waits for nothing."""
         dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
         states = [scaler.send_state(torch.device(self._device_type)) for scaler in dynamic]
         if states:
@@ -70,17 +70,18 @@ class Decisions:
         return judged
 
     def judge_outside_of_steps(self, scalers: Iterable[LossScaler]) -> None:
-        """Update the scales after passes that no step will judge.
+        """Update scales after backward passes that no step follows.
 
-        Where ranks decide together the next step does: it is what all of them have in common.
+        Where ranks decide together, the next step does this instead, because all ranks take it.
         """
         if not self.groups:
             for scaler in scalers:
                 scaler.update()
 
     def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
-        """Return whether a step's passes overflowed, whether any pass did that no update has counted, and whether there
-        is one: shape (3,), float32.
+        """Return the flag of the step, the flag of all passes since the last update, and whether there are such passes.
+
+        Shape (3,), float32.
         """
         zero = torch.zeros((), dtype=torch.float32, device=self._device_type)
         own = zero if found_inf is None else found_inf.to(zero.device)

@@ -1,4 +1,4 @@
-"""`Groups`: what an optimizer steps on, with masters in the place of 16-bit parameters."""
+"""`Groups`: the parameter groups of an optimizer, with masters in place of 16-bit parameters."""
 
 import contextlib
 import weakref
@@ -14,16 +14,17 @@ from .masters import Masters, Pair
 
 
 class Groups:
-    """The parameter groups of one optimizer, read each time: scripts change them.
+    """The parameter groups of one optimizer, read at each call because scripts change them.
 
     Args:
-        optimizer: held weakly.
-        masters: where the session keeps all masters.
-        use_masters: give every 16-bit parameter a float32 master; without, only cast its state.
-        on_new_parameters: called after parameters have come that somebody has put into a group.
+        optimizer: held by a weak reference.
+        masters: all masters of the session.
+        use_masters: give every 16-bit parameter a float32 master. If False, only cast its state.
+        on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, with it, by the master's id: also those that have left since.
+        placed: each parameter that got a master here, and the master, by the master's id. Parameters that have left the
+            groups stay here.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class Groups:
         self._on_new_parameters = on_new_parameters
         self._masters = masters
         self._optimizer = weakref.ref(optimizer)
-        self._inner: list[weakref.ref[Optimizer]] = []  # that it steps in its stead
-        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []  # whose state was cast, from what
+        self._inner: list[weakref.ref[Optimizer]] = []  # optimizers inside it, as in SAM and Lookahead
+        self._cast: list[
+            tuple[weakref.ref[Optimizer], Tensor, torch.dtype]
+        ] = []  # the states that were cast, with their earlier dtype
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[Tensor]:
-        """Return what the optimizer steps on: masters where there are masters."""
+        """Return the contents of the groups: masters, and parameters without one."""
         found: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -49,9 +52,7 @@ class Groups:
         return found
 
     def model_parameters(self) -> list[Tensor]:
-        """Return the parameters of the model that the optimizer steps on, by way of masters or not, in the same
-        order.
-        """
+        """Return the parameters of the model in the same order, also where the groups hold their masters."""
         found: list[Tensor] = []
         for tensor in self.parameters():
             pair = self._masters.pairs.get(id(tensor))
@@ -59,7 +60,7 @@ class Groups:
         return found
 
     def pairs(self) -> list[Pair]:
-        """Return what is in the groups and has a master: the 16-bit parameter with its master."""
+        """Return each 16-bit parameter with its master, if the master is in the groups."""
         found: list[Pair] = []
         for tensor in self.parameters():
             pair = self._masters.pairs.get(id(tensor))
@@ -68,8 +69,9 @@ class Groups:
         return found
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the others with theirs. 16-bit parameters that somebody has put
-        into a group get masters first.
+        """Return the parameters without a master, and the pairs of parameter and master.
+
+        16-bit parameters that a script has put into a group get masters first.
         """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
@@ -90,19 +92,19 @@ class Groups:
         return plain, pairs
 
     def is_empty(self) -> bool:
-        """Tell whether no parameter and no master has a gradient."""
+        """Return whether no parameter and no master has a gradient."""
         return all(tensor.grad is None for tensor in (*self.parameters(), *self.model_parameters()))
 
     # ---- putting masters in, and taking them out ---------------------------------------------------------------------
 
     def adopt_inner(self, optimizer: Optimizer) -> None:
-        """Take in an optimizer that this one steps in its stead."""
+        """Add an optimizer inside this one."""
         self._inner.append(weakref.ref(optimizer))
 
     def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put a master in the place of each 16-bit parameter of a group, with the optimizer state that it had.
+        """Replace each 16-bit parameter of a group by its master, and move its optimizer state.
 
-        `float32_data` holds values of parameters from before they were cast, by the parameter's id.
+        `float32_data` holds the values of parameters before they were cast, by the parameter's id.
         """
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
@@ -119,7 +121,7 @@ class Groups:
                 _move_state(optimizer, key, self._masters.get(key))
 
     def _find_master(self, parameter: Tensor, data: Tensor | None) -> Tensor:
-        """Return the master of a parameter, which another optimizer of the session may have made already."""
+        """Return the master of a parameter; make one unless another optimizer of the session has."""
         master = self._masters.get(parameter)
         if master is None:
             if data is None:
@@ -129,9 +131,9 @@ class Groups:
         return master
 
     def restore(self) -> None:
-        """Put the parameters back into the groups, and the state into the dtype that it had.
+        """Put the parameters back into the groups, and cast states back to their earlier dtype.
 
-        Interrupted, it is to be called again.
+        After an interrupt, call it again.
         """
         self._take_out()
         self.placed.clear()
@@ -142,7 +144,7 @@ class Groups:
 
     @contextlib.contextmanager
     def presented(self) -> Iterator[None]:
-        """Have groups and state show the model's parameters inside the block."""
+        """Inside the block, groups and state hold the parameters of the model instead of masters."""
         self._take_out()
         try:
             yield
@@ -151,7 +153,7 @@ class Groups:
                 self._place_in_all()
 
     def _all(self) -> list[Optimizer]:
-        """Return the optimizer and those that it steps in its stead, but for those that are gone."""
+        """Return the optimizer and those inside it that are alive."""
         found: list[Optimizer] = []
         for reference in (self._optimizer, *self._inner):
             optimizer = reference()
@@ -177,14 +179,14 @@ class Groups:
 
 
 def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> None:
-    """Have the state of one tensor be that of another, if there is one."""
+    """Move the state of one tensor to another, if there is one."""
     if target is not None:
         optimizer.state[target] = optimizer.state[key]
         del optimizer.state[key]
 
 
 def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
-    """Cast a parameter's state as torch does when it loads one: all floating tensors but the step count."""
+    """Cast the state of a parameter as torch does on loading: all floating tensors except the step count."""
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
             optimizer.state[parameter][name] = value.to(dtype)

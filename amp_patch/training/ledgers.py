@@ -1,24 +1,36 @@
-"""`Ledgers`: the loss scale that the gradients of a session carry, and what backward passes have found in them.
+"""`Ledgers`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-Between backward passes `.grad` holds true, unscaled sums, so that accumulating, clipping and logging need no thought. A
-backward pass of a scaled loss adds scaled gradients. Therefore a block first multiplies what is there by the same scale
-(exact for powers of two), and at its end everything is divided by it. The sums stay right across scales and losses, and
-DistributedDataParallel reduces complete sums.
+With GradScaler you write
 
-Gradients are read from the groups of the optimizers each time, as GradScaler does. A pass may reach parameters of
-optimizers that were not passed with the loss (a GAN's discriminator), and parameters of no optimizer: their gradients
-are divided as well, only no overflow of theirs is judged.
+    scaler.scale(loss).backward()    # .grad += scale * gradient
+    scaler.unscale_(optimizer)       # .grad /= scale, and found_inf is set if an element is inf or NaN
+    scaler.step(optimizer)           # skipped if found_inf is set
+    scaler.update()                  # the scale halves if found_inf was set, or grows after enough good steps
 
-| event | who is looked at | who is told of an overflow | which scales are updated |
+Here a `scale_loss` block does the first two lines, and `step()` the others. Unlike with GradScaler, `.grad` holds
+unscaled sums whenever no block is open, so you can clip, log and accumulate at any time:
+
+* `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
+* `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
+  parameters to their masters. An overflow sets a flag in the ledger of each optimizer of the block, and in the scaler.
+* `step()` is skipped if a flag in the ledger of its optimizer belongs to a dynamic scaler. Either way it has these
+  scalers update their scales, and clears the ledger.
+
+Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
+parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
+count as an overflow of the block.
+
+Two kinds of gradients are checked later: those of a block with `delay_unscale`, at the end of the next block without
+it, at a step or at `zero_grad`; and those that a parallel wrapper has not reduced yet (`no_sync`), after the backward
+pass that reduces them.
+
+| event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
-| a block ends | the optimizers of the block, and of delayed ones before it | these optimizers, and the scaler | - |
-| a delayed block ends | nobody | nobody | - |
-| `step()` | what nobody has looked at; where gradients were zeroed, the sums again | - | of all scalers that told it |
-| `zero_grad()` without a step | what nobody has looked at | the next step looks again | of all that told it |
-| `step()` inside a block | its own optimizer | it, and the block | none, until the block ends |
-
-Not looked at are the gradients of a delayed block, until a block ends that is not, or a step needs them; and those that
-no parallel wrapper has reduced yet (`no_sync`), until a pass reduces them.
+| a block ends | of its optimizers, and of delayed blocks before it | of these optimizers and the scaler | - |
+| a block with `delay_unscale` ends | none | none | - |
+| `step()` | any not checked yet; again, if any were zeroed | of its optimizer | of all scalers with a flag there |
+| `zero_grad()` without a step | any not checked yet | the next step checks again | of all scalers with a flag there |
+| `step()` inside a block | of its optimizer | of its optimizer and the block | none, until the block ends |
 """
 
 import contextlib
@@ -42,10 +54,10 @@ from .unscaling import change_scale_, either, fold_, have_gradients, rescale_, u
 
 
 class _Change:
-    """A block in which gradients are changed.
+    """A block that changes gradients.
 
     Attributes:
-        is_under_way: inside the block, and from then on where an interrupt or an error has cut it short.
+        is_under_way: True inside the block, and after it if an exception left it: gradients are half changed.
     """
 
     def __init__(self) -> None:
@@ -59,17 +71,17 @@ class _Change:
 
 
 class Ledgers:
-    """The gradients of a session: all carry one scale, but for those that are not reduced yet.
+    """The gradients of a session. All are multiplied by the same scale, except those that are not reduced yet.
 
     Args:
-        has_masters: parameters may have masters.
+        has_masters: whether parameters may have masters.
         decisions: updates the scales.
-        sharded: modules that `fully_shard` has taken.
+        sharded: the modules that `fully_shard` was applied to.
 
     Attributes:
-        all: the ledgers of the optimizers that are alive.
-        of_models: the parameters of the models, be they of an optimizer or not.
-        local: tells which gradients no pass has reduced yet.
+        all: the ledgers of the live optimizers.
+        of_models: the parameters of the models, with or without an optimizer.
+        local: knows which gradients no backward pass has reduced yet.
     """
 
     def __init__(self, has_masters: bool, decisions: Decisions, sharded: Collection[Module]) -> None:
@@ -79,17 +91,17 @@ class Ledgers:
         self.local = LocalGradients()
         self.decisions = decisions
         self._unsharded = UnshardedSums(sharded)
-        self._scale: Tensor | None = None  # that the gradients carry; None: they are true sums
+        self._scale: Tensor | None = None  # that gradients are multiplied by; None: they are unscaled
         self._scaler: LossScaler | None = None  # whose scale that was last
-        self._waiting: list[Block] = []  # have ended, and not all of their gradients were looked at
+        self._waiting: list[Block] = []  # have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
         self._change = _Change()
-        self._stepping: int | None = None  # the thread that is in a step
+        self._stepping: int | None = None  # the thread that runs a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def open_blocks(self) -> list[Block]:
-        """Return the blocks that run, outermost first."""
+        """Return the open blocks, outermost first."""
         blocks: list[Block] = []
         for reference in self._open:
             block = reference()
@@ -98,17 +110,17 @@ class Ledgers:
         return blocks
 
     def abandon_empty(self, block: Block) -> None:
-        """Take in, before the scale of a block is read, that gradients were set to None one by one."""
+        """Treat gradients that were all set to None by hand as `zero_grad`, before the scale of a block is read."""
         for ledger in block.ledgers:
             ledger.has_begun = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
-            is_due = ledger.flags or ledger.unjudged is not None
+            is_due = ledger.flags or ledger.overflow_of_others is not None
             if is_due and not self.decisions.groups and ledger.groups.is_empty():
                 self.abandon(ledger)
             ledger.awaits_step = True
 
     def begin(self, block: Block) -> None:
-        """Make all gradients ready for the backward pass of a block.
+        """Multiply all gradients by the scale of a block, before its backward pass.
 
         Raises SessionError inside a block of another scale or thread.
         """
@@ -139,10 +151,10 @@ class Ledgers:
             )
 
     def end(self, block: Block, *, is_delayed: bool) -> None:
-        """End a block: divide all gradients by its scale, and tell its optimizers and its scaler what was found.
+        """End a block: divide all gradients by its scale, and set the flags of its optimizers and its scaler.
 
-        A delayed block leaves that to the next. Waits for nothing, but where the block has failed: that counts only if
-        it overflowed.
+        A delayed block leaves that to the next one. Waits for nothing, except after an exception: such a block counts
+        only if it overflowed.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -160,7 +172,7 @@ class Ledgers:
                 self._carry(block.scale)  # that of the block around it
 
     def close(self) -> None:
-        """Leave true sums behind, or no gradients where an interrupt left them half changed. Open blocks are over."""
+        """Leave unscaled gradients behind, or none where an interrupt left them half changed. Open blocks are over."""
         self._open.clear()
         if self._change.is_under_way:
             self._drop_all()
@@ -168,7 +180,7 @@ class Ledgers:
             self.make_true()
 
     def make_true(self) -> None:
-        """Have no gradient carry a scale outside of blocks, so that parameters may come and go."""
+        """Unscale all gradients unless a block is open, so that parameters can be added or removed."""
         if not self._open:
             self._rescale_local(None)
             self.settle()
@@ -176,9 +188,9 @@ class Ledgers:
     # ---- steps and zeroing -------------------------------------------------------------------------------------------
 
     def prepare_step(self, ledger: Ledger) -> None:
-        """Make true sums of the gradients of an optimizer, and have its ledger know what was found. Waits for nothing.
+        """Unscale and check the gradients of an optimizer before its step. Waits for nothing.
 
-        Inside a block `resume` scales them again.
+        Inside a block, `resume` scales them again.
         """
         if self._change.is_under_way:
             self._refuse()
@@ -195,16 +207,14 @@ class Ledgers:
             self._fold_unscaled(ledger)
             return
         with self._change:
-            found_inf = self._look(ledger, self._scale, set(self.local.ids))
+            found_inf = self._unscale_and_check(ledger, self._scale, set(self.local.ids))
         for block in self._blocks_with(ledger):
             block.found_inf = either(block.found_inf, found_inf)
-            is_first = ledger not in block.served
+            is_first = ledger not in block.stepped_early
             ledger.note(block.scaler, block.found_inf if is_first else found_inf)
 
     def resume(self, ledger: Ledger) -> None:
-        """End what `prepare_step` began. Inside a block, scale the gradients of the optimizer again for the rest of the
-        backward pass.
-        """
+        """End what `prepare_step` began: inside a block, scale the gradients again for what is left of it."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = ledger.groups.read()
@@ -212,28 +222,28 @@ class Ledgers:
                 rescale_(_take(plain, set(self.local.ids)), self._scale)
 
     def end_window(self, ledger: Ledger) -> None:
-        """Take in that an optimizer has stepped, or skipped its step: the gradients that come are for the next one."""
+        """Record that an optimizer has stepped or skipped a step: later gradients are for the next one."""
         ledger.end_window()
         if self._open or self._waiting:
             for block in self._blocks_with(ledger):
-                block.served.append(ledger)
+                block.stepped_early.append(ledger)
 
     def abandon(self, ledger: Ledger) -> None:
-        """Take in that the gradients of an optimizer are zeroed without a step.
+        """Record that the gradients of an optimizer are zeroed without a step.
 
-        Whether they overflowed matters to the loss scale, and to a step on what the user puts in their place.
+        An overflow in them still lowers the loss scale. The next step checks the gradients that it finds by then.
         """
         if self._waiting:
             self._finish_waiting(ledger)
         scalers = list(ledger.flags)
-        unchecked = ledger.unchecked
+        to_recheck = ledger.to_recheck
         ledger.end_window()
-        ledger.unchecked = unchecked
-        ledger.look_again(scalers)
+        ledger.to_recheck = to_recheck
+        ledger.recheck_at_step(scalers)
         self.decisions.judge_outside_of_steps(scalers)
 
     def _finish_waiting(self, ledger: Ledger) -> None:
-        """Look at what delayed blocks have left in gradients that are about to be zeroed."""
+        """Check gradients of delayed blocks that are about to be zeroed."""
         local = self.local.find(ledger.groups.model_parameters)
         if local:  # what one rank alone has found may not change its loss scale
             self.local.ids -= local
@@ -246,11 +256,11 @@ class Ledgers:
             self.prepare_step(ledger)
             self.resume(ledger)
             for block in self._waiting:
-                block.served.append(ledger)
+                block.stepped_early.append(ledger)
 
     def fold_for_clipping(self) -> None:
-        """Add 16-bit gradients to those of their masters, which a backward pass outside of `scale_loss` leaves where
-        they are until the step. Warns inside a block, where they are yet to be unscaled.
+        """Move gradients of 16-bit parameters to their masters, which a backward pass outside of `scale_loss` leaves to
+        the step. Warns inside a block, where they are still scaled.
         """
         if (self._open or self._waiting) and self._has_masters:
             warn(
@@ -264,11 +274,11 @@ class Ledgers:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients carry a loss scale now."""
+        """Whether gradients are multiplied by a loss scale now."""
         return self._scale is not None
 
     def settle(self) -> None:
-        """Make true sums of all gradients but those that are not reduced yet, and judge the blocks that wait for it."""
+        """Unscale and check all gradients, except those not reduced yet, and set the flags of waiting blocks."""
         if self._change.is_under_way:
             self._refuse()
         if self._scale is None and not self._waiting:
@@ -281,7 +291,7 @@ class Ledgers:
             if block.scale is not None:
                 judged.append(block)
         if scale is not None and not judged and not self._open:
-            judged = [self._make_up_for_lost()]
+            judged = [self._replace_lost_block()]
         if judged and scale is None:  # they were divided before
             scale = torch.ones_like(judged[0].scaler.scale)
         open_blocks = self.open_blocks() if self._open else []
@@ -298,8 +308,8 @@ class Ledgers:
         for block in judged:
             self._judge(block, found)
 
-    def _make_up_for_lost(self) -> Block:
-        """Return a block in the place of one that is gone without having ended: whoever steps is to know of inf."""
+    def _replace_lost_block(self) -> Block:
+        """Return a block for all optimizers in place of one that was garbage-collected before it ended."""
         assert self._scaler is not None
         block = Block(self._scaler, self.all)
         block.scale = self._scale
@@ -307,64 +317,64 @@ class Ledgers:
         return block
 
     def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
-        """Divide everything by a scale, and return what was found in the gradients of the optimizers of some blocks."""
+        """Divide all gradients by a scale, and return a found_inf for each optimizer of the given blocks."""
         seen = set(self.local.ids)
         found: dict[Ledger, Tensor] = {}
         for block in blocks:
             for ledger in block.ledgers:
                 if ledger not in found and scale is not None:
-                    found[ledger] = self._look(ledger, scale, seen)
+                    found[ledger] = self._unscale_and_check(ledger, scale, seen)
         if scale is None:
             self._fold_all_unscaled()
             return found
-        looked_at = seen - self.local.ids
+        checked = seen - self.local.ids
         for ledger in self.all:
             if ledger not in found:
-                self._fold_unjudged(ledger, scale, looked_at)
+                self._fold_of_others(ledger, scale, checked)
         others = _take(self._all_parameters(), seen)
         if others:
             unscale_(others, scale, None)
         return found
 
-    def _fold_unjudged(self, ledger: Ledger, scale: Tensor, looked_at: set[int]) -> None:
-        """Divide 16-bit gradients of an optimizer that no pass was for, and add them to those of their masters.
+    def _fold_of_others(self, ledger: Ledger, scale: Tensor, checked: set[int]) -> None:
+        """Unscale the gradients of an optimizer that none of the blocks was for, and move them to their masters.
 
-        Its step looks at what is there if somebody has put parameters of another one into its groups since it was
-        bound: those that were looked at, by id.
+        If its groups now hold parameters that were checked for another optimizer (`checked`, by id), its step checks
+        them again.
         """
         plain, pairs = ledger.groups.read()
-        if not looked_at.isdisjoint(map(id, plain)):
-            ledger.look_again(self.decisions.scalers)
+        if not checked.isdisjoint(map(id, plain)):
+            ledger.recheck_at_step(self.decisions.scalers)
         reduced = self._reduced(pairs)
         if have_gradients(reduced):
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
             fold_(reduced, scale, found_inf)
-            ledger.unjudged = either(ledger.unjudged, found_inf)
+            ledger.overflow_of_others = either(ledger.overflow_of_others, found_inf)
 
     def _fold_all_unscaled(self) -> None:
         for ledger in self.all:
             self._fold_unscaled(ledger)
 
     def _fold_unscaled(self, ledger: Ledger) -> None:
-        """Add 16-bit gradients that carry no scale to those of their masters.
+        """Move unscaled gradients of 16-bit parameters to their masters.
 
-        A backward pass outside of any block may have left them: the step looks at them.
+        They may come from a backward pass outside of any block, so the step checks them.
         """
         _, pairs = ledger.groups.read()
         if not have_gradients(pairs):
             return
-        for one in (ledger, *ledger.partners):
-            if one is ledger or have_gradients(one.groups.read()[1]):
-                one.look_again(self.decisions.scalers)
-                one.awaits_step = True
+        for affected in (ledger, *ledger.partners):
+            if affected is ledger or have_gradients(affected.groups.read()[1]):
+                affected.recheck_at_step(self.decisions.scalers)
+                affected.awaits_step = True
         with self._change:
             fold_(self._reduced(pairs), None, None)
 
-    def _look(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
-        """Divide the gradients of an optimizer by a scale, but for those of parameters that were seen, by id. Return
-        whether a pass has left inf or NaN there: 0-dim float32.
+    def _unscale_and_check(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
+        """Divide the gradients of an optimizer by a scale, except those of parameters in `seen`, by id. Return a new
+        overflow in them as found_inf: 0-dim float32.
 
-        Where there was one before, nobody can tell: it does not count again.
+        In sums that held inf or NaN before, a second overflow cannot be detected and does not count.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = ledger.groups.read()
@@ -374,14 +384,14 @@ class Ledgers:
             found_inf = found_inf * (1.0 - before.to(found_inf.device))
         if pairs:
             fold_(self._reduced(pairs), scale, found_inf)
-        if ledger.unjudged is not None:
-            found_inf = either(ledger.unjudged, found_inf)
-            ledger.unjudged = None
+        if ledger.overflow_of_others is not None:
+            found_inf = either(ledger.overflow_of_others, found_inf)
+            ledger.overflow_of_others = None
         ledger.overflow = either(before, found_inf)
         return found_inf
 
     def _judge(self, block: Block, found: dict[Ledger, Tensor]) -> None:
-        """Tell the optimizers and the scaler of a block what was found, once all of its gradients were looked at."""
+        """Set the flags of the optimizers and the scaler of a block, once all of its gradients are checked."""
         for ledger in block.ledgers:
             block.found_inf = either(block.found_inf, found[ledger])
         if block in self._waiting or block.found_inf is None:
@@ -389,16 +399,16 @@ class Ledgers:
         if block.has_failed and not (block.scaler.is_dynamic and _is_set(block.found_inf)):
             return
         for ledger in block.ledgers:
-            if ledger not in block.served:
+            if ledger not in block.stepped_early:
                 ledger.note(block.scaler, block.found_inf)
             elif not ledger.groups.is_empty():
                 ledger.note(block.scaler, found[ledger])
         block.scaler.note(block.found_inf)
-        if block.served and all(ledger in block.served for ledger in block.ledgers):
+        if block.stepped_early and all(ledger in block.stepped_early for ledger in block.ledgers):
             self.decisions.judge_outside_of_steps([block.scaler])
 
     def _carry(self, scale: Tensor | None) -> None:
-        """Have all gradients carry a scale."""
+        """Multiply unscaled gradients, or those of another scale, so that all have this one. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
@@ -413,9 +423,7 @@ class Ledgers:
             self._scale = scale
 
     def _all_parameters(self) -> list[Tensor]:
-        """Return the parameters of the models, and those that optimizers step on, by way of masters or not; many of
-        them twice.
-        """
+        """Return the parameters of the models and of the optimizers, not their masters; many of them twice."""
         parameters = list(self.of_models)
         for ledger in self.all:
             parameters += ledger.groups.model_parameters()
@@ -435,9 +443,9 @@ class Ledgers:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, ledger: Ledger) -> None:
-        """Let a step take gradients that were never reduced: it is one of this rank alone.
+        """Let a step use gradients that were never reduced: it is a step of this rank alone.
 
-        Raises OptimizerError where they are on the way to masters.
+        Raises OptimizerError at levels with masters.
         """
         if not self.local.ids:
             return
@@ -455,7 +463,7 @@ class Ledgers:
         self.local.ids -= local
 
     def _rescale_local(self, scale: Tensor | None) -> None:
-        """Have gradients that are not reduced carry another scale. Nobody looks at them."""
+        """Change the scale of gradients that are not reduced yet. They are not checked."""
         unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self.local.ids}
         change_scale_([parameter.grad for parameter in unique.values()], self.local.scale, scale)
         self.local.scale = scale
@@ -480,7 +488,7 @@ class Ledgers:
 
 
 def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
-    """Return the gradients of parameters that were not seen, by id, and take them for seen."""
+    """Return the gradients of parameters that are not in `seen`, by id, and add these parameters to it."""
     gradients: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -491,7 +499,7 @@ def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
 
 
 def _is_set(found_inf: Tensor) -> bool:
-    """Tell whether a flag is set. Waits for the device, unless that has failed too."""
+    """Return whether a flag is set; False if the device has failed. Waits for the device."""
     with contextlib.suppress(RuntimeError):
         return bool(found_inf)
     return False

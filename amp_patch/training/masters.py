@@ -1,4 +1,4 @@
-"""`Masters`: which float32 master belongs to which 16-bit parameter, and keeping the two together."""
+"""`Masters`: the float32 masters of 16-bit parameters, and how each pair is kept in agreement."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -22,9 +22,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class _State:
-    """Version counters and addresses of tensors, read and compared in a few calls for all of them: a step asks for
-    those of the whole model.
-    """
+    """Version counters and addresses of many tensors, read and compared in few calls."""
 
     def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
         self.versions = list(map(get_version, tensors))
@@ -38,13 +36,13 @@ class _State:
             self.aliases = [tensor.detach() for tensor in tensors]
 
     def end_with(self, index: int, tensor: Tensor) -> None:
-        """Take over the state of the last tensor, in the place of what an interrupt has left of another."""
+        """Append the state of a tensor at `index`, and drop what an interrupt may have left there."""
         self.versions[index:] = [get_version(tensor)]
         self.addresses[index:] = [tensor.data_ptr()]
         self.aliases[index:] = [tensor.detach()]
 
     def see(self, index: int, tensor: Tensor) -> None:
-        """Take over the state of one tensor."""
+        """Update the state of one tensor."""
         self.versions[index] = get_version(tensor)
         self.addresses[index] = tensor.data_ptr()
         self.aliases[index] = tensor.detach()
@@ -61,12 +59,12 @@ class Masters:
 
     An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight
     clipping) by themselves. Both sides' version counters and addresses as of the last copy tell which side moved; if
-    both did, the master counts.
+    both did, the master wins.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
-        has_warned_of_copy: a copied model was warned of.
-        is_compiled: a model runs in compiled code, which brings the two sides together no more.
+        has_warned_of_copy: whether the warning about a copied model was given.
+        is_compiled: whether a model runs in compiled code, which does not call `sync` before its forward pass.
     """
 
     def __init__(self) -> None:
@@ -75,7 +73,9 @@ class Masters:
         self._masters: list[Tensor] = []
         self._index: dict[int, int] = {}  # by the parameter's id
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
-        self._pushed: dict[int, Tensor] = {}  # by index: the master at the last push, of parameters edited since
+        self._pushed: dict[
+            int, Tensor
+        ] = {}  # by index: the value at the last push of masters whose parameters were edited since
         self._groups: list[Group] | None = None  # of all, for pushing
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
@@ -115,17 +115,15 @@ class Masters:
         self._exchange(kept)
 
     def _exchange(self, other: "Masters") -> None:
-        """Have the masters of another, in one call: an interrupt finds those from before, or these."""
+        """Take over the registry of another object in one call: an interrupt leaves either."""
         vars(self).update({name: vars(other)[name] for name in _REGISTRY})
 
     def keep_buffer(self, buffer: Tensor, values: Tensor) -> None:
-        """Note the float32 values of a buffer that holds them rounded from now on."""
+        """Keep the float32 values of a buffer that is about to be rounded."""
         self._buffers[id(buffer)] = buffer, values
 
     def find_changed_buffers(self) -> list[Tensor]:
-        """Return the buffers of which an element holds something else than it was given. Waits for the device, once for
-        each buffer that was cast.
-        """
+        """Return the buffers that have changed since they were cast. Waits for the device, once for each."""
         changed: list[Tensor] = []
         for buffer, _ in self._buffers.values():
             values = self._find_values(buffer)
@@ -134,14 +132,14 @@ class Masters:
         return changed
 
     def _find_values(self, buffer: Tensor) -> Tensor | None:
-        """Return the float32 values that a buffer was given, None where none are known that fit it."""
+        """Return the float32 values of a buffer, or None if there are none of its shape and device."""
         _, values = self._buffers.get(id(buffer), (buffer, None))
         if values is None or values.shape != buffer.shape or values.device != buffer.device:
             return None
         return values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Take over values that a parameter with a master, or a buffer that was cast, is about to be given rounded."""
+        """Copy values to the master of a parameter, or keep those of a buffer, before torch rounds them."""
         master = self.get(tensor)
         if master is not None:
             with torch.no_grad():
@@ -150,8 +148,8 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return a 16-bit tensor as float32: its master; of a buffer the values that it had, element by element, unless
-        the element holds another one by now; of any other its own.
+        """Return the float32 values of a 16-bit tensor: its master, or of a buffer the values before it was cast,
+        except in elements that were changed since.
         """
         master = self.get(tensor)
         if master is not None:
@@ -165,13 +163,13 @@ class Masters:
         return full
 
     def keep_gradient(self, parameter: Tensor) -> None:
-        """Take the gradient of a parameter that is about to be cast: its master is to have it as it is."""
+        """Keep the float32 gradient of a parameter that is about to be cast, for its master."""
         if parameter.grad is not None:
             self._gradients.append((parameter, parameter.grad))
             parameter.grad = None
 
     def return_gradients(self) -> None:
-        """Give the gradients that were taken to the masters; a parameter that has none gets its own, cast."""
+        """Give the kept gradients to the masters, or cast to parameters without a master."""
         gradients, self._gradients = self._gradients, []
         for parameter, gradient in gradients:
             master = self.get(parameter)
@@ -186,7 +184,7 @@ class Masters:
         return None if index is None else self._masters[index]
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
-        """Say that an optimizer stepped over these tensors: fused ones leave the version counter alone."""
+        """Record that an optimizer changed these masters: fused ones do not raise the version counter."""
         if not self._masters:
             return
         for master in masters:
@@ -206,7 +204,7 @@ class Masters:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def pull(self) -> None:
-        """Copy parameters that were changed, but not by us, to their masters; leave masters that moved too.
+        """Copy parameters that the user edited to their masters, except where the master was edited, too.
 
         Warns, once, if masters moved and a compiled model may have run since with what its parameters held before.
         """
@@ -218,14 +216,14 @@ class Masters:
             )
 
     def take_edits(self) -> bool:
-        """Copy edited parameters to their masters; tell whether there are masters that moved, which are left."""
+        """Copy edited parameters to their masters. Return whether masters were edited, too; these stay as they are."""
         return self._reconcile(pushing=False)
 
     def agree(self, parameter: Tensor) -> None:
-        """Say that a parameter and its master, if it has one, have been given the same values.
+        """Record that a parameter and its master, if it has one, were loaded with the same values.
 
-        Whoever loads masters from a file of their own may do so by `master.data.copy_`, which nothing shows: the master
-        is copied to the parameter once more.
+        Scripts may load masters of their own by `master.data.copy_`, which raises no version counter. So the master is
+        copied to the parameter once more.
         """
         index = self._index.get(id(parameter))
         if index is not None:
@@ -234,7 +232,7 @@ class Masters:
             self._seen[1].versions[index] = _LOADED
 
     def sync(self) -> None:
-        """Bring both sides together, whichever moved."""
+        """Copy each edited parameter to its master, and each edited master to its parameter."""
         self._reconcile(pushing=True)
 
     def _push_some(self, indices: list[int]) -> None:
@@ -244,7 +242,7 @@ class Masters:
             self._see(index)
 
     def _take_over(self, index: int) -> None:
-        """Have a master follow a parameter that was edited, element by element."""
+        """Copy those elements of an edited parameter to its master that differ from the rounded master."""
         parameter, master = self._parameters[index], self._masters[index]
         with torch.inference_mode(False), torch.no_grad():
             if index not in self._pushed:
@@ -260,7 +258,7 @@ class Masters:
             seen.see(index, tensors[index])
 
     def _reconcile(self, *, pushing: bool) -> bool:
-        """Tell whether masters moved."""
+        """Copy edits to the other side, those of masters only if `pushing`. Return whether masters moved."""
         parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
         if (parameters, masters) == self._seen:
             return False
@@ -279,7 +277,7 @@ class Masters:
 
 
 def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:
-    """Return where a 16-bit parameter holds the rounded value of a master: bool, of their shape."""
+    """Return in which elements a 16-bit parameter equals the rounded master: a bool tensor of their shape."""
     rounded = torch.empty_like(parameter, requires_grad=False)
     copy_([([rounded], [master])])
     is_rounded: Tensor = eq(parameter, rounded)

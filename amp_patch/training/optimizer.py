@@ -1,7 +1,7 @@
-"""One optimizer, as a session changes it: float32 masters in its groups, and a `step` that skips after an overflow.
+"""`OptimizerBinding`: puts float32 masters into the groups of an optimizer, and skips its step after an overflow.
 
-`step`, `zero_grad` and `add_param_group` are replaced once, when the optimizer is bound, by methods of the instance.
-Nothing is patched in the training loop: a skip is a flag that `step` reads.
+`step`, `zero_grad` and `add_param_group` of the instance are replaced once, when the optimizer is bound. Nothing is
+patched in the training loop: `step` reads the flags of the ledger.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ class OptimizerBinding:
     """One optimizer in a session. It is also what `optimizer._amp_stash` holds.
 
     Args:
-        optimizer: any torch.optim.Optimizer; held weakly.
-        masters: where the session keeps its masters.
+        optimizer: any torch.optim.Optimizer; held by a weak reference.
+        masters: the masters of the session.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
-        switch: turned off while the optimizer steps.
+        switch: the casts of the session, turned off during the step.
         cache: the weight cache, or None.
-        ledgers: of the session.
-        get_names: names for parameters, for messages.
-        on_new_parameters: called after the optimizer got more parameters.
+        ledgers: the ledgers of the session.
+        get_names: returns names of parameters, for messages.
+        on_new_parameters: called after parameters were added to the optimizer.
 
     Attributes:
-        groups: what it steps on.
-        ledger: what is known of its gradients.
-        steps: what became of its steps.
+        groups: its parameter groups.
+        ledger: its overflow flags.
+        steps: counts and reports its steps.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class OptimizerBinding:
         self.steps = Steps(self._decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
-        self._device_skip: DeviceSkip | None = None  # None: the optimizer's step cannot skip by itself
+        self._device_skip: DeviceSkip | None = None  # None: the optimizer wraps another one, so the host decides
         self._undo = UndoStack()
         self._is_bound = False  # else the methods are the optimizer's own
         self._is_stepping = False
-        self._is_pushed = False  # by a hook of the step under way
+        self._is_pushed = False  # by a hook, during the current step
         self._has_looked_for_gradients = False
 
     @property
@@ -119,10 +119,7 @@ class OptimizerBinding:
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until the binding is undone; one that its class computes hides it.
-
-        A later value takes the place of an earlier one.
-        """
+        """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
         self._undo.callback(_delete, self.reference, name)
         vars(self.optimizer)[name] = value
 
@@ -135,26 +132,26 @@ class OptimizerBinding:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
-        vars(replacement)["_amp_stash"] = self  # by which it is known again, also without what holds the target
+        vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
         self._undo.callback(_restore, weakref.ref(target), self, name, had_own)
         setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
-        """Give the optimizer its own methods and the model's parameters back, state and all. Harmless twice."""
+        """Restore the methods, parameters and states of the optimizer. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
             self.steps.resolve()
         self._is_bound = False
         self._undo.close()
 
     def _adopt(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Put masters into a group, and cache the others: the other parameters."""
+        """Put masters into a group, and let the weight cache keep copies of its parameters."""
         self.groups.place(optimizer, group, float32_data)
         if self._cache is not None:
             self._cache.own(group["params"])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Have the optimizer step and zero its gradients as plain torch does, inside the block."""
+        """Inside the block, `step` and `zero_grad` are those of plain torch."""
         self._is_bound = False
         try:
             yield
@@ -162,15 +159,13 @@ class OptimizerBinding:
             self._is_bound = True
 
     def push_masters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Places none: helpers of torch may have the groups
-        show parameters.
-        """
+        """Copy the masters of this optimizer to their parameters. Adds none: the groups may be `presented`."""
         pairs = self.groups.pairs()
         if pairs:
             self._masters.push(pairs)
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
+        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device."""
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
     def _tell_skipped(self, is_skip: bool) -> None:
@@ -207,7 +202,7 @@ class OptimizerBinding:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_stepping or not self._is_bound:  # wrappers step optimizers they hold
+        if self._is_stepping or not self._is_bound:  # a wrapper calls the step of the optimizer in it
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
@@ -244,8 +239,8 @@ class OptimizerBinding:
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
         found_inf = self.ledger.flags
-        if self.ledger.unchecked:
-            found_inf = self.ledger.find_again()
+        if self.ledger.to_recheck:
+            found_inf = self.ledger.recheck()
         found_inf = self._decisions.judge(found_inf)
         outcome = flag = result = None
         is_skip = False
@@ -272,8 +267,8 @@ class OptimizerBinding:
         return result
 
     def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
-        """Return the flag that the optimizer is to skip by on the device: 0-dim float32, 0.0 or 1.0. None where the
-        host decides, which waits for it.
+        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host has to read
+        the flags and decide.
         """
         if outcome.is_known() or waits_for_each():
             return None
@@ -302,23 +297,23 @@ class OptimizerBinding:
         return result
 
     def _push_in_step(self) -> None:
-        """Push the masters at the end of the optimizer's own step, before its hooks run."""
+        """Push the masters after the optimizer's own step, before other post-hooks run."""
         self.push_masters()
         self._is_pushed = True
 
     def _drop_gradients(self) -> None:
-        """Forget the gradients of the masters, but for those that another optimizer is yet to step on."""
-        shared: set[int] = set()
+        """Drop the gradients of the masters, except those that another optimizer has yet to step on."""
+        still_needed: set[int] = set()
         for partner in self.ledger.partners:
             if partner.awaits_step:
-                shared.update(map(id, partner.groups.parameters()))
+                still_needed.update(map(id, partner.groups.parameters()))
         for _, master in self.groups.placed.values():
-            if id(master) not in shared:
+            if id(master) not in still_needed:
                 master.grad = None
 
     def _look_for_gradients(self) -> None:
-        """Warn, once, of a first step without any gradient, or without a loss that was scaled, and of running values in
-        16 bits. Waits for the device where buffers were cast.
+        """Warn once if the first step has no gradients or no scaled loss, or if training updates buffers in 16 bits.
+        Waits for the device if buffers were cast.
         """
         name = type(self.reference()).__name__
         if self.ledger.has_begun:
@@ -355,7 +350,7 @@ class OptimizerBinding:
     def _step_after(
         self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the closure, then step or skip: which of them must be known before the optimizer's own step begins."""
+        """Call the closure, then step or skip: this must be decided before the optimizer's own step begins."""
         if not evaluates_closure_first(original):
             raise OptimizerError(
                 f"step(closure) of {type(self.reference()).__name__} does not work with a dynamic loss scale: this"
@@ -369,7 +364,7 @@ class OptimizerBinding:
         return loss
 
     def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure as it is to be called in the step: by the lists, on what the step has made so far."""
+        """Return a closure that runs with casts on, on the weights as the step has changed them so far."""
 
         def evaluate() -> Any:
             with self._switch.region(Mode.BY_LISTS):
@@ -394,9 +389,7 @@ def _replace_closure(
 
 
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that this one steps in its stead, as SAM and Lookahead do: those it holds that share a
-    parameter with it.
-    """
+    """Return the optimizers inside this one that share a parameter with it, as in SAM and Lookahead."""
     own = _ids_of(optimizer)
     found: list[Optimizer] = []
     for inner in vars(optimizer).values():
@@ -418,9 +411,7 @@ def _delete(reference: "weakref.ref[Any]", name: str) -> None:
 
 
 def _restore(reference: "weakref.ref[Any]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
-    """Take a method off, unless somebody (an LR scheduler) has wrapped it since: then it stays, and calls straight
-    through.
-    """
+    """Remove a replaced method, unless an LR scheduler has wrapped it since: then it stays and calls the original."""
     target = reference()
     current = None if target is None else vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
@@ -438,7 +429,4 @@ def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> No
 
 
 def _masters_exist() -> None:
-    """What scripts call to have Apex make its masters before they restore saved ones.
-
-    Here they exist from the start.
-    """
+    """Do nothing. Apex scripts call this to create masters before they load saved ones; here they exist already."""

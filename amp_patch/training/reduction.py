@@ -1,4 +1,4 @@
-"""Gradients that no pass has reduced yet: which a parallel wrapper leaves local, and what `fully_shard` holds whole."""
+"""Gradients that are not reduced over the ranks yet, under DistributedDataParallel and `fully_shard`."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -18,28 +18,28 @@ _NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.flo
 
 
 class LocalGradients:
-    """The `DistributedDataParallel` modules of a session's models, and whether they reduce what comes next.
+    """Knows which gradients the `DistributedDataParallel` modules of a session have not reduced yet.
 
     A module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in the forward,
-    under gradients; `no_sync` and some training loops clear it. A subclass that reduces by itself says so by a method
-    `leaves_gradients_local`, whose answer None means torch's rule.
+    with gradients enabled; `no_sync` and some training loops clear it. A subclass with its own rule has a method
+    `leaves_gradients_local`, which returns None where torch's rule holds.
 
     Attributes:
-        ids: of the parameters whose gradients are local, as of the last backward pass.
-        scale: the loss scale that these gradients carry, 0-dim; None: 1.
+        ids: of the parameters whose gradients the last backward pass left unreduced.
+        scale: the loss scale that these gradients are multiplied by, 0-dim. None means 1.
     """
 
     def __init__(self) -> None:
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._prepared: WeakSet[Any] = WeakSet()  # to reduce in the backward pass to come
+        self._prepared: WeakSet[Any] = WeakSet()  # will reduce in the next backward pass
         self._has_modules = False
         self.ids: set[int] = set()
         self.scale: Tensor | None = None
 
     def on_forward(self, module: DistributedDataParallel) -> None:
-        """Note what a module does with the gradients of the forward that begins.
+        """Record whether a module will reduce the gradients of the forward pass that begins.
 
-        Raises ModelError for one that would reduce nothing, since its model has been cast since it was made.
+        Raises ModelError for one that was made before its model was cast: it would reduce nothing.
         """
         if not torch.is_grad_enabled():
             return
@@ -54,9 +54,9 @@ class LocalGradients:
         self._reduces[module] = module in self._prepared
 
     def end_pass(self, scale: Tensor | None) -> None:
-        """Note, at the end of a backward pass, whose gradients stay local, and the loss scale that they carry.
+        """Record, after a backward pass, which gradients are not reduced, and the loss scale they are multiplied by.
 
-        Until then a module reduces if any of its forwards said so.
+        A module reduces if its flag was set in any forward pass since the last backward pass.
         """
         self.scale = scale
         self.ids = set()
@@ -72,11 +72,11 @@ class LocalGradients:
                 self.ids.update(map(id, module.parameters()))
 
     def find(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
-        """Return which of some parameters have local gradients, by id."""
+        """Return the ids of those parameters whose gradients are not reduced."""
         return self.ids.intersection(map(id, get_parameters())) if self.ids else set()
 
     def warn_of_stale(self) -> None:
-        """Warn of modules that reduce nothing from now on, since their models have been cast back."""
+        """Warn about modules that no longer reduce gradients, because their models were cast back."""
         for module in list(self._reduces):
             if _is_stale(module):
                 warn(
@@ -86,11 +86,12 @@ class LocalGradients:
 
 
 class UnshardedSums:
-    """What `fully_shard` keeps of passes under `set_requires_gradient_sync(False)`: whole gradients outside of `.grad`,
-    which carry the loss scale of those passes until one is reduced.
+    """Unsharded gradients that `fully_shard` keeps outside of `.grad` under `set_requires_gradient_sync(False)`.
+
+    They stay multiplied by the loss scale until a backward pass reduces them.
 
     Args:
-        modules: the collection of those that it has taken, read anew at each change of scale.
+        modules: the modules that `fully_shard` was applied to, read at each change of scale.
     """
 
     def __init__(self, modules: Collection[Module]) -> None:
@@ -98,7 +99,7 @@ class UnshardedSums:
         self._scale: Tensor | None = None
 
     def carry(self, scale: Tensor | None) -> None:
-        """Have the sums carry the scale of the pass that begins: 0-dim; None: 1."""
+        """Change the scale of the sums to that of the next backward pass: 0-dim. None means 1."""
         before, self._scale = self._scale, scale
         if before is scale or not self._modules:
             return
@@ -107,7 +108,7 @@ class UnshardedSums:
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:
-    """Tell whether parameters are of other dtypes than those the module was made for: it hooks what they were."""
+    """Return whether parameters were cast since the module was made: its hooks are on the old ones."""
     reduced = get_reduced_dtypes(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return bool(reduced) and not {_NAMES.get(one.dtype, "") for one in parameters} - {""} <= reduced

@@ -1,6 +1,4 @@
-"""`Steps`: which steps of an optimizer were skipped, counted and told to the user, without waiting for the device where
-that can be helped.
-"""
+"""`Steps`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,16 +11,14 @@ from ..reporting import say, say_loudly, tells_parameters, warn
 from .loss_scaler import LossScaler
 
 TRACE = "`amp-patch trace SCRIPT`"
-"""What to run to see where values come from that are not finite."""
+"""The command that finds where inf or NaN comes from."""
 
 LOOK_EVERY = 100
-"""Of steps whose gradients no pass has judged, those at a loss scale of 1 among them, one in so many is looked at."""
+"""Gradients without a flag, such as those at a loss scale of 1, are checked in one of so many steps."""
 
 
 class EarlyReading:
-    """Numbers on their way from 0-dim tensors to the host. From an accelerator they arrive with the work queued before
-    them; on a CPU they are there.
-    """
+    """An asynchronous copy of 0-dim tensors to the host. On a CPU the numbers are available at once."""
 
     __slots__ = ("_event", "_tensors")
 
@@ -39,11 +35,11 @@ class EarlyReading:
             self._event.record(torch.accelerator.current_stream(device))
 
     def is_here(self) -> bool:
-        """Tell whether reading them waits for nothing."""
+        """Return whether the copy is complete, so that `values` does not wait."""
         return self._event is None or bool(self._event.query())
 
     def values(self) -> list[float]:
-        """Return the numbers. Waits for them, but for no work queued after them."""
+        """Return the numbers. Waits for the copy, but not for work queued after it."""
         if self._event is None:
             return list(map(Tensor.item, self._tensors))
         self._event.synchronize()
@@ -52,16 +48,16 @@ class EarlyReading:
 
 
 class Outcome:
-    """What the backward passes before one `step` have found, on its way to the host from the moment this is made.
+    """The flags of one step, copied to the host from the moment this is created.
 
     Args:
-        found_inf: for each scaler of theirs whether there was an overflow: 0-dim float32.
+        found_inf: the flag of each scaler: 0-dim float32.
 
     Attributes:
-        may_skip: one of the scalers is dynamic.
-        overflowed: the scalers whose passes overflowed, once it is read.
-        is_skip: the step is skipped, since one of these is dynamic; once it is read.
-        scales: what the scalers came to with this step, once it is read. There may have been others by then.
+        may_skip: whether one of the scalers is dynamic.
+        overflowed: the scalers whose flags are set. Known after `read`, as are the next two.
+        is_skip: whether one of these scalers is dynamic, so that the step is skipped.
+        scales: the scales after this step. Later steps may have changed them since.
     """
 
     def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
@@ -77,11 +73,11 @@ class Outcome:
         self._reading: EarlyReading | None = EarlyReading(numbers)
 
     def is_known(self) -> bool:
-        """Tell whether the host has everything: reading it waits for nothing."""
+        """Return whether the flags have reached the host, so that `read` does not wait."""
         return self._reading is None or self._reading.is_here()
 
     def read(self) -> None:
-        """Take in what was found. Waits for the device, once."""
+        """Set the attributes that depend on the flags. Waits for the device, once."""
         if self._reading is None:
             return
         values = self._reading.values()
@@ -95,25 +91,25 @@ class Outcome:
 
 
 def _is_capturing() -> bool:
-    """Tell whether a CUDA graph is being recorded, when nothing may wait for the device."""
+    """Return whether a CUDA graph is being captured: nothing may wait for the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def waits_for_each() -> bool:
-    """Tell whether each step is to wait for what its passes have found, while the gradients are there."""
+    """Return whether each step is to wait for its flags, so that messages can name the parameters."""
     return tells_parameters() and not _is_capturing()
 
 
 class Steps:
-    """The steps of one optimizer, in their order.
+    """The steps of one optimizer, in order.
 
-    A result that is still on its way is left until the next step, or until somebody asks.
+    A step whose flags have not reached the host is reported at a later step, or when its result is asked for.
 
     Args:
-        scalers: those of the session: messages name them by number.
-        find_culprits: names of parameters whose gradients are not finite. Called where gradients may be gone; waits for
-            the device.
-        tell_skipped: called for each step with whether it was skipped.
+        scalers: those of the session; messages name them by their index.
+        find_culprits: returns the names of parameters with non-finite gradients. Waits for the device. The gradients
+            may have been zeroed when it is called.
+        tell_skipped: called for each step, with whether it was skipped.
     """
 
     def __init__(
@@ -132,13 +128,13 @@ class Steps:
         self._has_warned = False
 
     def count(self, *, wait: bool) -> tuple[int, int]:
-        """Return how many steps were taken and skipped: of all so far, or of those that are known without waiting."""
+        """Return how many steps were taken and skipped: of all, or with `wait=False` of those whose flags are known."""
         if wait:
             self.resolve()
         return self._taken, self._skipped
 
     def add(self, outcome: Outcome) -> None:
-        """Take in the outcome of a step, and tell of all that is known by now.
+        """Record the outcome of a step, and report all steps whose flags are known by now.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
@@ -153,7 +149,7 @@ class Steps:
             )
 
     def add_taken(self) -> None:
-        """Take in a step that no pass could skip. Waits for the device, once in a hundred steps."""
+        """Record a step without any flag. Waits for the device once in `LOOK_EVERY` steps."""
         if self._pending:
             self.add(Outcome({}))
             return
@@ -172,7 +168,7 @@ class Steps:
             )
 
     def resolve(self) -> None:
-        """Tell of every step so far. Waits for the device if one is not known."""
+        """Report all steps so far. Waits for flags that are not known yet."""
         while self._pending:
             self._resolve_first()
 
