@@ -276,7 +276,7 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
-    _check_that_its_op_is_no_key(node, rule, path)
+    _check_that_its_op_is_no_key(node.value, node, rule, path)
     fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
     values = {"why": "", "since": "", "until": "", "optional": "false"}
     for name in values:
@@ -307,14 +307,14 @@ def _read_field(name: str, node: Node, path: Path) -> str:
     return text
 
 
-def _check_that_its_op_is_no_key(node: Node, rule: Rule, path: Path) -> None:
+def _check_that_its_op_is_no_key(keys: dict[str, Node], node: Node, rule: Rule, path: Path) -> None:
     """Raise OpListError for an entry such as `softmax: range` or `linear: float32`."""
-    for key, value in node.value.items():
+    for key, given in keys.items():
         if not isinstance(key, str) or not ("." in key or key in get_op_names()):
             continue
         meant = rule
-        if isinstance(value.value, str):
-            meant = _LIST_OF_DTYPE.get(value.value, rule)
+        if isinstance(given.value, str):
+            meant = _LIST_OF_DTYPE.get(given.value, rule)
         remedy = f"write {key}, or with a reason {{op: {key}, why: range}}"
         if meant is not rule:
             remedy = f"the list decides the dtype: put `- {key}` under `{meant}`"
