@@ -734,7 +734,7 @@ def test_modules_may_come_and_go_meanwhile(write_modules, lists):
 
     def churn():
         number = 0
-        while not stop.wait(1e-4):
+        while not stop.is_set():
             number += 1
             sys.modules[f"churn_x{number}"] = types.ModuleType(f"churn_x{number}")
             sys.modules.pop(f"churn_x{number - 20}", None)
