@@ -131,8 +131,9 @@ def test_compare_and_tune(tmp_path):
         for _ in range(3):
             take_step(model, optimizer)
 
+    torch.empty(10**7)  # no peak of theirs
     found = insight.compare(train, runs=["O0", "O1", "O4"])
-    assert not found.failed and all(one.peak for one in found.runs) and found.noise
+    assert not found.failed and all(0 < one.peak < 10**7 for one in found.runs) and found.noise
     assert insight.tune(train, log=lambda _: None).is_reached
 
 
