@@ -152,9 +152,9 @@ Attention is one launch. autocast in float16 is with `GradScaler`. torch {torch}
 """
 
 BOUND = """
-No level can save what a step in float32 launches: {} to {} of what autocast in float16 launches with a foreach or fused
-optimizer. It is most for the conv net, which has few weights for its ops, so that autocast casts little. O1 and O4 save
-the casts of weights in the forward pass. The gradient of each weight is still cast to float32 by its own launch."""
+No level can save what a step in float32 launches: {} to {} of what autocast in float16 launches with a foreach or
+fused optimizer. It is most for the conv net, which has few weights for its ops, so that autocast casts little. O1 and
+O4 save the casts of weights in the forward pass. The gradient of each weight is still cast by a launch of its own."""
 
 
 def make_page() -> str:
