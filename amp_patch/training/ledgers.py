@@ -53,23 +53,6 @@ from .reduction import LocalGradients, UnshardedSums
 from .unscaling import change_scale_, either, fold_, have_gradients, rescale_, unscale_
 
 
-class _Change:
-    """A block that changes gradients.
-
-    Attributes:
-        is_under_way: True inside the block, and after it if an exception left it: gradients are half changed.
-    """
-
-    def __init__(self) -> None:
-        self.is_under_way = False
-
-    def __enter__(self) -> None:
-        self.is_under_way = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.is_under_way = kind is not None
-
-
 class Ledgers:
     """The gradients of a session. All are multiplied by the same scale, except those that are not reduced yet.
 
@@ -95,7 +78,7 @@ class Ledgers:
         self._scaler: LossScaler | None = None  # whose scale that was last
         self._waiting: list[Block] = []  # have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._change = _Change()
+        self._is_half_changed = False  # while gradients are changed, and for good if an exception ends that
         self._stepping: int | None = None  # the thread that runs a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
@@ -159,7 +142,7 @@ class Ledgers:
         for reference in tuple(self._open):
             if reference() is block:
                 self._open.remove(reference)
-        if self._change.is_under_way and block.has_failed:
+        if self._is_half_changed and block.has_failed:
             return  # what comes next says so
         self.local.end_pass(self._scale)
         is_idle = self._scale is None and not self._has_masters and not self._waiting
@@ -174,7 +157,7 @@ class Ledgers:
     def close(self) -> None:
         """Leave unscaled gradients behind, or none where an interrupt left them half changed. Open blocks are over."""
         self._open.clear()
-        if self._change.is_under_way:
+        if self._is_half_changed:
             self._drop_all()
         else:
             self.make_true()
@@ -192,7 +175,7 @@ class Ledgers:
 
         Inside a block, `resume` scales them again.
         """
-        if self._change.is_under_way:
+        if self._is_half_changed:
             self._refuse()
         open_blocks = self.open_blocks() if self._open else []
         if open_blocks and not is_engine_thread():  # where hooks run, which may step: the block's own thread waits
@@ -206,8 +189,9 @@ class Ledgers:
         if self._scale is None:
             self._fold_unscaled(ledger)
             return
-        with self._change:
-            found_inf = self._unscale_and_check(ledger, self._scale, set(self.local.ids))
+        self._is_half_changed = True
+        found_inf = self._unscale_and_check(ledger, self._scale, set(self.local.ids))
+        self._is_half_changed = False
         for block in self._blocks_with(ledger):
             block.found_inf = either(block.found_inf, found_inf)
             is_first = ledger not in block.stepped_early
@@ -218,8 +202,9 @@ class Ledgers:
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = ledger.groups.read()
-            with self._change:
-                rescale_(_take(plain, set(self.local.ids)), self._scale)
+            self._is_half_changed = True
+            rescale_(_take(plain, set(self.local.ids)), self._scale)
+            self._is_half_changed = False
 
     def end_window(self, ledger: Ledger) -> None:
         """Record that an optimizer has stepped or skipped a step: later gradients are for the next one."""
@@ -279,7 +264,7 @@ class Ledgers:
 
     def settle(self) -> None:
         """Unscale and check all gradients, except those not reduced yet, and set the flags of waiting blocks."""
-        if self._change.is_under_way:
+        if self._is_half_changed:
             self._refuse()
         if self._scale is None and not self._waiting:
             if self._has_masters:
@@ -295,12 +280,13 @@ class Ledgers:
         if judged and scale is None:  # they were divided before
             scale = torch.ones_like(judged[0].scaler.scale)
         open_blocks = self.open_blocks() if self._open else []
-        with self._change:
-            found = self._unscale_all(scale, [*judged, *open_blocks])
-            self._scale = None
-            self._waiting = []
-            if self.local.ids:
-                self._waiting = [block for block in judged if self._has_local(block)]
+        self._is_half_changed = True
+        found = self._unscale_all(scale, [*judged, *open_blocks])
+        self._scale = None
+        self._waiting = []
+        if self.local.ids:
+            self._waiting = [block for block in judged if self._has_local(block)]
+        self._is_half_changed = False
         for block in open_blocks:
             for ledger in block.ledgers:
                 if ledger in found:
@@ -367,8 +353,9 @@ class Ledgers:
             if affected is ledger or have_gradients(affected.groups.read()[1]):
                 affected.recheck_at_step(self.decisions.scalers)
                 affected.awaits_step = True
-        with self._change:
-            fold_(self._reduced(pairs), None, None)
+        self._is_half_changed = True
+        fold_(self._reduced(pairs), None, None)
+        self._is_half_changed = False
 
     def _unscale_and_check(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, except those of parameters in `seen`, by id. Return a new
@@ -416,11 +403,12 @@ class Ledgers:
         self.settle()
         if scale is None:
             return
-        with self._change:
-            gradients = _take(self._all_parameters(), set(self.local.ids))
-            if gradients:
-                rescale_(gradients, scale)
-            self._scale = scale
+        self._is_half_changed = True
+        gradients = _take(self._all_parameters(), set(self.local.ids))
+        if gradients:
+            rescale_(gradients, scale)
+        self._scale = scale
+        self._is_half_changed = False
 
     def _all_parameters(self) -> list[Tensor]:
         """Return the parameters of the models and of the optimizers, not their masters; many of them twice."""
@@ -483,7 +471,7 @@ class Ledgers:
             holders += ledger.groups.parameters()
         for holder in holders:
             holder.grad = None
-        self._scale, self._waiting, self._change = None, [], _Change()
+        self._scale, self._waiting, self._is_half_changed = None, [], False
         warn("an interrupt left gradients half unscaled, so they were dropped: the next step does not use them")
 
 
