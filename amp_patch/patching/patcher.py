@@ -18,6 +18,8 @@ from typing import Any
 
 import wrapt
 
+from . import pickling
+
 logger = logging.getLogger("amp_patch")
 
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -292,7 +294,7 @@ class Patcher:
         same = self._by_attribute.get((id(exchange.slot.owner()), exchange.slot.key), [])
         same[:] = [other for other in same if other is not exchange]
         if exchange.is_patch:
-            _retired.append(weakref.ref(getattr(exchange.after, "__func__", exchange.after)))
+            pickling.retire(exchange.after)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -363,24 +365,6 @@ class Patcher:
                 yield exchange.original.__func__, exchange.after.__func__
             else:
                 yield exchange.original, exchange.after
-
-
-_retired: list[weakref.ref[Any]] = []
-"""The replacements that were taken out. A WeakSet would run Python code as each is freed: Ctrl-C in there is lost."""
-
-
-def get_retired() -> list[Callable[..., Any]]:
-    """Return the replacements that were taken out and that something still holds, such as a copy of a model whose layer
-    `GELUActivation` of transformers keeps `F.gelu`; forget the others.
-    """
-    held = []
-    for reference in list(_retired):
-        replacement = reference()
-        if replacement is None:
-            _retired.remove(reference)
-        else:
-            held.append(replacement)
-    return held
 
 
 def _take_out(exchange: Exchange) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..torch_private import FUNCTION_TABLES
+from . import pickling
 from .patcher import (
     ClassAttribute,
     Defaults,
@@ -32,7 +33,6 @@ from .patcher import (
     Patcher,
     Slot,
     attributes_of,
-    get_retired,
     namespace_of,
 )
 
@@ -124,9 +124,7 @@ def describe_stuck(stuck: Sequence[str]) -> str:
 
 
 def _search_for_retired() -> "Search":
-    retired = get_retired()
-    originals = {id(replacement): replacement.__wrapped__ for replacement in retired}  # type: ignore[attr-defined]
-    return Search(originals, _packages_of(retired))
+    return Search(pickling.get_originals(), pickling.get_packages())
 
 
 def _packages_of(replacements: Iterable[Callable[..., Any]]) -> set[str]:
