@@ -8,6 +8,8 @@ from .records import FaultRecord, Recording, RunRecord
 from .remedies import Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
+_CELL = "Cell In["  # how IPython begins the place of a line
+
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
     """Return a fault as text. `run` names the lists that the suggested list extends; None: the shipped list."""
@@ -214,7 +216,10 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     if entries and native is not None:
         yield "in a list of your own, fix.yaml:"
         yield from (f"  {entry}" for entry in entries)
-        yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
+        if fault.site.startswith(_CELL):
+            yield 'and amp_patch.native.install(lists="fix.yaml"), which leaves the cells as they are; or in a cell, at'
+        else:
+            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
         yield f'{lines}: with torch.autocast("{native.device}", enabled=False), and .float() on every tensor read there'
     elif entries:
         yield f"in a list of your own, below `extends: {remedy.extends}`:"

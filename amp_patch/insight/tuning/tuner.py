@@ -206,6 +206,8 @@ class Tuner:
                 message += f"; {stopped}, so there may be entries that are not needed"
         else:
             message = f"nothing reaches {tolerance}"
+            if stopped:
+                message = f"nothing reached {tolerance} so far"
             if best is not None:
                 message += f"; the best: {describe_worst(best.verdict)}"
             message += self._ranking.find_hint()
