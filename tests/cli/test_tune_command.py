@@ -74,7 +74,8 @@ def test_without_a_file_the_list_is_printed(call, tmp_path):
 
 def test_what_cannot_be_reached_says_so(call, tmp_path):
     code, out, _ = call(SCRIPT, "--tolerance", "1e-9", "--max-runs", "2", "--out", "tuned.yaml")
-    assert code == 1 and "nothing reached a tolerance of 1e-09 so far; the best: " in out and "stopped after 2 runs" in out
+    assert code == 1 and "stopped after 2 runs" in out
+    assert "nothing reached a tolerance of 1e-09 so far; the best: " in out
     assert not (tmp_path / "tuned.yaml").exists()
     code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--max-runs", "2", "--out", "tuned.yaml")
     assert code == 0 and "stopped after 2 runs (max_runs), so there may be entries that are not needed" in out
