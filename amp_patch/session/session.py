@@ -299,11 +299,9 @@ class Session:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """See `amp_patch.scale_loss`."""
         if not isinstance(loss, Tensor):
-            advice = (
-                "add the losses up first"
-                if isinstance(loss, (list, tuple, dict))
-                else "pass what the loss function returns"
-            )
+            advice = "pass what the loss function returns"
+            if isinstance(loss, (list, tuple, dict)):
+                advice = "add the losses up first"
             raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: {advice}")
         if not loss.is_floating_point():
             raise ArgumentTypeError(

@@ -85,10 +85,12 @@ class Summary:
             found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
         if not found:
             return None
-        rounding = 0.0
+        largest_loss = 0.0
         for curve in self.curves(self.about.reference).values():
-            sizes = [abs(loss) for loss in curve.losses if math.isfinite(loss)]
-            rounding = max([rounding, *(size * 2.0**-24 for size in sizes)])
+            for loss in curve.losses:
+                if math.isfinite(loss):
+                    largest_loss = max(largest_loss, abs(loss))
+        rounding = largest_loss * 2.0**-24
         return max(mean(found), rounding)
 
     @property
