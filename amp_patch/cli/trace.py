@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from ..insight import FaultRecord, format_fault
+    from ..insight import FaultRecord, describe_further, format_fault
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
@@ -83,9 +83,8 @@ def _trace(arguments: argparse.Namespace) -> int:
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
-        if len(faults) > 1:
-            further = count_of(len(faults) - 1, "further fault")
-            print(f"\n{further} in this step: --json FILE writes them all", flush=True)
+        for line in describe_further([one for one, _ in faults[1:]]):
+            print(line, flush=True)
     if arguments.json is not None and found.recordings:  # which may fail: what was found has been said
         write_all(found.recordings, arguments.json)
     if not faults:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from . import remedies as remedies
     from . import report as report
     from .comparing import compare as compare
+    from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
     from .recorder import explain as explain
@@ -27,7 +28,7 @@ _HOMES = {
     "trace": "tracer",
     **dict.fromkeys(("FaultRecord", "Recording"), "records"),
     "format_recording": "text",
-    **dict.fromkeys(("describe_search", "format_fault"), "fault_text"),
+    **dict.fromkeys(("describe_further", "describe_search", "format_fault"), "fault_text"),
     "compare": "comparing",
     "TuneResult": "tuning.result",
     **dict.fromkeys(("Tuner", "tune"), "tuning.tuner"),
@@ -35,8 +36,9 @@ _HOMES = {
 _MODULES = ("comparing", "remedies", "report")
 
 __all__ = [
-    *("FaultRecord", "Recording", "TuneResult", "Tuner", "compare", "comparing", "describe_search", "explain"),
-    *("format_fault", "format_recording", "recording", "remedies", "report", "runs", "trace", "tune"),
+    *("FaultRecord", "Recording", "TuneResult", "Tuner", "compare", "comparing", "describe_further"),
+    *("describe_search", "explain", "format_fault", "format_recording", "recording", "remedies", "report"),
+    *("runs", "trace", "tune"),
 ]
 
 

@@ -1,6 +1,7 @@
 """A fault as text: what does not fit, where it came from, and what to try."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from ..tables import align, count_of
@@ -8,6 +9,7 @@ from .records import FaultRecord, Recording, RunRecord
 from .remedies import Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
+_MOST_FURTHER = 5
 _CELL = "Cell In["  # how IPython begins the place of a line
 
 
@@ -20,9 +22,9 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 def format_faults(recording: Recording) -> str:
     """Return the faults of a traced run, or how many steps had none."""
     faults = recording.of(FaultRecord)
-    found = [format_fault(fault, recording.run) for fault in faults if not fault.is_search]
+    found = [fault for fault in faults if not fault.is_search]
     if found:
-        return "\n\n".join(found)
+        return "\n".join([format_fault(found[0], recording.run), *describe_further(found[1:])])
     searched = [fault for fault in faults if fault.is_search]
     lines = [describe_search(searched)] if searched else []
     skipped = sum(step.skipped is True for step in recording.steps)
@@ -38,6 +40,21 @@ def describe_search(faults: Sequence[FaultRecord]) -> str:
     """Return a sentence about steps that were skipped as a dynamic loss scale came down."""
     times = count_of(len(faults), "step")
     return f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
+
+
+def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
+    """Return a line for each fault that came after the first, without repetition."""
+    lines: list[str] = []
+    for fault in faults:
+        where = f"{fault.phase}, {_describe_call(fault)}" if fault.aten else fault.phase
+        lines.append(f"  step {fault.step}, {where}: {fault.value}")
+    lines = list(dict.fromkeys(lines))
+    if not lines:
+        return []
+    shown = lines[:_MOST_FURTHER]
+    if len(lines) > len(shown):
+        shown.append(f"  and {len(lines) - len(shown)} more")
+    return ["also:", *shown]
 
 
 def entitle_fault(fault: FaultRecord) -> str:
@@ -57,7 +74,7 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
         yield "op", f"{fault.op}.step(), from finite weights and gradients"
     elif fault.aten:
         yield "op", _describe_op(fault)
-        yield "call", f"{fault.op} at {fault.site or 'no line of the script'}, module {fault.module or '(none)'}"
+        yield "call", _describe_call(fault)
         yield "rule", _describe_rule(fault)
     yield "cause", _describe_cause(fault)
     yield "reach", _describe_reach(fault)
@@ -74,8 +91,18 @@ def _describe_op(fault: FaultRecord) -> str:
     dtypes = f"{', '.join(map(spell_out, fault.given)) or 'nothing'} -> {spell_out(fault.out)}"
     text = f"aten::{fault.aten} {dtypes}"
     if fault.node and fault.phase == "backward":
-        text += f", in {fault.node}, the backward of"
+        text += f" ({fault.node})"
     return text
+
+
+def _describe_call(fault: FaultRecord) -> str:
+    """Return which call of the script ran an op, where, and in which module."""
+    call = fault.op.removeprefix("aten.")  # an op on no list has no other name
+    if fault.phase == "backward":
+        call = f"the backward pass of {call}"
+    place = fault.site or "no line of the script"
+    module = f"module {fault.module}" if fault.module else "in no submodule"
+    return f"{call} at {place}, {module}"
 
 
 def _describe_rule(fault: FaultRecord) -> str:
@@ -212,24 +239,49 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         native = run
         if not native.low:  # no list acts without a region of autocast
             entries = []
-    lines = " and ".join(fault.lines) or fault.site or "that line"
+    lines = _join_places(fault.lines) or fault.site or "that line"
     if entries and native is not None:
         yield "in a list of your own, fix.yaml:"
         yield from (f"  {entry}" for entry in entries)
+        where = "in the script"
         if fault.site.startswith(_CELL):
-            yield 'and amp_patch.native.install(lists="fix.yaml"), which leaves the cells as they are; or in a cell, at'
+            where = "in a cell"
+            yield 'and amp_patch.native.install(lists="fix.yaml"), which leaves the cells as they are;'
         else:
-            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is; or in the script, at"
-        yield f'{lines}: with torch.autocast("{native.device}", enabled=False), and .float() on every tensor read there'
+            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is;"
+        region = f'with torch.autocast("{native.device}", enabled=False)'
+        if remedy.regions:
+            yield f"or {where}: {region} around the forward of"
+            yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
+        else:
+            yield f"or {where}, at {lines}:"
+            yield f"  {region}, and .float() on every tensor read there"
     elif entries:
         yield f"in a list of your own, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
         yield "and pass it to amp.initialize as lists=..., or to amp-patch as --lists"
     if remedy.sites or not entries:
-        lines = " and ".join(remedy.sites) or lines
+        lines = _join_places(remedy.sites) or lines
         cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
         yield f"and {cast}" if entries else cast
     if remedy.scale is not None and remedy.is_scale_enough:
         yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
     elif remedy.scale is not None:
         yield f"and, where the loss scale is fixed, {_power(remedy.scale)} at most: gradients follow the values"
+
+
+def _join_places(places: Sequence[str]) -> str:
+    """Return places in the script in one phrase, by file and line."""
+
+    def read_numbers(place: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", place)]
+
+    return " and ".join(sorted(places, key=read_numbers))
+
+
+def _name_regions(regions: Sequence[str]) -> str:
+    """Return the modules that rules choose, as a reader of the script knows them."""
+    names = [chooser.partition(": ")[2].strip('"') for chooser in regions]
+    if names == ["**"]:
+        return "the model"
+    return f"module {' and '.join(names)}"

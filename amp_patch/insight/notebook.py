@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from .comparing.summary import Summary
 from .comparing.text import COLUMNS, cells, footnotes, format_comparison, heading
-from .fault_text import describe_fault, entitle_fault, format_fault, format_faults
+from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
 from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
 from .report.markup import Markup, element, join
 from .text import OP_COLUMNS, choose_ops, describe_recording, entitle_recording, format_recording, op_cells
 
 ROWS = 200
-"""So many rows of ops are shown, and so many faults at most."""
+"""So many rows of ops are shown at most."""
 
 
 def recording_as_text(recording: Recording) -> str:
@@ -43,7 +43,8 @@ def show_recording(recording: Recording) -> Markup:
         return show_comparison(Summary(recording))
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults:
-        return join([show_fault(fault, recording.run) for fault in faults[:ROWS]])
+        further = [element("p", line) for line in describe_further(faults[1:])]
+        return join([show_fault(faults[0], recording.run), *further])
     if not recording.ops:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_ops(recording)

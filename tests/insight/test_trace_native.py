@@ -101,6 +101,17 @@ class Net(nn.Module):
         return self.last(self.between(self.first(x)))
 
 
+def with_autocast_off(module: nn.Module) -> None:
+    """Change a module as the advice has it: its forward in float32, whatever it is given."""
+    forward = module.forward
+
+    def in_float32(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return forward(*(each.float() for each in inputs))
+
+    module.forward = in_float32  # type: ignore[method-assign]
+
+
 def make_step(net: nn.Module, scale: float = 128.0, *, enabled: bool = True) -> Callable[[], None]:
     """What a script does for a step."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -149,6 +160,11 @@ def test_a_seeded_fault_is_named_and_what_is_advised_repairs_it(name: str, tmp_p
         (tmp_path / "fix.yaml").write_text(text)
         with native.install(lists=tmp_path / "fix.yaml"):
             assert faults_of(make_step(Net(seeded.make()))) == []
+    repaired = Net(seeded.make())
+    named = re.search(r"around the forward of\s+module (\S+), on .float", insight.format_fault(fault, recording.run))
+    if named is not None:
+        with_autocast_off(repaired.get_submodule(named[1]))
+        assert faults_of(make_step(repaired)) == []
     assert faults_of(make_step(Net(seeded.make()), enabled=False)) == []
 
 
