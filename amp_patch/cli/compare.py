@@ -10,6 +10,7 @@ import sys
 
 from ..errors import MissingExtraError, SessionError
 from ..terminal import print_report
+from .run import check_everywhere
 from .scripts import ScriptRunner, add_script
 from .values import check_lists, new_file, oplist, opt_level, positive
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="RUNS",
         help="levels, with +LIST for op lists, and as-is for the script unchanged (default: O0,O1,O2,O4,O5; with"
-        " torch.autocast as-is,O0,O1,O4)",
+        " torch.autocast as-is,O0,O1,O4; with --everywhere O0,O4)",
     )
     parser.add_argument(
         "--reference", type=_run, metavar="RUN", help="the run to compare with (default: O0, else the first)"
@@ -55,6 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         reference = "O0"
         if asked is not None and "O0" not in asked:
             reference = asked[0]
+    if arguments.everywhere:
+        asked = asked or ["O0", "O4"]
+        for level in (name.split("+")[0] for name in [*asked, reference]):
+            if level not in ("O0", "as-is"):
+                check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]
     check_lists(arguments.parser, "--runs", *named)

@@ -36,11 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser)
     parser.add_argument(
-        "--everywhere",
-        action="store_true",
-        help="run a script without mixed precision in one bfloat16 region of torch.autocast",
-    )
-    parser.add_argument(
         "--malloc",
         choices=["keep"],
         help="keep: the GNU C library keeps freed memory instead of returning it to the system, which shortens small"
@@ -69,6 +64,11 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
             " Apex; may be repeated, later ones win; O2, O3 and O5 use only its modules"
         ),
     )
+    parser.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="run a script without mixed precision in one bfloat16 region of torch.autocast",
+    )
     parser.add_argument("--force", action="store_true", help="use the stand-in even if an installed apex has amp")
 
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
     parser = arguments.parser
     if arguments.everywhere:
-        _check_everywhere(arguments)
+        check_everywhere(parser, arguments.opt_level, arguments.lists)
     command = arguments.script
     if arguments.module is not None:
         command = ["-m", *arguments.module, *arguments.script]
@@ -104,17 +104,17 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     start(line, environment)
 
 
-def _check_everywhere(arguments: argparse.Namespace) -> None:
+def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lists: list[str]) -> None:
     """Leave as for bad usage where no region can be made of the whole script."""
-    if arguments.opt_level is None and not arguments.lists:
-        arguments.parser.error("--everywhere needs --opt-level O4 or --lists")
-    if arguments.opt_level == "O1":
-        arguments.parser.error(
+    if opt_level is None and not lists:
+        parser.error("--everywhere needs --opt-level O4 or --lists")
+    if opt_level == "O1":
+        parser.error(
             "--everywhere with O1: float16 gradients need a loss scale, and a script without amp scales no loss;"
             " use O4, which is bfloat16"
         )
-    if arguments.opt_level not in (None, "O4"):
-        arguments.parser.error(f"--everywhere with {arguments.opt_level}: no op in the region would be cast; use O4")
+    if opt_level not in (None, "O4"):
+        parser.error(f"--everywhere with {opt_level}: no op in the region would be cast; use O4")
 
 
 def _find_options_behind(command: list[str]) -> list[str]:

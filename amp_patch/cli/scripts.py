@@ -47,9 +47,10 @@ class Watched(NamedTuple):
 def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool = True) -> None:
     """Declare what names a script, and what is laid over it; `usage` has the command's own options."""
     runs.add_settings(parser, has_level=has_level)
+    parser.set_defaults(has_level=has_level)
     if has_level:
         usage += " [--opt-level LEVEL]"
-    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--lists LIST] [-- ARGUMENT ...]"
+    parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--lists LIST] [--everywhere] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script; arguments after -- are passed to it")
 
@@ -72,11 +73,14 @@ class ScriptRunner:
             if arguments.script:
                 arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
             self._command[:0] = ["-m", arguments.module]
+        if arguments.everywhere and arguments.has_level:
+            runs.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
         runs.check_command(arguments.parser, self._command)
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._opt_level = arguments.opt_level
         self._lists = arguments.lists
         self._force = arguments.force
+        self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
         self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
@@ -106,12 +110,15 @@ class ScriptRunner:
         Raises NoRegionError for a script without amp that is to be changed.
         """
         with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
+            level = run.settings.opt_level or self._opt_level
+            lists = [*self._lists, *run.settings.lists]
             line, environment = runs.prepare(
                 self._command,
-                opt_level=run.settings.opt_level or self._opt_level,
-                lists=[*self._lists, *run.settings.lists],
+                opt_level=level,
+                lists=lists,
                 force=self._force,
-                needs_region=self._is_quiet,
+                everywhere=self._everywhere and (level == "O4" or (level is None and bool(lists))),
+                needs_region=self._is_quiet and not self._everywhere,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
             )
             log = None

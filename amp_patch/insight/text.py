@@ -29,6 +29,10 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     lines = [entitle_recording(recording), "", table]
     if by == "module":
         lines += _legend(recording, forward)
+    every = sum(op.calls for op in ops if op.phase in ("forward", "recompute"))
+    hidden = every - sum(op.calls for op in forward)
+    if hidden and forward:
+        lines.append(f"not shown: {count_of(hidden, 'call')} as in plain torch; --all, or with_all=True, shows each")
     return "\n".join([*lines, "", *_sums(ops), *_undone(recording)])
 
 

@@ -442,7 +442,8 @@ def trace(
             None: no limit.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.
         on_fault: "raise" raises NonFiniteError; "record" returns the recording, and suppresses errors that the step
-            raises because of the fault.
+            raises because of the fault. Either way the step has run, so weights may hold inf or NaN: make the model
+            anew before you train on.
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.

@@ -341,7 +341,8 @@ class Takeover:
                 f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
-                " the whole script in one region: amp-patch run --everywhere --opt-level O4"
+                " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
+                " compare --everywhere"
             )
         session = self.session()
         if self.changes and self._was_missed:

@@ -54,7 +54,7 @@ def test_a_script_is_run_at_each_level(call, tmp_path):
     assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
     rows = table(out)
     assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4", "bf16"), ("O4+mine.yaml", "bf16")]
-    assert err.count("amp-patch compare: [") == 7 and "[7/7] O4+mine.yaml, layers and memory" in err
+    assert err.count("amp-patch compare: run ") == 7 and "run 7 of 7: O4+mine.yaml, layers and memory" in err
     found = Comparison.read(tmp_path / "c.jsonl")
     assert [len(curve.losses) for curve in found.curves("O4").values()] == [4]
     assert [one.lists[-1].rpartition("/")[2] for one in found.runs[1:]] == ["apex", "mine.yaml"]
@@ -78,7 +78,7 @@ def test_runs_that_fail_have_a_row_and_a_reason(call, tmp_path):
     source = OURS + 'if amp.stats().opt_level == "O4":\n    sys.exit(3)\n' + LOOP
     code, out, _ = call(source, "--runs", "O0,O4,O5", "--steps", "9", "--jsonl", "c.jsonl")
     assert code == 1 and table(out)["O4"][1:6] == ["bf16", "-", "-", "-", "-"]
-    assert "O4: the script ended with exit code 3" in out and "O5: took 6 of 9 steps, and ended" in out
+    assert "O4: the script ended with exit code 3" in out and "O5: the script ended after 6 of 9 steps" in out
     assert [bool(run.failed) for run in Comparison.read(tmp_path / "c.jsonl").runs] == [False, True, False]
 
 
@@ -105,9 +105,39 @@ with torch.autocast("cpu", torch.bfloat16):
     lines = [line.strip() for line in err.splitlines()]
     assert code == 1 and lines.count("model(torch.zeros(2, 3))  # four are needed") == 1
     assert sum(line.startswith("RuntimeError: ") for line in lines) == 1 and "amp_patch/" not in err
-    numbers = re.findall(r"\[(\d+)/(\d+|\?)\]", err)
+    numbers = re.findall(r"run (\d+)(?: of (\d+))?:", err)
     assert [number for number, _ in numbers] == ["1", "2", "3", "4"] and len({total for _, total in numbers[1:]}) == 1
-    assert numbers[0][1] == "?"  # it is not known yet that the script is one by torch.autocast
+    assert numbers[0][1] == ""  # it is not known yet that the script is one by torch.autocast
+
+
+PLAIN = """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(6):
+    loss = model(torch.randn(4, 4)).square().mean()
+    print("loss", loss.item(), file=open("losses", "a"))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_without_amp_is_compared_with_itself_in_one_region(call, tmp_path):
+    code, out, _ = call(PLAIN, "--everywhere", "--steps", "3", "--jsonl", "c.jsonl")
+    assert code == 0 and [(name, row[1]) for name, row in table(out).items()] == [("O0", "-"), ("O4", "bf16")]
+    found = Comparison.read(tmp_path / "c.jsonl")
+    own = [float(line.split()[1]) for line in (tmp_path / "losses").read_text().splitlines()[:3]]
+    assert [curve.losses for curve in found.curves("O0").values()] == [pytest.approx(own, rel=1e-7)]
+    assert [curve.losses for curve in found.curves("O4").values()] != [pytest.approx(own, rel=1e-7)]
+
+
+@pytest.mark.parametrize(("runs", "reason"), [("O0,O1", "need a loss scale"), ("O2", "no op in the region")])
+def test_a_level_that_no_region_has_is_refused_before_anything_runs(runs, reason, call, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        call(PLAIN, "--everywhere", "--runs", runs)
+    assert reason in capsys.readouterr().err and not (tmp_path / "losses").exists()
 
 
 def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):

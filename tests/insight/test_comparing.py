@@ -355,7 +355,7 @@ def test_a_training_that_begins_again_is_looked_at_in_the_session_that_steps():
 
 def test_fewer_steps_than_asked_for_are_told_of():
     found = insight.compare(train_unseeded, ("O0",), steps=9)
-    assert found.rows()[0].steps == 7 and "O0: took 7 of 9 steps, and ended" in found.table()
+    assert found.rows()[0].steps == 7 and "O0: the script ended after 7 of 9 steps" in found.table()
 
 
 def test_a_run_that_fails_has_its_reason_and_the_others_go_on():
@@ -428,13 +428,13 @@ def test_noise_is_at_least_what_float32_rounds_off_a_loss():
             -0.01,
             1.08,
             30,
-            "O1: better than O0 (loss 10.00% lower, beyond noise; 3 seeds tell more than 1); time within noise",
+            "O1: better than O0 (loss 10.00% lower, beyond noise; run 3 seeds to be surer); time within noise",
         ),
         (
             0.01,
             3.0,
             30,
-            "O1: worse than O0 (loss 10.00% higher, beyond noise; 3 seeds tell more than 1); slower (a step takes 3.00",
+            "O1: worse than O0 (loss 10.00% higher, beyond noise; run 3 seeds to be surer); slower (a step takes 3.00",
         ),
         (math.nan, 1.0, 30, "O1: worse than O0 (the loss is not finite)"),
         (0.0, 0.35, 8, "O1: as good as O0 (the same loss); time not judged, 8 steps are too few"),
@@ -463,7 +463,7 @@ def test_a_difference_whose_sign_the_seed_decides_means_nothing(offs, verdict):
     runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
     table = Comparison(recording).table()
-    assert f"O1: {verdict} O0" in table and "seeds tell more" not in table
+    assert f"O1: {verdict} O0" in table and "to be surer" not in table
 
 
 def test_a_notebook_shows_a_row_for_each_run_and_escapes_what_it_is_given():

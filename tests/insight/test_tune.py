@@ -546,3 +546,21 @@ def test_noise_of_the_users_own_is_drawn_as_without(has_generator, tune):
 
     result = tune(train)
     assert (result.is_reached, result.entries, result.runs) == (True, (), 2)
+
+
+def test_the_level_is_that_of_the_training_unless_another_is_asked_for():
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(8, 8)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    result = insight.tune(train, tolerance=1e-4, log=lambda line: None)
+    assert "tune: autocast on cpu" in result.text
+    assert result.text in result._repr_html_().replace("&quot;", '"') and result.message in repr(result)
+    assert "tune: O4 on cpu" in insight.tune(train, opt_level="O4", tolerance=1e-4, log=lambda line: None).text

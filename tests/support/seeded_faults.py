@@ -772,7 +772,7 @@ def describe(case, found):
     if remedy.level:
         tried.append(f"{remedy.level}")
     if remedy.eps:
-        tried.append("a larger eps")
+        tried[-1] += " or a larger eps"
     if remedy.scale:
         tried.append(f"loss scale {remedy.scale:g}")
-    return f"| {case.about} | {case.level} | {found.fault.cause} | {', '.join(tried) or 'look at the script'} |"
+    return f"| {case.about} | {case.level} | {found.fault.cause} | {' and '.join(tried) or 'look at the script'} |"

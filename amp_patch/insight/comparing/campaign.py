@@ -112,7 +112,8 @@ class Campaign:
         self._header: RunRecord | None = None
         self._found: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
-        self._done, self._total = 0, "?"
+        self._done = 0
+        self._total = 0  # not known before the first run has shown what there is to compare
         self._begin(plan.runs)
 
     def _begin(self, runs: dict[str, Settings]) -> None:
@@ -128,7 +129,7 @@ class Campaign:
             compared, curves = self._compared[reference], self._curves[reference]
             self._begin(self._plan.native_runs)
             self._compared[reference], self._curves[reference] = compared, curves
-        self._total = str((len(self._runs) + 1) * len(seeds) + len(self._runs))
+        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
@@ -217,7 +218,10 @@ class Campaign:
 
     def _say(self, what: str) -> None:
         self._done += 1
-        self._tell(f"[{self._done}/{self._total}] {what}")
+        progress = f"run {self._done}"
+        if self._total:
+            progress += f" of {self._total}"
+        self._tell(f"{progress}: {what}")
 
 
 def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecord:

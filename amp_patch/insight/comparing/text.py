@@ -101,7 +101,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"
         elif row.steps < about.steps:
-            yield f"{row.name}: took {row.steps} of {about.steps} steps, and ended"
+            yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"
 
@@ -148,7 +148,7 @@ def _judge_loss(summary: Summary, row: Row, loss: float) -> str:
         return f"as good as {reference} ({off}, {beyond}, but below {ALIKE:.1%})"
     seeds = len(summary.about.seeds)
     if seeds < SEEDS and not summary.are_seeds_equal:
-        beyond += f"; {SEEDS} seeds tell more than {seeds}"
+        beyond += f"; run {SEEDS} seeds to be surer"
     return f"{verdict} than {reference} ({off}, {beyond})"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...files import write_file
 from ...tables import format_table
 from ..records import RunRecord
+from ..report.markup import element, join
 from .entries import Entry
 from .verdict import Verdict
 
@@ -30,7 +31,7 @@ class Trial:
         return f"run {self.number}: {outcome}: {names}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TuneResult:
     """The result of a search.
 
@@ -54,6 +55,15 @@ class TuneResult:
 
     def __str__(self) -> str:
         return f"{self.message}; {self.runs} runs\n\n{self.text}".rstrip()
+
+    def __repr__(self) -> str:
+        return f"<TuneResult: {self.message}; {self.runs} runs; print() shows the list>"
+
+    def _repr_html_(self) -> str:
+        found = [element("p", f"{self.message}; {self.runs} runs")]
+        if self.text:
+            found.append(element("pre", self.text))
+        return join(found)
 
     def table(self) -> str:
         """Return the trials as text, a line each."""

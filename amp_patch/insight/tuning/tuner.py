@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...config import shipped
 from ...errors import ArgumentValueError, SessionError, did_you_mean
+from ...files import write_file
 from ...script_settings import Settings
 from ...tables import count_of
 from ..records import CheckedStepRecord, Recording
@@ -31,7 +32,7 @@ class Tuner:
 
     Args:
         runner: runs the training.
-        opt_level: the level to tune for; None: the script's own.
+        opt_level: the level to tune for; None: that of the training, or its own regions of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
@@ -46,7 +47,7 @@ class Tuner:
         self,
         runner: Runner,
         *,
-        opt_level: str | None = "O1",
+        opt_level: str | None = None,
         extends: str | os.PathLike[str] | None = None,
         units: str = "modules",
         tolerance: float = 0.1,
@@ -125,7 +126,7 @@ class Tuner:
         self._runs += 1
         lists: tuple[str, ...] = ()
         if text:
-            self._file.write_text(text, encoding="utf-8")
+            write_file(self._file, text)
             lists = (str(self._file),)
         settings = Settings(self._opt_level, lists)
         return self._runner(Run(probe, {"steps": self._steps, **options}, settings, self._seed))
@@ -233,7 +234,7 @@ def _last_line(error: Exception) -> str:
 def tune(
     train: Callable[[], object],
     *,
-    opt_level: str | None = "O1",
+    opt_level: str | None = None,
     extends: str | os.PathLike[str] | None = None,
     units: str = "modules",
     tolerance: float = 0.1,
@@ -245,9 +246,9 @@ def tune(
 ) -> TuneResult:
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
-    `train` is a function without arguments that creates its model, calls `amp.initialize` and trains. It is called up
-    to `max_runs` times, and stopped after `steps` steps. The other arguments, and the errors, are those of `Tuner`. The
-    list is written to `out` if it has entries.
+    `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
+    and trains. It is called up to `max_runs` times, and stopped after `steps` steps. The other arguments, and the
+    errors, are those of `Tuner`. The list is written to `out` if it has entries.
     """
     tuner = Tuner(
         FunctionRunner(train),
