@@ -22,24 +22,27 @@ class Settings(NamedTuple):
     opt_level: str | None = None
     lists: tuple[str, ...] = ()
 
-    def lay_over(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-        """Return the level to use, the given arguments that go with it, and a message about those that do not."""
-        is_replaced = self.opt_level is not None and self.opt_level != opt_level
+    def lay_over(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+        """Return the level to use, the given arguments that go with it, and the names of those that do not."""
+        level = self.opt_level or opt_level
         kept: dict[str, Any] = {}
         dropped: list[str] = []
         for name, value in given.items():
             if value is None:
                 continue
-            if is_replaced and name in _OF_LEVELS:
+            if level != opt_level and name in _OF_LEVELS:
                 dropped.append(name)
             else:
                 kept[name] = value
-        if self.opt_level is None or not is_replaced:
-            return opt_level, kept, ""
-        message = f"amp: told to use opt_level {self.opt_level} instead of {opt_level}"
-        if dropped:
-            message += f" and ignore {', '.join(sorted(dropped))}"
-        return self.opt_level, kept, message
+        return level, kept, sorted(dropped)
+
+
+def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
+    """Return what to say of a level that takes the place of the script's, and of arguments that went with it."""
+    told = f"amp: told to use opt_level {level} instead of {opt_level}"
+    if dropped:
+        told += f", without the script's {', '.join(dropped)}"
+    return told
 
 
 class _InForce:

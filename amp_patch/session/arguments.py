@@ -13,7 +13,7 @@ from ..config import presets as _presets
 from ..dtypes import LOW_DTYPES, dtype_name
 from ..errors import ArgumentTypeError, ModelError
 from ..reporting import say
-from ..script_settings import in_force
+from ..script_settings import describe_replaced, in_force
 from ..training import ids_beside_opaque
 from .sharding import find_sharding_problems, is_post_local, is_zero_redundancy
 
@@ -273,17 +273,18 @@ def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
     """Return the policy of the arguments, with what a command lays over them."""
-    settings = in_force.settings
     make = make_policy if has_models else _presets.make_policy_without_model
-    level, overrides, told = settings.lay_over(opt_level, arguments)
-    if told and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
-        told += f"{',' if 'ignore' in told else ' and ignore'} lists"
-        overrides = {name: value for name, value in overrides.items() if name != "lists"}
+    level, overrides, dropped = in_force.settings.lay_over(opt_level, arguments)
+    is_replaced = level != opt_level
+    if is_replaced and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
+        dropped.append("lists")
+        del overrides["lists"]
     policy = make(level, overrides, presets=presets)
-    if told and policy.lists and not policy.patch_torch_functions and not load_oplists(policy.lists).modules:
-        told += f" and lists, of which {level} takes the modules alone"
-        policy = make(level, {**overrides, "lists": None}, presets=presets)
-    if told:
+    if is_replaced:
+        told = describe_replaced(level, opt_level, dropped)
+        if policy.lists and not policy.patch_torch_functions and not load_oplists(policy.lists).modules:
+            told += f"; of its lists, {level} takes the modules alone"
+            policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", told)
     if laid_over := find_lists_to_lay_over(policy):
         policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)

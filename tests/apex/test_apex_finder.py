@@ -215,7 +215,7 @@ def test_a_level_laid_over_drops_what_belongs_to_the_scripts_level(capsys):
         )
     said = capsys.readouterr().out
     assert (
-        "opt_level O1 instead of O2 and ignore keep_batchnorm_fp32" in said
+        "opt_level O1 instead of O2, without the script's keep_batchnorm_fp32" in said
         and _amp_state.opt_properties.loss_scale == 64.0
     )
 

@@ -72,7 +72,7 @@ def test_level_and_lists_take_the_place_of_the_scripts(call, tmp_path):
 def test_options_of_the_scripts_own_level_are_left_out_where_another_is_asked_for(call):
     source = OURS + "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', lists='apex')\n" + LOOP
     _, out, _ = call(source, "--opt-level", "O2", "--steps", "0")
-    assert "told to use opt_level O2 instead of O1 and lists, of which O2 takes the modules alone" in out
+    assert "told to use opt_level O2 instead of O1; of its lists, O2 takes the modules alone" in out
     assert "O2, f16 on cpu" in out
     source = "import torch, amp_patch as amp\nx = torch.ones(2, 2)\n"
     source += "with amp.session(opt_level='O4'):\n    print(x.mm(x).dtype)\n"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean, refuse_unknown
 from ...reporting import say
-from ...script_settings import in_force
+from ...script_settings import describe_replaced, in_force
 from .._core import (
     Policy,
     SessionView,
@@ -155,10 +155,10 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
             f"opt_level {opt_level!r} is not one of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or"
             f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
-    level, overrides, told = in_force.settings.lay_over(opt_level, given)
+    level, overrides, dropped = in_force.settings.lay_over(opt_level, given)
     policy = make_policy(level, {**overrides, **bounds})
-    if told:
-        maybe_print(told, rank0=True)
+    if level != opt_level:
+        maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
     properties = Properties()
     properties.take(policy)
     if overrides.get("cast_model_type") is False:
