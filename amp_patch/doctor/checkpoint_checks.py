@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 
 from .rules import Context, Fault, rule
-from .script import Script
 from .tree import function_of, text_of
 
 
@@ -58,23 +57,15 @@ def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
     if any(function_of(one).startswith("FP16_Optimizer") for one in script.calls):
         return []  # which keeps a loss scale of its own
     for call, receiver in script.method_calls(method):
-        if _is_of_optimizer_under_amp(script, call, receiver):
+        if not script.is_optimizer(receiver) or script.is_without_amp(call):
+            continue
+        frame = script.frame(call)
+        if isinstance(frame, ast.FunctionDef) and frame.name == method:
+            continue  # a wrapper delegates to the optimizer in it
+        values = script.values_of(text_of(receiver))
+        if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
             return [call]
     return []
-
-
-def _is_of_optimizer_under_amp(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
-    """Whether a call of `state_dict` or `load_state_dict` is that of an optimizer under amp.
-
-    Not of one that was loaded itself, that a wrapper delegates to, or that a script uses where amp is off.
-    """
-    frame = script.frame(call)
-    if isinstance(frame, ast.FunctionDef) and frame.name == function_of(call):
-        return False
-    for value in script.values_of(text_of(receiver)):
-        if isinstance(value, ast.Call) and function_of(value) == "load":
-            return False
-    return script.is_optimizer(receiver) and not script.is_without_amp(call)
 
 
 @rule(

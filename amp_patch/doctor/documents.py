@@ -55,9 +55,15 @@ class Document:
             if not _PYTHON_CELL.match(text):
                 continue
             code = _without_magics(text)
-            fault = _find_fault("\n".join(code))
-            if fault is not None:
-                self.faults.append((number, fault))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+                    ast.parse("\n".join(code))
+            except SyntaxError as error:
+                self.faults.append((number, error))
+                continue
+            except ValueError as error:  # of a null byte
+                self.faults.append((number, SyntaxError(str(error))))
                 continue
             lines += code
             self._places += [(number, line) for line in range(1, len(code) + 1)]
@@ -79,16 +85,3 @@ def _without_magics(text: str) -> list[str]:
             continue
         is_continued = line.endswith("\\")
     return lines
-
-
-def _find_fault(text: str) -> SyntaxError | None:
-    """Return what keeps text from being Python, or None."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
-            ast.parse(text)
-    except SyntaxError as error:
-        return error
-    except ValueError as error:  # of a null byte
-        return SyntaxError(str(error))
-    return None

@@ -104,18 +104,11 @@ def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, lis
     gone = describe_gone(name)
     if gone is not None:
         advice = f"It was {gone[1]}."
-    if _has_fallback(script, node):
-        message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
-        return Fault(node, "note", message, advice)
-    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)
-
-
-def _has_fallback(script: Script, node: ast.AST) -> bool:
-    """Whether a node stands in a `try` that catches what it raises."""
     for outer, field in script.around(node):
         if isinstance(outer, ast.Try) and outer.handlers and field == "body":
-            return True
-    return False
+            message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
+            return Fault(node, "note", message, advice)
+    return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)
 
 
 def _absent(node: ast.AST, name: str) -> Fault:
@@ -135,7 +128,9 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
     an object has, only a run shows.
     """
     where = importlib.import_module(_STAND_IN)
-    for part in _parts(dotted):
+    if dotted == "apex":
+        return None
+    for part in dotted.removeprefix("apex.").split("."):  # compiled modules lie beside the others there
         if part.startswith("__"):
             return None  # every module has a __dict__ and a __name__
         below = _import(f"{where.__name__}.{part}")
@@ -152,13 +147,6 @@ def _public_names() -> list[str]:
     """Return what a script may take from amp_patch: its names, and its modules."""
     folder = Path(amp_patch.__file__).parent
     return ["__all__", *dir(amp_patch), *(path.stem for path in folder.iterdir())]
-
-
-def _parts(dotted: str) -> list[str]:
-    """Return the parts of a name below the stand-in, where compiled modules lie beside the others."""
-    if dotted == "apex":
-        return []
-    return dotted.removeprefix("apex.").split(".")
 
 
 @cache

@@ -37,9 +37,25 @@ _READERS = ("item", "detach", "cpu", "numpy", "tolist")
 )
 def unscaled_in_block(context: Context) -> Iterator[Fault]:
     """At its end, the block divides gradients by the loss scale. Gradients of an unscaled loss become almost zero."""
-    scaled = _scaled_names(context.script)
-    for call, loss in _backward_calls(context):
-        if context.script.block_around(call) and not names_in(loss) & scaled:
+    script = context.script
+    if not context.expected.scales:
+        return
+
+    # names that hold a scaled loss or something made of one, and functions that give one
+    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    for block in script.blocks:
+        scaled |= {block.name, text_of(block.call.func)}
+    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
+        if names_in(one.value) & scaled:
+            scaled.add(one.target)
+
+    for call, loss in script.method_calls("backward"):
+        if call.args or text_of(loss) in ("self", "cls", "ctx"):
+            continue  # engine.backward(loss), or a method of the script's own
+        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
+        if made_by & {"scale", "super"}:
+            continue
+        if script.block_around(call) and not names_in(loss) & scaled:
             message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
             yield Fault(call, "error", message, f"Write `{_BLOCK}`.")
 
@@ -89,45 +105,17 @@ def logged_scaled_losses(context: Context) -> Iterator[Fault]:
     for name in script.nodes:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
+        last: ast.AST | None = None  # what bound the name before
+        for one in script.nodes:
+            is_bound = isinstance(one, ast.Name) and one.id == name.id and isinstance(one.ctx, ast.Store)
+            if is_bound and script.is_before(one, name):
+                last = one
+        if last is None or not any(script.parent(last) in block.statement.items for block in script.blocks):
+            continue
         reader = _reader_of(script, name)
-        if reader is not None and _holds_scaled_loss(script, name.id, name):
+        if reader is not None:
             message = f"{text_of(reader)} is the scaled loss: the loss times the loss scale"
             yield Fault(reader, "warning", message, "Log the loss that scale_loss was given.")
-
-
-def _backward_calls(context: Context) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield (call, loss) for each `loss.backward()` of a script that may scale losses.
-
-    Not for `engine.backward(loss)` and `scaler.scale(loss).backward()`.
-    """
-    if not context.expected.scales:
-        return
-    for call, loss in context.script.method_calls("backward"):
-        is_own = isinstance(loss, ast.Name) and loss.id in ("self", "cls", "ctx")
-        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
-        if not call.args and not is_own and not made_by & {"scale", "super"}:
-            yield call, loss
-
-
-def _scaled_names(script: Script) -> set[str]:
-    """Return the names that hold a scaled loss, or something made of one, and the functions that give one."""
-    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
-    for block in script.blocks:
-        scaled |= {block.name, text_of(block.call.func)}
-    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
-        if names_in(one.value) & scaled:
-            scaled.add(one.target)
-    return scaled
-
-
-def _holds_scaled_loss(script: Script, name: str, node: ast.AST) -> bool:
-    """Whether a name was bound last, before a node, by a block."""
-    last: ast.AST | None = None
-    for one in script.nodes:
-        is_bound = isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
-        if is_bound and script.is_before(one, node):
-            last = one
-    return last is not None and any(script.parent(last) in block.statement.items for block in script.blocks)
 
 
 def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:

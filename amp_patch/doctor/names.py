@@ -38,7 +38,10 @@ class Names:
         aliases: list[tuple[str, ast.expr]] = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                self._add_import(node)
+                for alias in node.names:
+                    self.imported.add(alias.name)
+                    root = alias.name.partition(".")[0]
+                    self._targets.setdefault(alias.asname or root, set()).add(alias.name if alias.asname else root)
             elif isinstance(node, ast.ImportFrom):
                 self._add_import_from(node)
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -51,15 +54,6 @@ class Names:
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
-
-    def _add_import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self.imported.add(alias.name)
-            if alias.asname:
-                self._targets.setdefault(alias.asname, set()).add(alias.name)
-            else:
-                root = alias.name.partition(".")[0]
-                self._targets.setdefault(root, set()).add(root)
 
     def _add_import_from(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")

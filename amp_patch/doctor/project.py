@@ -27,20 +27,16 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            found += _code_files(path)
-        else:
+        if not path.is_dir():
             found.append(path)
+            continue
+        for here, folders, files in os.walk(path):
+            folders[:] = sorted(name for name in folders if _is_of_interest(Path(here, name)))
+            for name in sorted(files):
+                file = Path(here, name)
+                if name.endswith(_SUFFIXES) and file.is_file():
+                    found.append(file)
     return list(dict.fromkeys(found))
-
-
-def _code_files(directory: Path) -> Iterator[Path]:
-    for here, folders, files in os.walk(directory):
-        folders[:] = sorted(name for name in folders if _is_of_interest(Path(here, name)))
-        for name in sorted(files):
-            path = Path(here, name)
-            if name.endswith(_SUFFIXES) and path.is_file():
-                yield path
 
 
 def _is_of_interest(folder: Path) -> bool:

@@ -133,8 +133,11 @@ class Selection:
 
     def has(self, code: str) -> bool:
         """Tell whether a rule is to be followed."""
-        return _longest(code, self._select) > _longest(code, self._ignore)
-
-
-def _longest(code: str, prefixes: Sequence[str]) -> int:
-    return max((len(prefix) for prefix in prefixes if code.startswith(prefix)), default=0)
+        selected = ignored = 0
+        for prefix in self._select:
+            if code.startswith(prefix):
+                selected = max(selected, len(prefix))
+        for prefix in self._ignore:
+            if code.startswith(prefix):
+                ignored = max(ignored, len(prefix))
+        return selected > ignored

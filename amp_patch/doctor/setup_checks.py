@@ -82,20 +82,15 @@ def optimizers_made_anew(context: Context) -> Iterator[Fault]:
     for call in script.initializations:
         given = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
         for name, value in script.assignments:
-            if name not in given or not _makes_optimizer(value) or name in names_in(value):
+            if name not in given or not isinstance(value, ast.Call) or name in names_in(value):
                 continue
+            params = argument_of(value, "params", 0)
+            if params is None or "param" not in text_of(params):
+                continue  # whatever makes an optimizer is given parameters
             is_given_again = any(script.is_before(value, other) for other in script.initializations)
             if script.is_before(call, value) and not is_given_again and not script.is_without_amp(value):
                 message = f"{name} is created again after amp.initialize, which was given the old one"
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")
-
-
-def _makes_optimizer(value: ast.expr) -> bool:
-    """Tell whether a value is a call that makes an optimizer of parameters, whatever its class is."""
-    if not isinstance(value, ast.Call):
-        return False
-    params = argument_of(value, "params", 0)
-    return params is not None and "param" in text_of(params)
 
 
 @rule(
@@ -122,17 +117,13 @@ def initialize_in_loop(context: Context) -> Iterator[Fault]:
         if not isinstance(loop, (ast.For, ast.AsyncFor, ast.While)):
             continue  # under an `if` it may run once
         models = argument_of(call, "models", 0)
-        if models is not None and not names_in(models) & _names_made_before(script, call, loop):
+        if models is None:
+            continue
+        made = set()  # what the loop, or a statement in it before the call, gives a value to
+        for node in script.nodes:
+            is_earlier = position(loop) < position(node) < position(script.parent_statement(call))
+            if is_earlier and isinstance(getattr(node, "ctx", None), ast.Store):
+                made.add(text_of(node))
+        if not names_in(models) & made:
             message = "amp.initialize in a loop, for a model that the loop does not make"
             yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")
-
-
-def _names_made_before(script: Script, call: ast.Call, loop: ast.stmt) -> set[str]:
-    """Return the names that a loop, or the statements in it before a call, give a value to."""
-    made = set()
-    for node in script.nodes:
-        is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
-        is_earlier = position(loop) < position(node) < position(script.parent_statement(call))
-        if is_stored and is_earlier:
-            made.add(text_of(node))
-    return made
