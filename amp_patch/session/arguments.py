@@ -108,15 +108,11 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
     if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
-        tensors = (*parameters, *model.named_buffers())
-        in_16_bits = {key: value for key, value in tensors if value.dtype in LOW_DTYPES}
-        low = _without_left_alone(in_16_bits, model, policy) if in_16_bits else []
+        low = _find_wrongly_low(model, policy)
         if low:
-            fix = (
-                "initialize casts the model"
-                if policy.cast_model_type is not None
-                else "only frozen weights (requires_grad=False) may be in 16 bits"
-            )
+            fix = "initialize casts the model"
+            if policy.cast_model_type is None:
+                fix = "only frozen weights (requires_grad=False) may be in 16 bits"
             problems.append(
                 f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
                 f" weights. Leave out .half() and .bfloat16(); {fix}. Make a copy of an initialized model before"
@@ -125,23 +121,26 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     return problems
 
 
-def _without_left_alone(tensors: Mapping[str, Tensor], model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of those 16-bit tensors of a model that ought to be float32."""
+def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
+    """Return the names of the 16-bit tensors of a model that ought to be float32."""
+    low = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.dtype in LOW_DTYPES
+    }
+    if not low:
+        return []
     left_alone = ids_beside_opaque(model)
     if policy.cast_model_type is None:  # weights stay as they are, so only those that are trained need be float32
-        left_alone |= _ids_of_frozen(model)
-    return [key for key, tensor in tensors.items() if id(tensor) not in left_alone]
-
-
-def _ids_of_frozen(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that are not trained, and of the buffers of modules that train none."""
-    found: set[int] = set()
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        found.update(id(parameter) for parameter in own if not parameter.requires_grad)
-        if not any(parameter.requires_grad for parameter in own):
-            found.update(id(buffer) for buffer in module.buffers(recurse=False))
-    return found
+        for module in model.modules():
+            is_trained = False
+            for parameter in module.parameters(recurse=False):
+                is_trained = is_trained or parameter.requires_grad
+                if not parameter.requires_grad:
+                    left_alone.add(id(parameter))
+            if not is_trained:
+                left_alone.update(map(id, module.buffers(recurse=False)))
+    return [name for name, tensor in low.items() if id(tensor) not in left_alone]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -150,12 +149,24 @@ def _some(names: Sequence[str]) -> str:
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
     """Return the device type of the models' parameters, such as "cuda"; raises ModelError if they are on several."""
-    types = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
+    types: set[str] = set()
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            types.add(tensor.device.type)
+    types.discard("meta")
     if len(types) > 1:
         raise ModelError(
             f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
         )
     return types.pop() if types else "cpu"
+
+
+def ids_of_parameters(models: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of all parameters of the models."""
+    found: set[int] = set()
+    for model in models:
+        found.update(map(id, model.parameters()))
+    return found
 
 
 def describe(models: Sequence[nn.Module]) -> str:
@@ -254,12 +265,11 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
         return []
     found = []
     for optimizer in optimizers:
-        values = [group.get("eps") for group in optimizer.param_groups]
-        vanishing = [
-            eps
-            for eps in values
-            if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu"))
-        ]
+        vanishing: list[float] = []
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
+                vanishing.append(eps)
         if vanishing:
             found.append(
                 f"eps={vanishing[0]:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"

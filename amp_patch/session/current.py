@@ -15,7 +15,14 @@ from ..config import Policy
 from ..errors import ModelError, OptimizerError, SessionError
 from ..events import tell
 from ..reporting import warn
-from .arguments import describe, device_type_of, find_model_problems, find_optimizer_problems, find_vanishing_eps
+from .arguments import (
+    describe,
+    device_type_of,
+    find_model_problems,
+    find_optimizer_problems,
+    find_vanishing_eps,
+    ids_of_parameters,
+)
 from .holders import describe_conflict
 from .session import Session
 
@@ -104,9 +111,11 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
 
 def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Module]) -> bool:
     """Tell whether the session has the optimizer already, with parameters of these models: a cell was run again."""
-    binding = next((one for one in session.bindings() if one.optimizer is optimizer), None)
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    return binding is not None and any(id(parameter) in known for parameter in binding.groups.model_parameters())
+    known = ids_of_parameters(models)
+    for binding in session.bindings():
+        if binding.optimizer is optimizer:
+            return not known.isdisjoint(map(id, binding.groups.model_parameters()))
+    return False
 
 
 def refuse_second() -> None:
@@ -162,14 +171,16 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
 
 def _find_strangers(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models of which the session in force holds nothing: they can be judged before it is closed."""
-    known = (
-        {id(tensor) for model in state.session.models() for tensor in model.parameters()} if state.session else set()
-    )
+    if state.session is None:
+        return list(models)
+    known = ids_of_parameters(state.session.models())
     return [model for model in models if known.isdisjoint(map(id, model.parameters()))]
 
 
 def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool) -> None:
-    problems = [problem for model in models for problem in find_model_problems(model, policy, accept_low)]
+    problems: list[str] = []
+    for model in models:
+        problems += find_model_problems(model, policy, accept_low)
     if problems:
         raise ModelError("; ".join(problems))
 
@@ -184,9 +195,12 @@ def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: S
         warn(sentence)
     if not models:
         return
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known = ids_of_parameters(models)
     for optimizer in optimizers:
-        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        own: set[int] = set()
+        for group in optimizer.param_groups:
+            own.update(map(id, group["params"]))
+        if known.isdisjoint(own):
             warn(
                 f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
                 " was moved or copied? Create it after that, and before initialize"

@@ -154,8 +154,7 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         given = self._overflow_group if overflow_group is None else overflow_group
-        parameters = [parameter for binding in self.bindings() for parameter in binding.groups.parameters()]
-        self.decisions.share(find_groups(self.models(), parameters, given))
+        self.decisions.share(find_groups(self.models(), self.trained(), given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
 
@@ -227,11 +226,19 @@ class Session:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
-        return [optimizer for binding in self.bindings() if (optimizer := binding.optimizer) is not None]
+        found: list[Optimizer] = []
+        for binding in self.bindings():
+            optimizer = binding.optimizer
+            if optimizer is not None:
+                found.append(optimizer)
+        return found
 
     def trained(self) -> list[Tensor]:
         """Return what the optimizers step on."""
-        return [parameter for binding in self.bindings() for parameter in binding.groups.parameters()]
+        found: list[Tensor] = []
+        for binding in self.bindings():
+            found += binding.groups.parameters()
+        return found
 
     def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
@@ -276,20 +283,33 @@ class Session:
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return what `amp.stats()` returns."""
-        low = full = 0
-        for parameter in {id(p): p for model in self.models() for p in model.parameters()}.values():
-            low += parameter.numel() if parameter.dtype in (torch.float16, torch.bfloat16) else 0
-            full += parameter.numel() if parameter.dtype is torch.float32 else 0
-        counts = [binding.steps.count(wait=wait) for binding in self._bindings.counted_optimizers()]
+        low = full = taken = skipped = 0
+        seen: set[int] = set()
+        for model in self.models():
+            for parameter in model.parameters():
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if parameter.dtype in (torch.float16, torch.bfloat16):
+                    low += parameter.numel()
+                elif parameter.dtype is torch.float32:
+                    full += parameter.numel()
+        for binding in self._bindings.counted_optimizers():
+            counts = binding.steps.count(wait=wait)
+            taken += counts[0]
+            skipped += counts[1]
+        scales: list[float] = []
+        for scaler in self.scalers:
+            scales.append(scaler.loss_scale() if wait else scaler.known_scale)
         return Stats(
             opt_level=self.policy.opt_level,
             low_dtype=self.policy.low_dtype,
             names_patched=len(self.patcher),
             parameters_low=low,
             parameters_float32=full,
-            steps=sum(taken for taken, _ in counts),
-            steps_skipped=sum(skipped for _, skipped in counts),
-            loss_scales=tuple(scaler.loss_scale() if wait else scaler.known_scale for scaler in self.scalers),
+            steps=taken,
+            steps_skipped=skipped,
+            loss_scales=tuple(scales),
         )
 
     # ---- scaling -----------------------------------------------------------------------------------------------------
