@@ -81,13 +81,13 @@ class Bindings:
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
-        binding = self.find_optimizer(optimizer)
-        if binding is None:
-            raise OptimizerError(
-                f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there"
-                " before scale_loss"
-            )
-        return binding
+        for binding in self._optimizers:
+            if binding.reference() is optimizer:
+                return binding
+        raise OptimizerError(
+            f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there before"
+            " scale_loss"
+        )
 
     def tell_unused_rules(self) -> None:
         """Warn of each module rule that chooses no module of any model."""

@@ -17,77 +17,59 @@ LOOK_EVERY = 100
 """Gradients without a flag, such as those at a loss scale of 1, are checked in one of so many steps."""
 
 
-class EarlyReading:
-    """An asynchronous copy of 0-dim tensors to the host. On a CPU the numbers are available at once."""
-
-    __slots__ = ("_event", "_tensors")
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._event: torch.Event | None = None
-        if tensors and tensors[0].device.type not in ("cpu", "mps", "meta"):
-            device = tensors[0].device
-            on_host = torch.empty(len(tensors), dtype=torch.float32, device="cpu", pin_memory=True)
-            for place, tensor in zip(on_host, tensors, strict=True):
-                place.copy_(tensor, non_blocking=True)  # a copy each: no launch, where stacking them is one
-            self._tensors = [on_host]
-            self._event = torch.Event(device)
-            self._event.record(torch.accelerator.current_stream(device))
-
-    def is_here(self) -> bool:
-        """Return whether the copy is complete, so that `values` does not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def values(self) -> list[float]:
-        """Return the numbers. Waits for the copy, but not for work queued after it."""
-        if self._event is None:
-            return list(map(Tensor.item, self._tensors))
-        self._event.synchronize()
-        numbers: list[float] = self._tensors[0].tolist()
-        return numbers
-
-
 class Outcome:
-    """The flags of one step, copied to the host from the moment this is created.
+    """The flags of one step, copied to the host from the moment this is created. On a CPU they are there at once.
 
     Args:
         found_inf: the flag of each scaler: 0-dim float32.
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
-        overflowed: the scalers whose flags are set. Known after `read`, as are the next two.
+        is_read: whether `read` was called, so that the next three are known.
+        overflowed: the scalers whose flags are set.
         is_skip: whether one of these scalers is dynamic, so that the step is skipped.
         scales: the scales after this step. Later steps may have changed them since.
     """
 
     def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
         self.may_skip = False
+        self.is_read = False
         self.overflowed: list[LossScaler] = []
         self.is_skip = False
         self.scales: dict[LossScaler, float] = {}
         self._scalers = list(found_inf)
-        numbers = list(found_inf.values())
+        self._numbers = list(found_inf.values())  # the flags, then the scales
+        self._event: torch.Event | None = None
         for scaler in found_inf:
-            numbers.append(scaler.scale)
+            self._numbers.append(scaler.scale)
             self.may_skip = self.may_skip or scaler.is_dynamic
-        self._reading: EarlyReading | None = EarlyReading(numbers)
+        if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
+            device = self._numbers[0].device
+            on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
+            for place, number in zip(on_host, self._numbers, strict=True):
+                place.copy_(number, non_blocking=True)  # a copy each: no launch, where stacking them is one
+            self._numbers = list(on_host)
+            self._event = torch.Event(device)
+            self._event.record(torch.accelerator.current_stream(device))
 
     def is_known(self) -> bool:
         """Return whether the flags have reached the host, so that `read` does not wait."""
-        return self._reading is None or self._reading.is_here()
+        return self.is_read or self._event is None or bool(self._event.query())
 
     def read(self) -> None:
-        """Set the attributes that depend on the flags. Waits for the device, once."""
-        if self._reading is None:
+        """Set the attributes that depend on the flags. Waits for their copy, but not for work queued after it."""
+        if self.is_read:
             return
-        values = self._reading.values()
+        if self._event is not None:
+            self._event.synchronize()
+        values = list(map(Tensor.item, self._numbers))
         flags, scales = values[: len(self._scalers)], values[len(self._scalers) :]
         for scaler, flag in zip(self._scalers, flags, strict=True):
             if flag:
                 self.overflowed.append(scaler)
                 self.is_skip = self.is_skip or scaler.is_dynamic
         self.scales = dict(zip(self._scalers, scales, strict=True))
-        self._reading = None
+        self.is_read = True
 
 
 def _is_capturing() -> bool:

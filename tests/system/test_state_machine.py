@@ -24,7 +24,7 @@ from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch.casting import weight_cache
-from amp_patch.training.steps import EarlyReading
+from amp_patch.training.steps import Outcome
 
 LOWS = (torch.float16, torch.bfloat16)
 LINEAR = (F.linear,)  # the original: in a tuple, where no patch by name finds it
@@ -453,7 +453,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.patches, self.is_like_a_gpu, self.turns = pytest.MonkeyPatch(), is_like_a_gpu, itertools.count()
         if is_like_a_gpu:
             self.patches.setattr(weight_cache, "are_refreshed_on", lambda device_type: True)
-            self.patches.setattr(EarlyReading, "is_here", lambda reading: False)
+            self.patches.setattr(Outcome, "is_known", lambda outcome: outcome.is_read)
         self.norms, self.kind, self.level = norms[: 1 + is_pair], kind, None
         self.seeds = itertools.count()
         self.saved = None

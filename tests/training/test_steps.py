@@ -22,7 +22,7 @@ from torch_state import VERSION
 import amp_patch as amp
 from amp_patch.apex.contrib import optimizers as contrib
 from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from amp_patch.training.steps import EarlyReading
+from amp_patch.training.steps import Outcome
 
 PACKAGE = str(Path(amp.__file__).parent)
 
@@ -51,14 +51,14 @@ class Device:
 
 @pytest.fixture
 def late(monkeypatch):
-    device, values = Device(), EarlyReading.values
+    device, read = Device(), Outcome.read
 
-    def values_waiting(self):
-        device.waits += not device.is_done
-        return values(self)
+    def read_waiting(self):
+        device.waits += not (self.is_read or device.is_done)
+        read(self)
 
-    monkeypatch.setattr(EarlyReading, "is_here", lambda self: device.is_done)
-    monkeypatch.setattr(EarlyReading, "values", values_waiting)
+    monkeypatch.setattr(Outcome, "is_known", lambda self: self.is_read or device.is_done)
+    monkeypatch.setattr(Outcome, "read", read_waiting)
     return device
 
 
