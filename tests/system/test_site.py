@@ -79,6 +79,7 @@ def test_nothing_is_cut_or_covered(width, dark, browser, site):
     [("loss is nan", "nan.html"), ("GradScaler", "autocast.html"), ("O2 or O5", "levels.html")],
 )
 def test_a_search_finds_its_page_first(question, answer, browser, site):
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.wait import WebDriverWait
 
     show(browser, 1280)
@@ -86,7 +87,9 @@ def test_a_search_finds_its_page_first(question, answer, browser, site):
     field = browser.find_element("css selector", "input.md-search__input")
     field.click()
     field.send_keys(question)
-    results = WebDriverWait(browser, 20).until(
-        lambda _: browser.find_elements("css selector", "a.md-search-result__link")
-    )
-    assert results[0].get_attribute("href").partition("?")[0].endswith(f"/{answer}")
+
+    def is_first(_):  # results are drawn anew with each letter
+        results = browser.find_elements("css selector", "a.md-search-result__link")
+        return bool(results) and results[0].get_attribute("href").partition("?")[0].endswith(f"/{answer}")
+
+    WebDriverWait(browser, 20, ignored_exceptions=[StaleElementReferenceException]).until(is_first)
