@@ -87,6 +87,8 @@ def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 def _is_of_interest(op: OpRecord) -> bool:
     """Tell whether an op is listed, casts, mixes dtypes or runs in 16 bits: the rest is what plain torch does."""
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
+    if not floating:  # lists say nothing of whole numbers
+        return False
     return bool(op.entry or op.casts or op.rule or len(floating) > 1 or floating & {"f16", "bf16"})
 
 
