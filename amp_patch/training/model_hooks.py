@@ -214,7 +214,11 @@ class Float32StateDict(_SessionHook):
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
-            state_dict[prefix + name] = masters.float32_of(tensor)
+            value = masters.float32_of(tensor)
+            if state_dict[prefix + name] is tensor:  # keep_vars=True
+                master = masters.get(tensor)
+                value = value.requires_grad_(tensor.requires_grad) if master is None else master
+            state_dict[prefix + name] = value
 
 
 class LoadMasters(_SessionHook):

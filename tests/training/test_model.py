@@ -370,6 +370,21 @@ def test_state_dicts_are_float32_and_those_of_submodules_too(level):
         assert {value.dtype for value in state.values()} <= {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_state_dict_that_keeps_variables_has_float32_ones_that_can_be_trained(level):
+    model = make_model(0)
+    model.conv1.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trains = {name: tensor.requires_grad for name, tensor in model.state_dict(keep_vars=True).items()}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    kept = model.state_dict(keep_vars=True)
+    assert {name: tensor.requires_grad for name, tensor in kept.items()} == trains
+    assert {tensor.dtype for tensor in kept.values() if tensor.is_floating_point()} == {torch.float32}
+    if level != "O3":
+        masters = {id(master) for master in amp.master_params(optimizer)}
+        assert {id(kept[name]) for name, _ in model.named_parameters()} == masters
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_state_dict_holds_the_masters(level):
     model = make_model()
