@@ -65,7 +65,7 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     layers = [function]  # torch puts its own around those of other packages, under their names
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
-    return all(str(one.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.apex.")) for one in layers)
+    return all(str(one.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.")) for one in layers)
 
 
 def _get_function(step: Callable[..., Any]) -> Any:

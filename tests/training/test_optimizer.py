@@ -210,10 +210,23 @@ def scheduled(parameters):
     return optimizer
 
 
+def scheduled_in_a_session_before(parameters):
+    """The schedule has wrapped what a session put in the place of `step`; that stays when the session is closed."""
+    parameters = list(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    holder = nn.Module()
+    holder.weights = nn.ParameterList(parameters)
+    amp.initialize(holder, optimizer, opt_level="O1", verbosity=0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    amp.reset()
+    return optimizer
+
+
 EVALUATING_FIRST = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "under a schedule": scheduled,
+    "under a schedule of an earlier session": scheduled_in_a_session_before,
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01),
     "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
 }
