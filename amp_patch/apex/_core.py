@@ -207,7 +207,7 @@ class SessionView:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Tell whether the session has changed this optimizer."""
-        return any(binding.optimizer is optimizer for binding in self._session.bindings())
+        return self._session.bindings.find_optimizer(optimizer) is not None
 
     def add_optimizer(self, optimizer: Optimizer, num_losses: int) -> int:
         """Bring an optimizer with `num_losses` loss scalers of its own under the session; return the first's number."""
@@ -287,7 +287,7 @@ class OptimizerView:
 
     def __init__(self, optimizer: Optimizer) -> None:
         session = current.require()
-        self._binding = session.binding_of(optimizer)
+        self._binding = session.bindings.get_optimizer(optimizer)
         self._ledgers = session.ledgers
         self.device = torch.device(session.device_type)
 

@@ -82,7 +82,7 @@ class RuleFinder:
 
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
         """Return what the module rule that covers a module says, and where it stands; empty without one."""
-        rule = self._session.find_rule(module)
+        rule = self._session.bindings.find_rule(module)
         if rule is None:
             return "", ""
         return f"run: {rule.run}", _describe_line(rule.path, rule.line)

@@ -49,7 +49,7 @@ class NativeSession(Session):
     def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, with_all: bool) -> None:
         super().__init__(policy, device_type, 1, has_models=False, autocast=autocast)
         self._over = autocast
-        self._bindings.tells_unused = False  # models come one by one
+        self.bindings.tells_unused = False  # models come one by one
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []
@@ -83,7 +83,7 @@ class NativeSession(Session):
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
         """Take note of a step: by its end all models were called."""
         if not self._taken and not self._skips:
-            self._bindings.tell_unused_rules()
+            self.bindings.tell_unused_rules()
         self._taken += not is_skipped
         self._skips += is_skipped
         (self._skipped.add if is_skipped else self._skipped.discard)(id(optimizer))

@@ -266,7 +266,7 @@ class Takeover:
             return None
         session.add_root(root)
         events.tell(session.without_casts(), "session_opened", session)
-        hooks = session.find_region_hooks(module)
+        hooks = session.bindings.find_region_hooks(module)
         if hooks is not None:  # torch does not call what is set while it calls hooks
             return hooks.catch_up(module, args, sys._getframe(1))
         return None

@@ -15,7 +15,7 @@ from ..errors import ArgumentTypeError, ModelError
 from ..reporting import say
 from ..script_settings import describe_replaced, in_force
 from ..training import ids_beside_opaque
-from .sharding import find_sharding_problems, is_post_local, is_zero_redundancy
+from .sharding import find_sharding_problem, is_instance_of
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -43,7 +43,9 @@ def hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
     held = list(objects)
     if position is None:
         return held, held
-    return held, tuple(held if index == position else item for index, item in enumerate(returned))
+    items = list(returned)
+    items[position] = held
+    return held, tuple(items)
 
 
 # ---- models ----
@@ -96,17 +98,19 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
-    problems: list[str] = []
     if isinstance(model, torch.jit.ScriptModule):
         return [
             f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
             " made from"
         ]
-    problems.extend(find_sharding_problems(model, policy))
-    parameters = list(model.named_parameters())
-    lazy = [key for key, value in parameters if nn.parameter.is_lazy(value)]
+    lazy = [key for key, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
+
+    problems: list[str] = []
+    sharding_problem = find_sharding_problem(model, policy)
+    if sharding_problem is not None:
+        problems.append(sharding_problem)
     if not accept_low and (policy.cast_model_type not in LOW_DTYPES or policy.master_weights):
         low = _find_wrongly_low(model, policy)
         if low:
@@ -240,12 +244,13 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
             problems.append(f"the same {name} was passed twice")
         elif hasattr(optimizer, "_amp_stash"):
             problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
-        if use_masters and is_zero_redundancy(optimizer):
+        if use_masters and is_instance_of(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
             problems.append(
                 f"{name} divides the model's parameters among the ranks, and would not step on their masters: use a"
                 " plain optimizer, or O1 or O4, or fully_shard with amp_patch.fsdp_policy, which shards masters too"
             )
-        if use_masters and is_post_local(optimizer):
+        post_local = "torch.distributed.optim.post_localSGD_optimizer"
+        if use_masters and is_instance_of(optimizer, post_local, "PostLocalSGDOptimizer"):
             problems.append(
                 f"{name} averages those parameters of the model that have gradients, and at this level their masters"
                 " have the gradients: use O1 or O4"
@@ -265,17 +270,15 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
         return []
     found = []
     for optimizer in optimizers:
-        vanishing: list[float] = []
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
-                vanishing.append(eps)
-        if vanishing:
-            found.append(
-                f"eps={vanishing[0]:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
-                f" {policy.opt_level} keeps weights and optimizer states, so a step may divide by 0 and give NaN: pass"
-                " an eps of 1e-4 or more, or use a level with float32 master weights"
-            )
+                found.append(
+                    f"eps={eps:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
+                    f" {policy.opt_level} keeps weights and optimizer states, so a step may divide by 0 and give NaN:"
+                    " pass an eps of 1e-4 or more, or use a level with float32 master weights"
+                )
+                break
     return found
 
 

@@ -55,7 +55,10 @@ class Bindings:
 
     def find_rule(self, module: nn.Module) -> ModuleRule | None:
         """Return the module rule that decides how a module of a bound model runs, or None."""
-        return next((binding.rules[module] for binding in self._models if module in binding.rules), None)
+        for binding in self._models:
+            if module in binding.rules:
+                return binding.rules[module]
+        return None
 
     def find_region_hooks(self, module: nn.Module) -> RegionHooks | None:
         """Return the hooks by which a module rule acts in a module, None where it needs none."""
@@ -100,15 +103,22 @@ class Bindings:
 
     def _describe_names(self, rule: ModuleRule) -> str:
         """Say which names a rule takes, and which of these may be meant."""
-        modules = [pair for model in self.models() for pair in model.named_modules()]
+        names, kinds = set(), set()
+        for model in self.models():
+            for name, module in model.named_modules():
+                names.add(name)
+                kinds.add(f"{type(module).__module__}.{type(module).__qualname__}")
         if rule.pattern is None:
-            kinds = {f"{type(module).__module__}.{type(module).__qualname__}" for _, module in modules}
             return f"Write the class of a module.{did_you_mean(rule.chooser, kinds)}"
-        names = {name for name, _ in modules if name}
-        parts = rule.chooser.split(".")
-        endings = (".".join(parts[first:]) for first in range(1, len(parts)))  # a name that begins with the model's own
-        meant = next((ending for ending in endings if ending in names), "")
-        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(rule.chooser, names)
+
+        names.discard("")
+        hint = did_you_mean(rule.chooser, names)
+        ending = rule.chooser.partition(".")[2]  # where a name begins with the model's own
+        while ending:
+            if ending in names:
+                hint = f" Did you mean {ending!r}?"
+                break
+            ending = ending.partition(".")[2]
         return f"Write a name as in model.named_modules(), without the name of the model.{hint}"
 
     # ---- binding and letting go --------------------------------------------------------------------------------------
@@ -129,7 +139,20 @@ class Bindings:
         if models and self.tells_unused:
             self.tell_unused_rules()
         self.ledgers.make_true()  # new optimizers may have parameters of others
-        added = [self._make_binding(optimizer) for optimizer in optimizers]
+        added = []
+        for optimizer in optimizers:
+            added.append(
+                OptimizerBinding(
+                    optimizer,
+                    masters=self.masters,
+                    use_masters=bool(self._policy.master_weights),
+                    switch=self._switch,
+                    cache=self._cache,
+                    ledgers=self.ledgers,
+                    get_names=self.names_of,
+                    on_new_parameters=self._tell_ledgers,
+                )
+            )
         self._optimizers = [*self._optimizers, *added]
         self._tell_ledgers()
         for bound, optimizer in zip(added, optimizers, strict=True):
@@ -139,18 +162,6 @@ class Bindings:
         for bound in added:
             if not bound.groups.is_empty():
                 bound.ledger.recheck_at_step(self.ledgers.decisions.scalers)
-
-    def _make_binding(self, optimizer: Optimizer) -> OptimizerBinding:
-        return OptimizerBinding(
-            optimizer,
-            masters=self.masters,
-            use_masters=bool(self._policy.master_weights),
-            switch=self._switch,
-            cache=self._cache,
-            ledgers=self.ledgers,
-            get_names=self.names_of,
-            on_new_parameters=self._tell_ledgers,
-        )
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Have a method of this object called when what is bound is gone."""
@@ -164,7 +175,11 @@ class Bindings:
         Parameters are held themselves, not weakly: torch swaps no tensors that have weak references.
         """
         self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
-        self.ledgers.of_models = list({id(p): p for binding in self._models for p in binding.parameters()}.values())
+        of_models = {}
+        for bound in self._models:
+            for parameter in bound.parameters():
+                of_models[id(parameter)] = parameter
+        self.ledgers.of_models = list(of_models.values())
         holders: dict[int, list[Ledger]] = {}
         for binding in self.optimizers():
             binding.ledger.partners = []
@@ -172,7 +187,9 @@ class Bindings:
                 holders.setdefault(id(parameter), []).append(binding.ledger)
         for ledgers in holders.values():
             for ledger in ledgers:
-                ledger.partners += [one for one in ledgers if one is not ledger and one not in ledger.partners]
+                for other in ledgers:
+                    if other is not ledger and other not in ledger.partners:
+                        ledger.partners.append(other)
 
     def bind_more(
         self,
@@ -185,7 +202,8 @@ class Bindings:
         known_models, known_optimizers = list(self._models), list(self._optimizers)
         float32_data: dict[int, Tensor] = {}
         try:
-            added = [model for model in models if not any(model is binding.model for binding in self._models)]
+            bound = self.models()
+            added = [model for model in models if model not in bound]
             self.bind(added, optimizers, float32_data)
             then(added)
             float32_data.clear()
@@ -233,7 +251,8 @@ class Bindings:
         for model in self.models():
             held.update(map(id, model.parameters()))
             held.update(map(id, model.buffers()))
-        held.update(id(parameter) for binding in self.optimizers() for parameter in binding.groups.model_parameters())
+        for bound in self.optimizers():
+            held.update(map(id, bound.groups.model_parameters()))
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:

@@ -65,27 +65,43 @@ def initialize(
         if session is not None and not fits and not (replace or replace_other):
             raise SessionError(describe_conflict(session.policy, policy, session.models(), models))
         if session is not None and fits and not replace:
-            optimizers = [one for one in optimizers if not _is_bound_for(session, one, models)]
+            known = ids_of_parameters(models)
+            unbound = []
+            for optimizer in optimizers:
+                binding = session.bindings.find_optimizer(optimizer)
+                # a cell that is run again passes an optimizer that is bound, and has parameters of these models
+                if binding is None or known.isdisjoint(map(id, binding.groups.model_parameters())):
+                    unbound.append(optimizer)
             added = [model for model in models if model not in session.models()]
             _check_models(policy, added, accept_low)
-            _check_optimizers(policy, added, optimizers)
+            _check_optimizers(policy, added, unbound)
             session.check_that_no_block_runs()
             session.add_scalers(num_losses)
-            if not (added or optimizers or overflow_group is not None):
+            if not (added or unbound or overflow_group is not None):
                 return session
-            session.adopt(models, optimizers, overflow_group)
+            session.adopt(models, unbound, overflow_group)
             tell(session.without_casts(), "session_opened", session)
             return session
-        with (
-            session.patcher.suspended() if session is not None else contextlib.nullcontext()
-        ):  # names are looked up as torch has them
-            session = Session(
-                policy, device_type, num_losses, registered=state.registered
-            )  # raises before anything is closed
-        strangers = _find_strangers(models)
+
+        known = set[int]()
+        originals: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if session is not None:
+            known = ids_of_parameters(session.models())
+            originals = session.patcher.suspended()
+        with originals:  # names are looked up as torch has them
+            # raises before anything is closed
+            session = Session(policy, device_type, num_losses, registered=state.registered)
+
+        # models of which the session in force holds nothing can be judged before it is closed
+        strangers, others = [], []
+        for model in models:
+            if known.isdisjoint(map(id, model.parameters())):
+                strangers.append(model)
+            else:
+                others.append(model)
         _check_models(policy, strangers, accept_low)
         reset()
-        _check_models(policy, [model for model in models if model not in strangers], accept_low)
+        _check_models(policy, others, accept_low)
         _check_optimizers(policy, models, optimizers)
         _open(session, models, optimizers, overflow_group)
         return session
@@ -107,15 +123,6 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
     """Return a block in which the casts of the session in force are off in this thread."""
     session = state.session
     return contextlib.nullcontext() if session is None else session.without_casts()
-
-
-def _is_bound_for(session: Session, optimizer: Optimizer, models: Sequence[nn.Module]) -> bool:
-    """Tell whether the session has the optimizer already, with parameters of these models: a cell was run again."""
-    known = ids_of_parameters(models)
-    for binding in session.bindings():
-        if binding.optimizer is optimizer:
-            return not known.isdisjoint(map(id, binding.groups.model_parameters()))
-    return False
 
 
 def refuse_second() -> None:
@@ -167,14 +174,6 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
             close(session)
         if state.session is None:
             state.is_disabled = was_disabled
-
-
-def _find_strangers(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models of which the session in force holds nothing: they can be judged before it is closed."""
-    if state.session is None:
-        return list(models)
-    known = ids_of_parameters(state.session.models())
-    return [model for model in models if known.isdisjoint(map(id, model.parameters()))]
 
 
 def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool) -> None:
@@ -243,7 +242,7 @@ def _close() -> None:
         tell(session.without_casts(), "session_closing", session)
         session.close()
     finally:
-        if session.is_undone:
+        if not session.undo:
             state.session = None
 
 

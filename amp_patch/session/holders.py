@@ -86,49 +86,54 @@ def find_holders(objects: Sequence[object]) -> list[str]:
         own |= {id(found), id(keepers)}
         referrers = [one for one in gc.get_referrers(*found) if id(one) not in own and id(one) not in keepers]
         own.add(id(referrers))
-        keepers.update((id(one), one) for one in referrers)
-        found = [one for one in referrers if not _is_end(one)]
+        found = []
+        for one in referrers:
+            keepers[id(one)] = one
+            # of no interest is what refers to these: namespaces, code that runs, what holds everything
+            is_namespace = isinstance(one, dict) and "__name__" in one and "__spec__" in one
+            if not is_namespace and not isinstance(one, (types.FrameType, types.ModuleType, type)):
+                found.append(one)
         if not found:
             break
     names = [*_in_errors(keepers), *_in_notebook(keepers), *_in_modules(keepers)]
     return list(dict.fromkeys(names))[:MOST]
 
 
-def _is_end(one: object) -> bool:
-    """Tell whether what refers to an object is of no interest: namespaces, code that runs, what holds everything."""
-    is_namespace = isinstance(one, dict) and "__name__" in one and "__spec__" in one
-    return is_namespace or isinstance(one, (types.FrameType, types.ModuleType, type))
-
-
 def _in_errors(keepers: Mapping[int, object]) -> Iterator[str]:
+    """Yield the last error of the interpreter, if the traceback of it or of its causes holds any."""
     for name in _ERRORS:
-        error = getattr(sys, name, None)
-        if isinstance(error, BaseException) and any(id(frame) in keepers for frame in _frames_of(error)):
-            yield f"sys.{name} (the traceback of {type(error).__name__})"
-            return
-
-
-def _frames_of(error: BaseException | None) -> Iterator[types.FrameType]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback = error.__traceback__
-        while traceback is not None:
-            yield traceback.tb_frame
-            traceback = traceback.tb_next
-        error = error.__cause__ or error.__context__
+        last = error = getattr(sys, name, None)
+        seen: set[int] = set()
+        while isinstance(error, BaseException) and id(error) not in seen:
+            seen.add(id(error))
+            traceback = error.__traceback__
+            while traceback is not None:
+                if id(traceback.tb_frame) in keepers:
+                    yield f"sys.{name} (the traceback of {type(last).__name__})"
+                    return
+                traceback = traceback.tb_next
+            error = error.__cause__ or error.__context__
 
 
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
     """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
     `%reset`.
     """
-    names: dict[str, Any] = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    names: dict[str, Any] = {}
+    if "__main__" in sys.modules:
+        names = vars(sys.modules["__main__"])
     outputs = names.get("Out", names.get("_oh"))
-    items = dict(outputs).items() if isinstance(outputs, dict) else ()
-    found = [f"Out[{number}]" for number, value in items if id(value) in keepers]
-    hidden = getattr(names["get_ipython"](), "user_ns_hidden", {}) if "get_ipython" in names else {}
-    yield from found or [f"{name} of IPython" for name in ("_", "__", "___") if id(hidden.get(name)) in keepers]
+    found = []
+    if isinstance(outputs, dict):
+        for number, value in dict(outputs).items():
+            if id(value) in keepers:
+                found.append(f"Out[{number}]")
+    if not found and "get_ipython" in names:
+        hidden = getattr(names["get_ipython"](), "user_ns_hidden", {})
+        for name in ("_", "__", "___"):
+            if id(hidden.get(name)) in keepers:
+                found.append(f"{name} of IPython")
+    yield from found
 
 
 def _in_modules(keepers: Mapping[int, object]) -> Iterator[str]:

@@ -72,9 +72,29 @@ class Installer:
         if not (self.patches_ops or self.scales or self.casts_model):
             return
         if self.patches_ops:
-            self._install_ops(undo)
+            planned = self._plan_ops()
+            compiling.prime()
+            undo.callback(compiling.forget_compiled_code)
+            # what tells the code that is compiled under these patches from code under others
+            tag = ["amp_patch"]
+            if self.casts is not None and self.oplists is not None:
+                tag += [self.oplists.digest, str(self.casts.low)]
+            if self.products is not None:
+                tag += ["products", str(self.products.low), str(self.products.longest_attention)]
+            compiling.tag_cache_key(":".join(tag), undo)
+            undo.callback(self._take_out)
+            self.patcher.install(planned)
+            if self.cache is not None:
+                _add_step_hook(StepHook(self.cache.mark_updated), undo)
+            if self.casts is not None and self.oplists is not None:
+                overridden = [(owner, name) for owner, name, _ in self._registered]
+                deferred = DeferredOps(self.oplists, overridden, self.casts, self.patcher, self._lock)
+                if deferred:
+                    undo.callback(deferred.close)
+                    self.deferred = deferred
         else:
             undo.callback(self._take_out)
+
         if self.scales:
             gradient_patches.resolve_before_reading(self.bindings.resolve_steps, undo)
         self._module_patcher.install(list(torch_patches.plan(self, with_ops=False)))
@@ -83,6 +103,7 @@ class Installer:
         helpers = CheckpointHelpers(self.bindings, self._module_patcher, self._lock)
         undo.callback(helpers.close)
         helpers.open()
+
         if self.deferred is not None:
             self.deferred.open()
         self.redirect(self.bindings.models(), with_modules=True)
@@ -104,24 +125,6 @@ class Installer:
             planned += self.products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
         return [*op_patches.with_second_places(planned), *torch_patches.plan(self, with_ops=True)]
 
-    def _install_ops(self, undo: UndoStack) -> None:
-        """Put in what replaces ops, and get ready for those whose packages are not imported yet."""
-        planned = self._plan_ops()
-        compiling.prime()
-        undo.callback(compiling.forget_compiled_code)
-        compiling.tag_cache_key(self._describe_code(), undo)
-        undo.callback(self._take_out)
-        self.patcher.install(planned)
-        if self.cache is not None:
-            _add_step_hook(StepHook(self.cache.mark_updated), undo)
-        if self.casts is None or self.oplists is None:
-            return
-        overridden = [(owner, name) for owner, name, _ in self._registered]
-        deferred = DeferredOps(self.oplists, overridden, self.casts, self.patcher, self._lock)
-        if deferred:
-            undo.callback(deferred.close)
-            self.deferred = deferred
-
     def patch_ops_again(self) -> None:
         """Put the patches of ops back in after `patcher.undo()`, and let them act."""
         with self._lock:
@@ -130,15 +133,6 @@ class Installer:
         compiling.forget_compiled_code()
         for switch in self._switches():
             switch.turn_on()
-
-    def _describe_code(self) -> str:
-        """Return what tells the code that is compiled under these patches from code under others."""
-        parts = ["amp_patch"]
-        if self.casts is not None and self.oplists is not None:
-            parts += [self.oplists.digest, str(self.casts.low)]
-        if self.products is not None:
-            parts += ["products", str(self.products.low), str(self.products.longest_attention)]
-        return ":".join(parts)
 
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
         """Have what refers to patched functions refer to their replacements: in models, and in imported modules."""

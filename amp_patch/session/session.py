@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import SMALL_ON_CPU, Autocast, Mode, OpCasts, Products, Registration, Switch, WeightCache
-from ..config import ModuleRule, OpLists, Policy, load_oplists
+from ..config import OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import warn
-from ..training import Decisions, LossBlock, OptimizerBinding, RegionHooks, loss_scaler
+from ..training import Decisions, LossBlock, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -69,7 +69,12 @@ class Stats:
 
 
 class Session:
-    """One policy, the models and optimizers it was applied to, the scalers, and the patches."""
+    """One policy, the models and optimizers it was applied to, the scalers, and the patches.
+
+    Attributes:
+        bindings: the models and optimizers.
+        undo: what `close` runs; empty once all is undone.
+    """
 
     gives_way = False
     """Whether it is closed for another: nobody has asked for it by `initialize` or the like."""
@@ -113,11 +118,11 @@ class Session:
             )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)
-        self.ledgers = self._bindings.ledgers
-        self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self._bindings)
+        self.bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)
+        self.ledgers = self.bindings.ledgers
+        self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self.bindings)
         self._overflow_group: Any = None
-        self._undo = UndoStack()
+        self.undo = UndoStack()
         self.is_whole = False  # from the end of `open` to the beginning of `close`
         self.add_scalers(num_losses)
 
@@ -129,13 +134,13 @@ class Session:
         Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
         """
         float32_data: dict[int, Tensor] = {}
-        self._undo.callback(self.ledgers.local.warn_of_stale)  # when the models are as they were
-        self._undo.callback(self.switch.turn_off)
-        self._undo.callback(self._bindings.release)
-        self._undo.callback(self._bindings.settle)
-        self._bindings.bind(models, optimizers, float32_data)
+        self.undo.callback(self.ledgers.local.warn_of_stale)  # when the models are as they were
+        self.undo.callback(self.switch.turn_off)
+        self.undo.callback(self.bindings.release)
+        self.undo.callback(self.bindings.settle)
+        self.bindings.bind(models, optimizers, float32_data)
         self._decide_together(overflow_group)
-        self._installer.install(self._undo)
+        self._installer.install(self.undo)
         self.is_whole = True
         float32_data.clear()
 
@@ -146,7 +151,7 @@ class Session:
             self._decide_together(overflow_group)
             self._installer.redirect(added, with_modules=False)
 
-        self._bindings.bind_more(models, optimizers, finish)
+        self.bindings.bind_more(models, optimizers, finish)
 
     def patch_ops_again(self) -> None:
         """Put the patches of ops back in after `patcher.undo()`."""
@@ -174,19 +179,14 @@ class Session:
         """
         self.is_whole = False
         try:
-            self._undo.close()
+            self.undo.close()
         except BaseException:
-            self._undo.close()
+            self.undo.close()
             raise
-
-    @property
-    def is_undone(self) -> bool:
-        """Whether nothing is left to be undone."""
-        return not self._undo
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
-        if self.process_id == os.getpid() and self._bindings.ledgers.open_blocks():
+        if self.process_id == os.getpid() and self.bindings.ledgers.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
@@ -202,19 +202,7 @@ class Session:
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
-        return self._bindings.models()
-
-    def find_rule(self, module: nn.Module) -> ModuleRule | None:
-        """Return the module rule that decides how a module runs, or None."""
-        return self._bindings.find_rule(module)
-
-    def find_region_hooks(self, module: nn.Module) -> RegionHooks | None:
-        """Return the hooks by which a module rule acts in a module, None where it needs none."""
-        return self._bindings.find_region_hooks(module)
-
-    def bindings(self) -> list[OptimizerBinding]:
-        """Return the bindings of the optimizers that are still alive."""
-        return self._bindings.optimizers()
+        return self.bindings.models()
 
     def low_here(self) -> torch.dtype | None:
         """Return the dtype that whitelisted ops have in this thread now."""
@@ -227,7 +215,7 @@ class Session:
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
         found: list[Optimizer] = []
-        for binding in self.bindings():
+        for binding in self.bindings.optimizers():
             optimizer = binding.optimizer
             if optimizer is not None:
                 found.append(optimizer)
@@ -236,28 +224,24 @@ class Session:
     def trained(self) -> list[Tensor]:
         """Return what the optimizers step on."""
         found: list[Tensor] = []
-        for binding in self.bindings():
+        for binding in self.bindings.optimizers():
             found += binding.groups.parameters()
         return found
-
-    def binding_of(self, optimizer: Optimizer) -> OptimizerBinding:
-        """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
-        return self._bindings.get_optimizer(optimizer)
 
     def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each.
 
         Raises OptimizerError for an optimizer that initialize has not seen.
         """
-        return self.binding_of(optimizer).find_nonfinite_gradients()
+        return self.bindings.get_optimizer(optimizer).find_nonfinite_gradients()
 
     def find_master(self, parameter: Tensor) -> Tensor | None:
         """Return the float32 master of a 16-bit parameter, or None."""
-        return self._bindings.masters.get(parameter)
+        return self.bindings.masters.get(parameter)
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the qualified names of parameters or masters; of others, their shapes in words."""
-        return self._bindings.names_of(tensors)
+        return self.bindings.names_of(tensors)
 
     def add_scalers(self, num_losses: int) -> None:
         """Have at least `num_losses` scalers."""
@@ -273,13 +257,13 @@ class Session:
     def refresh(self) -> None:
         """Recast every cached weight before its next use, and copy masters to their parameters."""
         self.sync()
-        self._bindings.masters.push()
+        self.bindings.masters.push()
 
     def sync(self) -> None:
         """Like `refresh`, but only for what was written to: a live graph may have saved other parameters."""
         if self._cache is not None:
             self._cache.invalidate_all()
-        self._bindings.masters.sync()
+        self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return what `amp.stats()` returns."""
@@ -294,7 +278,7 @@ class Session:
                     low += parameter.numel()
                 elif parameter.dtype is torch.float32:
                     full += parameter.numel()
-        for binding in self._bindings.counted_optimizers():
+        for binding in self.bindings.counted_optimizers():
             counts = binding.steps.count(wait=wait)
             taken += counts[0]
             skipped += counts[1]
@@ -335,7 +319,7 @@ class Session:
             )
         ledgers = []
         for optimizer in optimizers:
-            ledgers.append(self._bindings.get_optimizer(optimizer).ledger)
+            ledgers.append(self.bindings.get_optimizer(optimizer).ledger)
         scaler = self.scaler(loss_id)
         return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._cache)
 
@@ -361,7 +345,10 @@ def _load_lists(policy: Policy) -> OpLists | None:
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
             " have an effect, and there are none in these; use O1 or O4"
         )
-    if policy.patch_torch_functions and not oplists.is_whole and not _has_low(oplists):
+    casts_some = bool(oplists.modules)
+    for spelling in (*oplists.spellings, *oplists.deferred):
+        casts_some = casts_some or spelling.entry.rule == "whitelist"
+    if policy.patch_torch_functions and not oplists.is_whole and not casts_some:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
             f"lists={names}: no op runs in {low} by these, so almost nothing is cast. To change a few rules of the"
@@ -369,9 +356,3 @@ def _load_lists(policy: Policy) -> OpLists | None:
             " want, write `extends: null`"
         )
     return oplists
-
-
-def _has_low(oplists: OpLists) -> bool:
-    return bool(oplists.modules) or any(
-        spelling.entry.rule == "whitelist" for spelling in (*oplists.spellings, *oplists.deferred)
-    )

@@ -4,7 +4,7 @@ The modules of torch that define them are never imported for that: an object of 
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,42 +20,37 @@ from ..torch_private import BatchNormBase, get_local_tensor
 _FSDP = "torch.distributed.fsdp"
 
 
-def _is_a(value: Any, module_name: str, class_name: str) -> bool:
+def is_instance_of(value: Any, module_name: str, class_name: str) -> bool:
+    """Tell whether a value is of a class of torch, whose module is not imported for that."""
     kind = getattr(sys.modules.get(module_name), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
-def is_zero_redundancy(optimizer: Any) -> bool:
-    """Tell whether an optimizer is torch's ZeroRedundancyOptimizer."""
-    return _is_a(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer")
-
-
-def is_post_local(optimizer: Any) -> bool:
-    """Tell whether an optimizer is torch's PostLocalSGDOptimizer, which averages parameters that have a gradient."""
-    module = "torch.distributed.optim.post_localSGD_optimizer"
-    return _is_a(optimizer, module, "PostLocalSGDOptimizer")
-
-
-def find_sharding_problems(model: nn.Module, policy: Policy) -> Iterator[str]:
-    """Yield what keeps the shards of a model from being trained under `policy`, one sentence each."""
+def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
+    """Return what keeps the shards of a model from being trained under `policy`, or None."""
     low, name = policy.cast_model_type, type(model).__name__
     if low not in LOW_DTYPES:
-        return
-    if any(_is_a(module, _FSDP, "FullyShardedDataParallel") for module in model.modules()):
-        yield (
-            f"{name} is sharded by FullyShardedDataParallel, whose flat parameters {policy.opt_level} cannot cast: use"
-            " O1 or O4, or shard it by torch.distributed.fsdp.fully_shard with amp_patch.fsdp_policy"
-        )
-        return
-    for key, module, parameter in _find_sharded(model):
-        fsdp = _find_fsdp(model, key)
-        if policy.master_weights:
-            problem = _find_policy_problem(key, module, fsdp, policy)
-        else:
-            problem = None if parameter.dtype is low else f"cast the model to {dtype_name(low)} before it is sharded"
-        if problem is not None:
-            yield f"{name}: {key} is a DTensor, which {policy.opt_level} cannot cast in place: {problem}"
-            return
+        return None
+    for module in model.modules():
+        if is_instance_of(module, _FSDP, "FullyShardedDataParallel"):
+            return (
+                f"{name} is sharded by FullyShardedDataParallel, whose flat parameters {policy.opt_level} cannot cast:"
+                " use O1 or O4, or shard it by torch.distributed.fsdp.fully_shard with amp_patch.fsdp_policy"
+            )
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if get_local_tensor(parameter) is None:
+                continue
+            if policy.master_weights:
+                remedy = _find_policy_remedy(model, path, module, policy)
+            elif parameter.dtype is low:
+                remedy = None
+            else:
+                remedy = f"cast the model to {dtype_name(low)} before it is sharded"
+            if remedy is not None:
+                full_key = f"{path}.{key}".removeprefix(".")
+                return f"{name}: {full_key} is a DTensor, which {policy.opt_level} cannot cast in place: {remedy}"
+    return None
 
 
 def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype | None:
@@ -65,45 +60,32 @@ def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype
     return policy.cast_model_type if is_low else None
 
 
-def _find_policy_problem(key: str, module: nn.Module, fsdp: nn.Module | None, policy: Policy) -> str | None:
-    """Return what to do where the 16-bit side of a sharded parameter is not what the level asks for."""
-    if fsdp is None:
-        return "use O1 or O4 for tensor parallelism without fully_shard"
+def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
+    """Return what to do where the 16-bit side of a sharded module is not what the level asks for."""
+    # the innermost module that `fully_shard` has taken around this one
+    outer = path
+    fsdp = module
+    while not is_instance_of(fsdp, _FSDP, "FSDPModule"):
+        if not outer:
+            return "use O1 or O4 for tensor parallelism without fully_shard"
+        outer = outer.rpartition(".")[0]
+        fsdp = model.get_submodule(outer)
+
     wanted, found = find_gathered_dtype(policy, module), get_mp_policy(fsdp).param_dtype
     if found is wanted or (wanted is None and found is torch.float32):
         return None
-    path = key.rpartition(".")[0]
-    shard = f"fully_shard({f'model.get_submodule({path!r})' if path else 'model'}"
+    place = "model"
+    if path:
+        place = f"model.get_submodule({path!r})"
     return (
-        f"shard it by {shard}, mp_policy=amp_patch.fsdp_policy({policy.opt_level!r}, module)), with the module that is"
-        " sharded, instead of"
-        f" param_dtype={dtype_name(found) if found is not None else None}"
+        f"shard it by fully_shard({place}, mp_policy=amp_patch.fsdp_policy({policy.opt_level!r}, module)), with the"
+        f" module that is sharded, instead of param_dtype={dtype_name(found) if found is not None else None}"
     )
-
-
-def _find_sharded(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the DTensor parameters of a model, with their names and modules."""
-    for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            if get_local_tensor(parameter) is not None:
-                yield ".".join(filter(None, (path, key))), module, parameter
-
-
-def _find_fsdp(model: nn.Module, key: str) -> nn.Module | None:
-    """Return the innermost module that `fully_shard` has taken around a parameter, or None."""
-    path = key.rpartition(".")[0]
-    while True:
-        module = model.get_submodule(path)
-        if _is_a(module, _FSDP, "FSDPModule"):
-            return module
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
 
 
 def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
     """Return what `fully_shard` has taken of models."""
-    return [module for model in models for module in model.modules() if _is_a(module, _FSDP, "FSDPModule")]
+    return [module for model in models for module in model.modules() if is_instance_of(module, _FSDP, "FSDPModule")]
 
 
 # ---- who decides together --------------------------------------------------------------------------------------------
@@ -134,7 +116,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
         found[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
     for model in models:
         for module in model.modules():
-            if _is_a(module, _FSDP, "FullyShardedDataParallel"):
+            if is_instance_of(module, _FSDP, "FullyShardedDataParallel"):
                 group: Any = module.process_group
                 found[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
     if not found:

@@ -374,7 +374,7 @@ def test_two_interrupts_in_a_row_are_made_good_by_the_next_call(rules, monkeypat
         if len(calls) < 3:
             raise KeyboardInterrupt
 
-    session._undo.callback(interrupt)
+    session.undo.callback(interrupt)
     with pytest.raises(KeyboardInterrupt):
         amp.reset()
     assert find_changes() != [] and not session.is_whole
