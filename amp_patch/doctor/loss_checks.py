@@ -166,7 +166,7 @@ def trains_in_float32(context: Context) -> Iterator[Fault]:
     if steps and first is not None:
         message = "the script trains in the dtype of its weights: nothing in it casts"
         advice = (
-            "Put torch.autocast around the model and the loss, or call amp.initialize; to try it on the script as it"
-            " is: amp-patch run --everywhere --opt-level O4."
+            "Put torch.autocast around the model and the loss, or call amp.initialize. To see first what bfloat16 costs"
+            f" and saves: amp-patch compare --everywhere {script.path}."
         )
         yield Fault(first, "note", message, advice)
