@@ -79,7 +79,7 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
     yield "cause", _describe_cause(fault)
     yield "reach", _describe_reach(fault)
     if fault.trail:
-        steps = [f"{label} {largest:.3g}" for label, largest in reversed(fault.trail)]
+        steps = [f"{label.replace('_to_copy', 'cast')} {largest:.3g}" for label, largest in reversed(fault.trail)]
         yield "trail", f"max |x|: {' -> '.join([*steps, f'{fault.aten} {fault.value}'])}"
     name = "try"
     for line in _advise(find_remedy(fault, run), fault, run):
@@ -98,6 +98,8 @@ def _describe_op(fault: FaultRecord) -> str:
 def _describe_call(fault: FaultRecord) -> str:
     """Return which call of the script ran an op, where, and in which module."""
     call = fault.op.removeprefix("aten.")  # an op on no list has no other name
+    if call == "_to_copy":
+        call = "cast"
     if fault.phase == "backward":
         call = f"the backward pass of {call}"
     place = fault.site or "no line of the script"
