@@ -110,7 +110,12 @@ class Ledgers:
         if self._open:
             for other in self.open_blocks():
                 self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
-                self._check_scale(block, other)
+                if block.scale is not other.scale:
+                    raise SessionError(
+                        "a scale_loss block inside one with another loss scale: the gradients of each would be divided"
+                        " by the scale of the other. Enter it after the first has ended, or use the same loss_id for"
+                        " both."
+                    )
         if self._stepping is not None:
             self._check_thread(self._stepping, is_scaled=block.scale is not None)
         self._carry(block.scale)
@@ -124,13 +129,6 @@ class Ledgers:
                 "a scale_loss block or a step of another thread is under way, and both would scale the same gradients."
                 " Put a threading.Lock around each block and the step() after it, or train each model in its own"
                 " process."
-            )
-
-    def _check_scale(self, block: Block, other: Block) -> None:
-        if block.scale is not other.scale:
-            raise SessionError(
-                "a scale_loss block inside one with another loss scale: the gradients of each would be divided by the"
-                " scale of the other. Enter it after the first has ended, or use the same loss_id for both."
             )
 
     def end(self, block: Block, *, is_delayed: bool) -> None:
@@ -285,7 +283,9 @@ class Ledgers:
         self._scale = None
         self._waiting = []
         if self.local.ids:
-            self._waiting = [block for block in judged if self._has_local(block)]
+            for block in judged:
+                if any(self.local.find(ledger.groups.model_parameters) for ledger in block.ledgers):
+                    self._waiting.append(block)
         self._is_half_changed = False
         for block in open_blocks:
             for ledger in block.ledgers:
@@ -383,8 +383,12 @@ class Ledgers:
             block.found_inf = either(block.found_inf, found[ledger])
         if block in self._waiting or block.found_inf is None:
             return
-        if block.has_failed and not (block.scaler.is_dynamic and _is_set(block.found_inf)):
-            return
+        if block.has_failed:  # counts only if it overflowed; a device may have failed with it
+            is_overflow = False
+            with contextlib.suppress(RuntimeError):
+                is_overflow = block.scaler.is_dynamic and bool(block.found_inf)
+            if not is_overflow:
+                return
         for ledger in block.ledgers:
             if ledger not in block.stepped_early:
                 ledger.note(block.scaler, block.found_inf)
@@ -416,9 +420,6 @@ class Ledgers:
         for ledger in self.all:
             parameters += ledger.groups.model_parameters()
         return parameters
-
-    def _has_local(self, block: Block) -> bool:
-        return any(self.local.find(ledger.groups.model_parameters) for ledger in block.ledgers)
 
     def _reduced(self, pairs: list[Pair]) -> list[Pair]:
         if not self.local.ids:
@@ -484,10 +485,3 @@ def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
             seen.add(id(parameter))
             gradients.append(gradient)
     return gradients
-
-
-def _is_set(found_inf: Tensor) -> bool:
-    """Return whether a flag is set; False if the device has failed. Waits for the device."""
-    with contextlib.suppress(RuntimeError):
-        return bool(found_inf)
-    return False
