@@ -11,10 +11,7 @@ from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
-_LOADED = -2
-"""The version of a master that was loaded together with its parameter."""
-
-_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_seen", "_pushed", "_groups", "_buffers")
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_seen", "_loaded", "_pushed", "_groups", "_buffers")
 """The attributes that say which masters there are."""
 
 Pair = tuple[Tensor, Tensor]
@@ -73,9 +70,9 @@ class Masters:
         self._masters: list[Tensor] = []
         self._index: dict[int, int] = {}  # by the parameter's id
         self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
-        self._pushed: dict[
-            int, Tensor
-        ] = {}  # by index: the value at the last push of masters whose parameters were edited since
+        self._loaded: set[int] = set()  # indices of masters to be copied once more, as they were loaded
+        # by index: the value at the last push of masters whose parameters were edited since
+        self._pushed: dict[int, Tensor] = {}
         self._groups: list[Group] | None = None  # of all, for pushing
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
@@ -198,6 +195,7 @@ class Masters:
             if self._groups is None:
                 self._groups = group(self._parameters, self._masters)
             copy_(self._groups)
+            self._loaded.clear()
             self._pushed.clear()
             self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
         else:
@@ -229,7 +227,7 @@ class Masters:
         if index is not None:
             self._pushed.pop(index, None)
             self._see(index)
-            self._seen[1].versions[index] = _LOADED
+            self._loaded.add(index)
 
     def sync(self) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter."""
@@ -238,6 +236,7 @@ class Masters:
     def _push_some(self, indices: list[int]) -> None:
         copy_(group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
         for index in indices:
+            self._loaded.discard(index)
             self._pushed.pop(index, None)
             self._see(index)
 
@@ -260,16 +259,15 @@ class Masters:
     def _reconcile(self, *, pushing: bool) -> bool:
         """Copy edits to the other side, those of masters only if `pushing`. Return whether masters moved."""
         parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
-        if (parameters, masters) == self._seen:
+        if (parameters, masters) == self._seen and not self._loaded:
             return False
         moved: list[int] = []
         for index in range(len(self._parameters)):
             is_moved = masters.differs_at(index, self._seen[1])
-            is_loaded = self._seen[1].versions[index] == _LOADED
-            if parameters.differs_at(index, self._seen[0]) and (is_loaded or not is_moved):
+            if parameters.differs_at(index, self._seen[0]) and not is_moved:
                 self._take_over(index)
                 self._see(index)
-            if is_moved:
+            if is_moved or index in self._loaded:
                 moved.append(index)
         if pushing and moved:
             self._push_some(moved)

@@ -205,6 +205,24 @@ def test_an_edit_right_after_loading_stays(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
+def test_where_both_sides_were_edited_right_after_loading_the_masters_count(level):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+        for master in amp.master_params(optimizer):
+            master.mul_(0.9375)
+    loss_of(model)
+    for name, parameter in model.named_parameters():
+        expected = saved[name] * 0.9375
+        assert torch.equal(model.state_dict()[name], expected)
+        assert torch.equal(parameter, expected.to(LOWS[level]))
+
+
 def test_float32_gradients_from_before_initialize_stay_float32(level):
     model = nn.Linear(2, 2, bias=False)
     model.weight.grad = torch.full((2, 2), 1e6 + 1)  # more than float16 holds, and more digits than bfloat16
