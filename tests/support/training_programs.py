@@ -685,6 +685,25 @@ def resume(draft: Draft) -> list[Snippet]:
     return [Snippet(lines([zero, saved, "amp.reset()", draft.build(), *loads]))]
 
 
+def rollback(draft: Draft) -> list[Snippet]:
+    """Load earlier weights, or their half, into the session at hand; with the states of the optimizers, or without."""
+    if draft.has_stale_state:
+        return []
+    model = draft.pick_model()
+    parts = [model]
+    if draft.is_likely(0.5):
+        parts += draft.optimizers_of(model)
+    name = draft.name("kept")
+    keep = f"{name} = copy.deepcopy([{', '.join(f'{part}.state_dict()' for part in parts)}])"
+    halve = ""
+    if draft.is_likely(0.3):
+        halve = f"{name}[0] = {{_k: _v * 0.5 if _v.is_floating_point() else _v for _k, _v in {name}[0].items()}}"
+    loads = [f"{part}.load_state_dict({name}[{index}])" for index, part in enumerate(parts)]
+    trained = iteration(draft) if draft.is_likely(0.7) else []
+    edited = edit(draft) if draft.is_likely(0.4) else []
+    return [Snippet(keep), *trained, Snippet(lines([halve, *loads]), is_edit=True), *edited]
+
+
 def another_level(draft: Draft) -> list[Snippet]:
     """Reset, train without a session, and go on at another level."""
     draft.choose_level()
@@ -793,6 +812,7 @@ VOCABULARY: dict[Maker, int] = {
     freezing: 2,
     evaluate: 1,
     resume: 1,
+    rollback: 2,
     another_level: 1,
     near_growth: 1,
     schedule: 1,
