@@ -416,7 +416,9 @@ def step_in_backward(draft: Draft) -> list[Snippet]:
     text = [
         draft.zero(optimizers),
         f"_owners = dict(zip({model}.parameters(), [{', '.join(optimizers)}]))",
-        f"def _step_now(p):\n    _owners[p].step()\n    _owners[p]{zeroed}",
+        "order = []",
+        "def _step_now(p):\n    order.append(list(map(id, _owners)).index(id(p)))\n    _owners[p].step()",
+        f"    _owners[p]{zeroed}",
         f"_chosen = [p for p in {model}.parameters() if {chosen}]",
         "_handles = [p.register_post_accumulate_grad_hook(_step_now) for p in _chosen]",
         *blocks,
