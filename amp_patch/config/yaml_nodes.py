@@ -19,6 +19,7 @@ from ..errors import AmpError, OpListError, PolicyError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 
 FileError = type[OpListError] | type[PolicyError]
 """What a fault of a file is raised as."""
@@ -60,6 +61,8 @@ def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Nod
         raise
     except yaml.YAMLError as exc:
         problem, line, column = _explain_syntax(exc, text)
+        if "nesting depth" in problem:  # libyaml has a limit of its own, and reads ahead
+            raise error(_TOO_DEEP, path, line, column) from exc
         raise error(f"not valid YAML: {problem}", path, line, column) from exc
     except (ValueError, ArithmeticError, RecursionError) as exc:  # of a bad escape or number, in the pure Python parser
         raise error(f"not valid YAML: {exc}", path, 1, 1) from exc
@@ -137,7 +140,7 @@ class _Reader:
         if getattr(event, "tag", None) is not None:
             self._refuse(event, f"tag {event.tag!r} is not allowed; write plain text, a list or a mapping")
         if depth > MAX_DEPTH:
-            self._refuse(event, f"nested deeper than {MAX_DEPTH} levels, the most that is allowed")
+            self._refuse(event, _TOO_DEEP)
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
         if isinstance(event, yaml.ScalarEvent):
             escaped = _FORBIDDEN.search(event.value)

@@ -120,7 +120,7 @@ BAD = {
     "null byte": (b"a: b\nc: d\x00\n", "2:5", "U+0000"),
     "escape character": (b"a: \x1b[0m\n", "1:4", "U+001B"),
     "too deep": (b"a: " + b"[" * 16 + b"]" * 16, "1:19", "deeper than 16"),
-    "far too deep": (b"[" * 500_000, "1:17", "deeper than 16"),
+    "far too deep": (b"[" * 500_000, "1:1", "deeper than 16"),  # libyaml of PyYAML 6.0.4 reads as far as 1:1001
     "far too deep block": (b"- " * 400_000, "1:33", "deeper than 16"),
     "too large": (b"a: b\n#" + b"x" * MAX_BYTES, "1:1", "larger than"),
 }
