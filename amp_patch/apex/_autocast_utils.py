@@ -20,8 +20,3 @@ def _cast(tensor: Tensor) -> Tensor:
     if is_cast and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-def _get_autocast_dtypes() -> list[torch.dtype]:
-    """Return the dtypes that autocast may cast to."""
-    return [torch.half, torch.bfloat16]

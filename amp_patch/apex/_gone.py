@@ -16,8 +16,17 @@ _GONE = {
         " torch.distributed.tensor.parallel and torch.distributed.pipelining; for its fused softmax use"
         " torch.nn.functional.scaled_dot_product_attention"
     ),
+    "apex.fp16_utils.FP16Model": (
+        "a float16 model that casts its inputs: use apex.fp16_utils.network_to_half, or amp.initialize at O2 or O3"
+    ),
     "apex.optimizers.FusedAdagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "apex.optimizers.fused_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
+    "apex.optimizers.FusedMixedPrecisionLamb": (
+        "LAMB with masters of its own: use apex.optimizers.FusedLAMB, and amp.initialize at O2 for masters"
+    ),
+    "apex.optimizers.fused_mixed_precision_lamb": (
+        "LAMB with masters of its own: use apex.optimizers.FusedLAMB, and amp.initialize at O2 for masters"
+    ),
     "apex.contrib.bottleneck": (
         "fused ResNet bottlenecks: use the blocks of torchvision.models.resnet, with torch.compile for speed"
     ),
@@ -58,6 +67,20 @@ _GONE = {
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
 }
 
+_KERNELS = {
+    "amp_C.multi_tensor_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
+    "amp_C.multi_tensor_adam_capturable": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
+    "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
+    "amp_C.multi_tensor_l2norm_mp": "norms of several dtypes: use amp_C.multi_tensor_l2norm, which takes them",
+    "amp_C.multi_tensor_l2norm_scale": "norms of scaled tensors: use multi_tensor_scale, then multi_tensor_l2norm",
+    "amp_C.multi_tensor_lamb_mp": "LAMB with masters: use amp_C.multi_tensor_lamb on the masters",
+    "amp_C.multi_tensor_novograd": "NovoGrad: use apex.optimizers.FusedNovoGrad",
+    "amp_C.multi_tensor_unscale_l2norm": (
+        "norms of scaled tensors: use amp_C.multi_tensor_l2norm, and multiply by the inverse scale"
+    ),
+}
+"""The functions of `amp_C` that it has not: only Apex's own optimizers called them."""
+
 COMPILED = {
     "fused_dense_cuda": "the kernels behind apex.fused_dense: use torch.nn.Linear and torch.nn.GELU",
     "mlp_cuda": "the kernels behind apex.mlp: use apex.mlp.MLP",
@@ -73,9 +96,10 @@ def describe(name: str) -> tuple[str, str] | None:
     """Return the part of Apex that a dotted name is in, such as "apex.transformer", with what it was and what to use
     today; None for what Apex never had, or is here.
     """
-    for part in sorted(_GONE, key=len, reverse=True):
+    parts = {**_GONE, **_KERNELS}
+    for part in sorted(parts, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
-            return part, _GONE[part]
+            return part, parts[part]
     root = name.partition(".")[0]
     if root in COMPILED:
         return root, COMPILED[root]

@@ -2,36 +2,32 @@
 
 Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
 flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
-holds inf or NaN, and is never cleared. What Apex had beyond these (NovoGrad, Adagrad, Adam for CUDA graphs with
-masters) is absent, so that importing it fails by name. Unlike Apex's, `multi_tensor_lamb` and its mixed-precision
-variant leave the gradients as they are.
-
-These wait for the device, since they read the flag: `multi_tensor_sgd`, `multi_tensor_adam_capturable`,
-`multi_tensor_lamb_mp`.
+holds inf or NaN, and is never cleared. What Apex had beyond these, only its own optimizers called. Unlike Apex's,
+`multi_tensor_lamb` leaves the gradients as they are. `multi_tensor_sgd` waits for the device, since it reads the flag.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..multi_tensor import group
 from ..torch_private import foreach_add_, foreach_copy_, foreach_non_finite_check_and_unscale_
-from . import updates
+from . import _gone, updates
 from .updates import Tensors
 
 Lists = Sequence[Tensors]
 
 
-def _multiply(tensors: Tensors, factor: float | Tensor, flag: Tensor | None = None) -> list[Tensor]:
+def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> list[Tensor]:
     """Return copies at full precision, multiplied, and raise the flag if a tensor was not finite."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
         foreach_copy_(copies, list(tensors))
     for (part,) in group(copies):
         found = torch.zeros((), dtype=torch.float32, device=part[0].device)
-        scale = factor.to(found).reshape(()) if isinstance(factor, Tensor) else torch.full_like(found, factor)
-        foreach_non_finite_check_and_unscale_(part, found, scale)
+        foreach_non_finite_check_and_unscale_(part, found, torch.full_like(found, float(factor)))
         if flag is not None:
             _raise_flag(flag, found)
     return copies
@@ -74,18 +70,6 @@ def multi_tensor_l2norm(
     _raise_flag(noop_flag, ~torch.isfinite(total))
     each = [norm.to(noop_flag.device, torch.float32) for norm in updates.norms(xs)] if per_tensor else []
     return total.reshape(1), torch.stack(each) if each else torch.empty(0, device=noop_flag.device)
-
-
-@torch.no_grad()
-def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """The norms of inv_scale * x, as `multi_tensor_l2norm` gives them. Leaves the xs as they are."""
-    return multi_tensor_l2norm(chunk_size, noop_flag, [_multiply(tensor_lists[0], inv_scale)], per_tensor)
-
-
-multi_tensor_l2norm_mp = multi_tensor_l2norm
-"""The same of tensors of several dtypes, which every function here takes."""
 
 
 @torch.no_grad()
@@ -154,44 +138,6 @@ def multi_tensor_adam(
 
 
 @torch.no_grad()
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """`multi_tensor_adam` with its numbers in tensors of one element, after `inv_scale` times the gradients in place.
-
-    Does nothing if the flag is up.
-    """
-    if bool(noop_flag.any()):
-        return
-    gradients = tensor_lists[0]
-    _copy(gradients, _multiply(gradients, inv_scale))
-    multi_tensor_adam(
-        chunk_size,
-        noop_flag,
-        tensor_lists,
-        float(lr),
-        beta1,
-        beta2,
-        epsilon,
-        int(step),
-        mode,
-        bias_correction,
-        weight_decay,
-    )
-
-
-@torch.no_grad()
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -224,55 +170,6 @@ def multi_tensor_lamb(
         max_gradient_norm=max_grad_norm,
         always_adapts=bool(use_nvlamb),
     )
-
-
-@torch.no_grad()
-def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: Tensor,
-    use_nvlamb: bool | None,
-    found_inf: Tensor,
-    inv_scale: Tensor,
-) -> None:
-    """[gradients, params, exp_avgs, exp_avg_sqs, perhaps 16-bit copies of params]: `multi_tensor_lamb` with its numbers
-    in tensors of one element, on inv_scale * gradient.
-
-    The norm and its maximum are those of the gradients as they come. Does nothing if the flag or `found_inf` is up.
-    """
-    if bool(noop_flag.any()) or bool(found_inf.any()):
-        return
-    gradients, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
-    multi_tensor_lamb(
-        chunk_size,
-        noop_flag,
-        [_multiply(gradients, inv_scale), params, exp_avgs, exp_avg_sqs],
-        float(lr),
-        beta1,
-        beta2,
-        epsilon,
-        int(step),
-        bias_correction,
-        weight_decay,
-        grad_averaging,
-        mode,
-        global_grad_norm,
-        float(max_grad_norm),
-        use_nvlamb,
-    )
-    for outputs in copies:
-        _copy(outputs, params)
 
 
 @torch.no_grad()
@@ -368,3 +265,7 @@ def update_scale_hysteresis(
 def _copy(targets: Tensors, sources: Tensors) -> None:
     if targets:
         foreach_copy_(list(targets), list(sources))
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(_gone.advise(f"amp_C.{name}") or f"module 'amp_C' has no attribute {name!r}")

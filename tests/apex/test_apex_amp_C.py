@@ -88,7 +88,6 @@ def test_the_flag_goes_up_and_stays_up(dtype, bad):
     calls = {
         "scale": lambda: apply(amp_C.multi_tensor_scale, [xs, outputs], 1.0, noop=noop),
         "l2norm": lambda: apply(amp_C.multi_tensor_l2norm, [xs], True, noop=noop),
-        "unscale_l2norm": lambda: apply(amp_C.multi_tensor_unscale_l2norm, [xs], torch.tensor([0.5]), noop=noop),
     }
     for name, call in calls.items():
         noop.zero_()
@@ -115,14 +114,6 @@ def test_l2norm(dtype):
     for per_tensor in ((), (False,), (None,)):
         assert apply(amp_C.multi_tensor_l2norm, [xs], *per_tensor)[1].shape == (0,)
     assert [tensor.tolist() for tensor in apply(amp_C.multi_tensor_l2norm, [[]], True)] == [[0.0], []]
-
-
-def test_norms_of_scaled_tensors():
-    xs = make(dtype=LOW)
-    before = clone(xs)
-    scaled = apply(amp_C.multi_tensor_l2norm, [[x.float() * 0.25 for x in xs]], True)
-    assert_equal(apply(amp_C.multi_tensor_unscale_l2norm, [xs], torch.tensor([0.25]), True), scaled)
-    assert all(torch.equal(a, b) for a, b in zip(xs, before, strict=True))
 
 
 ADAM = (0.01, 0.8, 0.9, 1e-3)  # lr, beta1, beta2, eps
@@ -192,37 +183,6 @@ def test_the_two_stages_of_lamb_are_lamb(decay, nvlamb):
     for p, m, v, update, one in zip(*lists, directions, decays, strict=True):
         direction = m / (1 - 0.8**3) / ((v / (1 - 0.9**3)).sqrt() + 1e-3)
         torch.testing.assert_close(update, direction + one * p)
-
-
-def test_numbers_in_tensors_do_as_numbers_and_obey_the_flag():
-    zero, step, lr, inv_scale = torch.zeros(1), torch.tensor([2], dtype=torch.int32), torch.tensor(ADAM[0]), 1 / 128
-    lists = [make(), make(seed=5), [tensor.abs() for tensor in make(seed=6)]]
-    for name in ("adam_capturable", "lamb_mp"):
-        found, expected, copies = [clone(x) for x in lists], [clone(x) for x in lists], make(dtype=torch.float16)
-        gradients, unscaled = [g * 128 for g in make(seed=1)], make(seed=1)
-
-        def run(noop, name=name, gradients=gradients, found=found, copies=copies):
-            if name == "adam_capturable":
-                numbers = [lr, *ADAM[1:], step, 1, 1, 0.1, torch.tensor([inv_scale])]
-                apply(amp_C.multi_tensor_adam_capturable, [gradients, *found], *numbers, noop=noop)
-            else:
-                norm = apply(amp_C.multi_tensor_l2norm_mp, [gradients])[0]
-                numbers = [lr, *ADAM[1:], step, 1, 0.1, 1, 1, norm, torch.tensor(64.0), False, zero]
-                lists = [gradients, *found, copies]
-                apply(amp_C.multi_tensor_lamb_mp, lists, *numbers, torch.tensor([inv_scale]), noop=noop)
-
-        run(torch.ones(1, dtype=torch.int32))
-        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
-        run(flag())
-        if name == "adam_capturable":
-            apply(amp_C.multi_tensor_adam, [unscaled, *expected], *ADAM, 2, 1, 1, 0.1)
-            assert_equal(gradients, unscaled)
-        else:
-            norm = apply(amp_C.multi_tensor_l2norm, [unscaled])[0]
-            apply(amp_C.multi_tensor_lamb, [unscaled, *expected], *ADAM, 2, 1, 0.1, 1, 1, norm, 0.5)
-            assert all(torch.equal(a, b.half()) for a, b in zip(copies, found[0], strict=True))
-        for values, wanted in zip(found, expected, strict=True):
-            assert_equal(values, wanted)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -20,7 +20,7 @@ from amp_patch.apex.optimizers import FusedAdam
 
 NAMES = (
     "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16"
-    " to_python_float clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler"
+    " to_python_float clip_grad_norm convert_module convert_network FP16_Optimizer LossScaler"
     " DynamicLossScaler fp16util fp16_optimizer loss_scaler"
 )
 
@@ -51,7 +51,7 @@ def dtypes_of(module):
     return {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-@pytest.mark.parametrize("way", ["network_to_half", "convert_network", "FP16Model"])
+@pytest.mark.parametrize("way", ["network_to_half", "convert_network"])
 def test_networks_are_cast_but_for_affine_batchnorm(way):
     model = Mixed()
     model.own.grad = torch.ones(2)
@@ -60,18 +60,15 @@ def test_networks_are_cast_but_for_affine_batchnorm(way):
     if way == "network_to_half":
         result = fp16_utils.network_to_half(model)
         assert isinstance(result, nn.Sequential) and isinstance(result[0], fp16_utils.tofp16) and result[1] is model
-    elif way == "convert_network":
+    else:
         result = fp16_utils.convert_network(model, torch.float16)
         assert result is model
-    else:
-        result = fp16_utils.FP16Model(model)
-        assert result.network is model
     for name, dtype in dtypes_of(model).items():
         is_kept = name.startswith("inner.1") or not before[name].is_floating_point
         assert dtype is (before[name] if is_kept else torch.float16), name
     assert model.own.grad.dtype is torch.float16
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    if way != "convert_network":
+    if way == "network_to_half":
         assert result(torch.randn(5, 3)).dtype is torch.float16
 
 

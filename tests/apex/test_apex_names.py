@@ -11,6 +11,7 @@ from torch import nn
 
 import amp_patch
 import amp_patch.apex
+from amp_patch.apex import _gone
 from amp_patch.apex.mlp import MLP, MlpFunction
 
 
@@ -38,6 +39,21 @@ def test_names_are_found_where_apex_had_them(line):
 def test_a_kernel_that_nobody_calls_says_what_to_use():
     with amp_patch.apex.install(), pytest.raises(ModuleNotFoundError, match=r"use apex\.parallel\.SyncBatchNorm"):
         importlib.import_module("apex.parallel.optimized_sync_batchnorm_kernel")
+
+
+@pytest.mark.parametrize("name", sorted(_gone._KERNELS))
+def test_a_function_that_amp_C_lacks_says_what_to_use(name):
+    with amp_patch.apex.install(), pytest.raises(AttributeError, match=f"no {name} .*: use "):
+        eval(name, {"amp_C": importlib.import_module("amp_C")})
+
+
+def test_scripts_fall_back_where_an_optimizer_is_gone():
+    with amp_patch.apex.install():
+        try:
+            from apex.optimizers import FusedMixedPrecisionLamb as Lamb
+        except ImportError:
+            from apex.optimizers import FusedLAMB as Lamb
+    assert Lamb.__name__ == "FusedLAMB"
 
 
 # ---- cross entropy ---------------------------------------------------------------------------------------------------

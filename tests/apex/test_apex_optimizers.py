@@ -17,7 +17,7 @@ from training import train
 
 import amp_patch as amp
 from amp_patch.apex import kernels
-from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 ALL = [FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
@@ -547,7 +547,6 @@ BAD = {
     "Nesterov without momentum": (FusedSGD, {"momentum": 0.0, "nesterov": True}, "Nesterov"),
     "Nesterov with dampening": (FusedSGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": True}, "Nesterov"),
     "norm type": (FusedNovoGrad, {"norm_type": 1}, "norm_type=1 must be 2"),
-    "mixed-precision LAMB": (FusedMixedPrecisionLamb, {}, "use FusedLAMB"),
 }
 
 

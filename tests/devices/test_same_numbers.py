@@ -299,13 +299,12 @@ def call_amp_C(*devices):
         norm, each = amp_C.multi_tensor_l2norm(0, flag, [gradients], True)
         amp_C.multi_tensor_scale(0, flag, [gradients, outputs], 0.5)
         amp_C.multi_tensor_axpby(0, flag, [outputs, gradients, outputs], 2.0, 3.0, -1)
-        unscaled, _ = amp_C.multi_tensor_unscale_l2norm(0, flag, [gradients], scale)
         amp_C.multi_tensor_adam(0, flag, [gradients, params, averages, squares], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.01)
         amp_C.multi_tensor_lamb(
             0, flag, [gradients, params, averages, squares], 0.1, 0.9, 0.99, 1e-8, 2, 1, 0.01, 1, 1, norm, 1.0
         )
         amp_C.update_scale_hysteresis(scale, good_steps, left, flag.float(), 2.0, 0.5, 1, 2)
-    found = [norm, each, unscaled, *outputs, *params, *averages, *squares, scale, good_steps, left, flag]
+    found = [norm, each, *outputs, *params, *averages, *squares, scale, good_steps, left, flag]
     return [tensor.cpu() for tensor in found]
 
 

@@ -4,7 +4,6 @@ from . import fp16_optimizer, fp16util, loss_scaler
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (
     BN_convert_float,
-    FP16Model,
     clip_grad_norm,
     convert_module,
     convert_network,
@@ -20,7 +19,6 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 __all__ = [
     "BN_convert_float",
     "DynamicLossScaler",
-    "FP16Model",
     "FP16_Optimizer",
     "LossScaler",
     "clip_grad_norm",

@@ -63,21 +63,6 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-class FP16Model(nn.Module):
-    """`network`, cast to float16 with `convert_network`; casts every positional input.
-
-    The output stays as the network returns it.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = convert_network(network, dtype=torch.float16)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        """Call the network with float16 inputs."""
-        return self.network(*(input.half() for input in inputs))
-
-
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Return the trainable parameters, and their float32 masters.
 
