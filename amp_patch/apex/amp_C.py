@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..multi_tensor import group
-from ..torch_private import foreach_add_, foreach_copy_, foreach_non_finite_check_and_unscale_
+from ..torch_private import foreach_add_, foreach_copy_, foreach_mul, foreach_non_finite_check_and_unscale_
 from . import _gone, updates
 from .updates import Tensors
 
@@ -185,24 +185,17 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: write LAMB's updates, `updates.lamb_update_`.
+    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`, write u to the updates.
 
-    `per_tensor_decay` has shape (n,); `step` counts from 0.
+    `per_tensor_decay`, the weight decay of each tensor, has shape (n,); `step` counts from 0.
     """
-    gradients, params, exp_avgs, exp_avg_sqs, outputs = tensor_lists
-    updates.lamb_update_(
-        gradients,
-        params,
-        exp_avgs,
-        exp_avg_sqs,
-        outputs,
-        per_tensor_decay.unbind(),
-        betas=(beta1, beta2),
-        eps=epsilon,
-        step=step + 1,
-        gradient_norm=global_grad_norm.reshape(()),
-        max_gradient_norm=max_global_grad_norm,
-    )
+    norm, betas = global_grad_norm.reshape(()), (beta1, beta2)
+    corrections = updates.bias_corrections(betas, step + 1, True)
+    for g, p, m, v, target, decay in updates.in_full(*tensor_lists, per_tensor_decay.unbind()):
+        updates.update_moments_(m, v, updates.clip(g, norm, max_global_grad_norm), betas, 1 - beta1)
+        update = updates.adam_direction(m, v, corrections, epsilon)
+        foreach_add_(update, foreach_mul(p, decay))
+        foreach_copy_(target, update)
 
 
 @torch.no_grad()
@@ -216,19 +209,17 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """[params, updates]: take LAMB's step, `updates.lamb_apply_`, with norms of shape (n,).
+    """[params, updates]: the second half, p -= lr |p| / |u| u, with norms of shape (n,).
 
     The learning rate is adapted if `weight_decay` is not 0, or `use_nvlamb`.
     """
-    params, steps = tensor_lists
-    updates.lamb_apply_(
-        steps,
-        params,
-        per_tensor_param_norm.unbind(),
-        per_tensor_update_norm.unbind(),
-        lr=lr,
-        adapts=weight_decay != 0 or bool(use_nvlamb),
-    )
+    params, directions = tensor_lists
+    norms = (per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
+    for update, p, param_norms, update_norms in updates.in_full(directions, params, *norms):
+        step = update
+        if weight_decay != 0 or use_nvlamb:
+            step = updates.adapt(update, torch.stack(param_norms), torch.stack(update_norms))
+        foreach_add_(p, step, alpha=-lr)
 
 
 @torch.no_grad()

@@ -4,16 +4,17 @@ Every function takes lists of equal length, gradients first, and changes all the
 only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
 copied to float32, and what was changed is rounded once, when it is copied back. Call under `torch.no_grad()`.
 
-Adam and SGD run as torch's fused kernels where those take the tensors, and change nothing where `found_inf`,
-None or a 0-dim float32 tensor, is 1. Nothing here waits for the device, but for these two without a kernel.
+Adam and SGD run as the kernels behind `torch.optim.AdamW(fused=True)` where those take the tensors: one launch for many
+tensors. They change nothing where `found_inf`, None or a 0-dim float32 tensor, is 1. Nothing here waits for the device,
+but for these two without a kernel.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..multi_tensor import group
 from ..torch_private import (
@@ -28,11 +29,14 @@ from ..torch_private import (
     foreach_mul_,
     foreach_norm,
     foreach_sqrt,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
 )
-from . import kernels
-from .kernels import Part
 
 Tensors = Sequence[Tensor]
+Part = list[Tensor] | tuple[Tensor, ...]
+"""Tensors of one device and dtype."""
 
 
 def full_dtype(tensor: Tensor) -> torch.dtype:
@@ -85,15 +89,6 @@ def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
     return total
 
 
-def clipped(gradients: Tensors, max_norm: float) -> list[Tensor]:
-    """Return copies at full precision of gradients whose L2 norm together is at most `max_norm`.
-
-    g / max(1, (norm + 1e-6) / max_norm)
-    """
-    factor = ((total_norm(gradients) + 1e-6) / max_norm).clamp(min=1.0)
-    return [gradient.to(full_dtype(gradient)) / factor.to(gradient.device) for gradient in gradients]
-
-
 def sgd_(
     gradients: Tensors,
     params: Tensors,
@@ -116,20 +111,24 @@ def sgd_(
 
     `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
     """
-    with_momenta = momentum != 0 and momenta is not None
-    options = {
+    options: dict[str, Any] = {
         "lr": lr,
         "momentum": momentum,
         "dampening": dampening,
         "weight_decay": weight_decay,
         "nesterov": is_nesterov,
         "is_first_step": is_first,
-        "found_inf": found_inf,
     }
-    for g, p, *rest in in_full(gradients, params, *([momenta] if with_momenta and momenta is not None else [])):
+    changed = [params]
+    if momentum != 0 and momenta is not None:
+        changed.append(momenta)
+    else:
+        options["momentum_buffer_list"] = []
+    for g, p, *rest in in_full(gradients, *changed):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
-        if not decays_late and kernels.sgd_(g, p, rest[0] if rest else None, **options):
+        # no kernel adds weight decay to the step
+        if not decays_late and _run(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
         if _is_to_skip(found_inf):
             return
@@ -170,25 +169,24 @@ def adam_(
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
     `step` counts from 1; it may be a 0-dim tensor.
     """
-    options: dict[str, Any] = {
-        "lr": lr,
-        "beta1": betas[0],
-        "beta2": betas[1],
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "is_decoupled": is_decoupled,
-        "step": step if corrects_bias else math.inf,
-        "found_inf": found_inf,
-    }
+    kernel = fused_adamw_ if is_decoupled else fused_adam_
+    options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
-        if kernels.adam_(g, p, m, v, **options):
+        # the kernels correct the bias by a step on the device, and infinity is without a correction
+        counted = step if corrects_bias else math.inf
+        if isinstance(counted, Tensor):
+            counted = counted.to(p[0].device, torch.float32)
+        else:
+            counted = torch.full((), counted, dtype=torch.float32, device=p[0].device)
+        lists = {"max_exp_avg_sqs": [], "state_steps": [counted] * len(p)}
+        if _run(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue
         if _is_to_skip(found_inf):
             return
-        correction1, correction2 = _bias_corrections(betas, int(step), corrects_bias)
+        correction1, correction2 = bias_corrections(betas, int(step), corrects_bias)
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
-        _update_moments_(m, v, g, betas, 1 - betas[0])
+        update_moments_(m, v, g, betas, 1 - betas[0])
         if weight_decay and is_decoupled:
             foreach_mul_(p, 1 - lr * weight_decay)
         foreach_addcdiv_(p, m, _get_denominators(v, correction2, eps), -lr / correction1)
@@ -219,72 +217,35 @@ def lamb_(
     |u| u for each tensor. The ratio is 1 where a norm is 0, and everywhere if there is no weight decay, unless
     `always_adapts`. Without `averages_gradients`, m = b1 m + g.
     """
-    corrections = _bias_corrections(betas, step, corrects_bias)
+    corrections = bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
         if max_gradient_norm:
-            g = _clip(g, gradient_norm, max_gradient_norm)
+            g = clip(g, gradient_norm, max_gradient_norm)
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
-        _update_moments_(m, v, g, betas, share)
-        update = _adam_direction(m, v, corrections, eps)
+        update_moments_(m, v, g, betas, share)
+        update = adam_direction(m, v, corrections, eps)
         if weight_decay and is_decoupled:
             foreach_add_(update, p, alpha=weight_decay)
         if weight_decay or always_adapts:
-            update = _adapt(update, torch.stack(norms(p)), torch.stack(norms(update)))
+            update = adapt(update, torch.stack(norms(p)), torch.stack(norms(update)))
         foreach_add_(p, update, alpha=-lr)
 
 
-def lamb_update_(
-    gradients: Tensors,
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    updates: Tensors,
-    decays: Tensors,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-    gradient_norm: Tensor,
-    max_gradient_norm: float,
-) -> None:
-    """The first half of `lamb_`: write u to `updates`, with a weight decay of its own for each tensor (0-dim)."""
-    corrections = _bias_corrections(betas, step, True)
-    for g, p, m, v, target, decay in in_full(gradients, params, exp_avgs, exp_avg_sqs, updates, decays):
-        _update_moments_(m, v, _clip(g, gradient_norm, max_gradient_norm), betas, 1 - betas[0])
-        update = _adam_direction(m, v, corrections, eps)
-        foreach_add_(update, foreach_mul(p, decay))
-        foreach_copy_(target, update)
-
-
-def lamb_apply_(
-    updates: Tensors,
-    params: Tensors,
-    param_norms: Tensors,
-    update_norms: Tensors,
-    *,
-    lr: float,
-    adapts: bool,
-) -> None:
-    """The second half of `lamb_`: p -= lr |p| / |u| u, with norms that are given, 0-dim each."""
-    for update, p, own, other in in_full(updates, params, param_norms, update_norms):
-        step = _adapt(update, torch.stack(own), torch.stack(other)) if adapts else update
-        foreach_add_(p, step, alpha=-lr)
-
-
-def _clip(gradients: Part, norm: Tensor, max_norm: float) -> tuple[Tensor, ...]:
+def clip(gradients: Part, norm: Tensor, max_norm: float) -> tuple[Tensor, ...]:
+    """Return g / max(1, norm / max_norm), with a 0-dim norm."""
     return foreach_div(gradients, (norm.to(gradients[0].device) / max_norm).clamp(min=1.0))
 
 
-def _adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: float) -> tuple[Tensor, ...]:
+def adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: float) -> tuple[Tensor, ...]:
     """Return m^ / (sqrt(v^) + eps)."""
     update = foreach_div(m, _get_denominators(v, corrections[1], eps))
     foreach_div_(update, corrections[0])
     return update
 
 
-def _adapt(updates: Part, param_norms: Tensor, update_norms: Tensor) -> tuple[Tensor, ...]:
+def adapt(updates: Part, param_norms: Tensor, update_norms: Tensor) -> tuple[Tensor, ...]:
     """Return each update times the ratio of the norms, 1 where one of them is 0."""
     ratios = torch.where((param_norms > 0) & (update_norms > 0), param_norms / update_norms, 1.0)
     return foreach_mul(updates, ratios.unbind())
@@ -314,7 +275,7 @@ def novograd_(
     m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment
     in the place of g. Without `averages_gradients` the share of g in m is 1.
     """
-    correction1, correction2 = _bias_corrections(betas, step, corrects_bias)
+    correction1, correction2 = bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
     for g, p, m, n in in_full(gradients, params, exp_avgs, norm_avgs):
         found = norms(g, 2.0 if norm_type == 2 else math.inf)
@@ -341,15 +302,42 @@ def novograd_(
         foreach_add_(p, update, alpha=-lr)
 
 
+def _run(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
+    """Run a kernel on lists of equal length, of which the first is changed; return False, and leave the tensors alone,
+    if it cannot take them.
+
+    Kernels go straight through memory: the tensors must lie in it alike, and be neither of a subclass nor lazy
+    negatives. torch has no such kernels for some devices.
+    """
+    if not all(map(_lie_alike, *lists)):
+        return False
+    flag = None if found_inf is None else found_inf.to(lists[0][0].device)
+    try:
+        kernel(*lists, **options, maximize=False, found_inf=flag)
+    except NotImplementedError:  # torch looks for the kernel of the device before it does anything
+        return False
+    torch.autograd.graph.increment_version(list(lists[0]))  # fused kernels do not
+    return True
+
+
+def _lie_alike(*tensors: Tensor) -> bool:
+    """Tell whether plain tensors of one shape lie in memory in one order, without gaps, as they read."""
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_neg() for tensor in tensors):
+        return False
+    return all(map(Tensor.is_contiguous, tensors)) or (
+        tensors[0].dim() == 4 and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
+    )
+
+
 def _is_to_skip(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def _bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
+def bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if corrects_bias else (1.0, 1.0)
 
 
-def _update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], share: float) -> None:
+def update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], share: float) -> None:
     foreach_mul_(m, betas[0])
     foreach_add_(m, g, alpha=share)
     foreach_mul_(v, betas[1])

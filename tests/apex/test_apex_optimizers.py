@@ -16,7 +16,7 @@ from reference import make_batches, make_model
 from training import train
 
 import amp_patch as amp
-from amp_patch.apex import kernels
+from amp_patch.apex import updates
 from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
@@ -305,7 +305,7 @@ def test_without_a_kernel_for_the_device_the_formula_steps_and_skips(cls, monkey
 
     by_kernel, state = train()
     for name in ("fused_adam_", "fused_adamw_", "fused_sgd_"):
-        monkeypatch.setattr(kernels, name, no_kernel)
+        monkeypatch.setattr(updates, name, no_kernel)
     by_formula, its_state = train()
     assert_same(by_kernel, by_formula)
     steps = [group.get("step") for each in (state, its_state) for group in each["param_groups"]]

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...errors import CheckpointError, OptimizerError
 from ...torch_private import unflatten_dense_tensors
 from .. import amp_C
-from ..updates import adam_, clipped
+from ..updates import adam_, full_dtype, total_norm
 from .base import FusedOptimizer, Work
 
 
@@ -91,16 +91,11 @@ class FusedAdam(FusedOptimizer):
 
     step_by_flag = step
 
-    @staticmethod
-    def _clipped(work: Work) -> Work:
-        """Return the work with copies of the gradients where a group clips them."""
-        return [
-            (group, params, clipped(gradients, group["max_grad_norm"]) if group.get("max_grad_norm") else gradients)
-            for group, params, gradients in work
-        ]
-
     def _update(self, work: Work) -> None:
-        for group, params, gradients in self._clipped(work):
+        for group, params, gradients in work:
+            if group.get("max_grad_norm"):
+                factor = ((total_norm(gradients) + 1e-6) / group["max_grad_norm"]).clamp(min=1.0)
+                gradients = [g.to(full_dtype(g)) / factor.to(g.device) for g in gradients]
             adam_(
                 gradients,
                 params,
