@@ -1,7 +1,7 @@
-"""The port of the stand-in: all that it uses of the core, in functions named by what it needs.
+"""The port of the stand-in: all that it uses of the core.
 
-The other modules of this package import from here and from the ground (`errors`, `dtypes`, `reporting`). What lies
-inside sessions, bindings and loss scalers is touched in this file alone.
+The other modules of this package import from here and from the ground (`errors`, `dtypes`, `reporting`). They call the
+methods of sessions and loss scalers; what lies inside those is touched in this file alone.
 """
 
 import contextlib
@@ -22,13 +22,16 @@ from ..config import Policy as Policy
 from ..config import load_oplists, presets
 from ..config import make_policy as make_policy
 from ..patching import Patch
-from ..session import Session, current, find_lists_to_lay_over
+from ..session import Session as Session
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
+from ..session import current, find_lists_to_lay_over
 from ..training import LossBlock, loss_scaler, unscaling
 
 LossScaler = loss_scaler.LossScaler
+open_session_without_models = current.open_without_model
 parse_loss_scale = presets.parse_loss_scale
+require_session = current.require
 rescale_ = unscaling.rescale_
 
 
@@ -63,171 +66,92 @@ def is_disabled() -> bool:
     return current.state.is_disabled
 
 
-class SessionView:
-    """What the stand-in sees of a session: its casts, its loss scalers, and which optimizers it knows."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    # ---- finding and opening -----------------------------------------------------------------------------------------
-
-    @classmethod
-    def find(cls) -> "SessionView | None":
-        """Return a view of the session in force, or None."""
-        return None if current.state.session is None else cls(current.state.session)
-
-    @classmethod
-    def find_living(cls) -> "SessionView | None":
-        """Return a view of the session in force, or None; one whose models are gone is closed."""
-        with current.state.lock:
-            current.close_if_over()
-            return cls.find()
-
-    @classmethod
-    def require(cls) -> "SessionView":
-        """Return a view of the session in force; raises SessionError without one."""
-        return cls(current.require())
-
-    @classmethod
-    def open(
-        cls,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        *,
-        num_losses: int,
-        replace: bool,
-        accept_low: bool,
-    ) -> "SessionView":
-        """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
-        same: its loss scalers begin anew. The lists that a command lays over come after those of the policy.
-
-        `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
-        """
-        lists = (*policy.lists, *find_lists_to_lay_over(policy))
-        before = current.state.session
-        session = current.initialize(
-            dataclasses.replace(policy, lists=lists),
-            models,
-            optimizers,
-            num_losses=num_losses,
-            replace=replace,
-            replace_other=True,
-            accept_low=accept_low,
-        )
-        if session is before:
-            for scaler in session.scalers:
-                _restart(scaler, policy)
-        return cls(session)
-
-    @classmethod
-    def open_without_models(cls, policy: Policy, device_type: str) -> "SessionView":
-        """Open a session that lasts until it is closed. Raises SessionError if one is in force."""
-        return cls(current.open_without_model(policy, device_type))
-
-    @property
-    def is_in_force(self) -> bool:
-        """Whether this session is the one in force."""
-        return current.state.session is self._session
-
-    @property
-    def device_type(self) -> str:
-        """The type of the devices that the models are on."""
-        return self._session.device_type
-
-    @property
-    def has_models(self) -> bool:
-        """Whether it was opened for models."""
-        return self._session.has_models
-
-    # ---- casts -------------------------------------------------------------------------------------------------------
-
-    @property
-    def patches_functions(self) -> bool:
-        """Whether its level casts at functions."""
-        return self._session.casts is not None
-
-    @property
-    def casts_here(self) -> bool:
-        """Whether functions called here and now cast their arguments."""
-        return self._session.switch.is_on_here()
-
-    def turn_casts(self, is_on: bool) -> None:
-        """Turn the casts of functions on or off."""
-        if is_on:
-            self._session.switch.turn_on()
-        else:
-            self._session.switch.turn_off()
-
-    def remove_casts(self) -> None:
-        """Put the original functions back, and close a session that has no models: nothing else is left of it."""
-        self.turn_casts(False)
-        self._session.patcher.undo()
-        if not self.has_models:
-            current.close(self._session)
-
-    def restore_casts(self) -> None:
-        """Put the casts back in that `remove_casts` took out of a session with models."""
-        if not self.casts_here and not len(self._session.patcher):
-            self._session.patch_ops_again()
-
-    def patch_registered(self) -> None:
-        """Patch the registered functions that are not patched yet."""
-        casts, patcher = self._session.casts, self._session.patcher
-        if casts is None:
-            return
-        for owner, name, rule in current.state.registered:
-            if not patcher.is_patched(owner, name):
-                patcher.install([Patch(owner, name, functools.partial(casts.wrap, rule))])
-                compiling.forget_compiled_code()
-
-    # ---- optimizers and losses ---------------------------------------------------------------------------------------
-
-    @property
-    def scalers(self) -> list[LossScaler]:
-        """The loss scalers, by `loss_id`."""
-        return self._session.scalers
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether its level keeps masters."""
-        return bool(self._session.policy.master_weights)
-
-    def is_plain(self, loss_id: int) -> bool:
-        """Tell whether losses of this scaler are not scaled and there are no masters."""
-        return self._session.scaler(loss_id).is_identity and not self.has_masters
-
-    def find_master(self, parameter: Tensor) -> Tensor | None:
-        """Return the float32 master of a 16-bit parameter, or None."""
-        return self._session.find_master(parameter)
-
-    def decide_with(self, group: Any) -> None:
-        """Have the ranks of a process group skip the same steps, unless they do already."""
-        self._session.decide_with(group)
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Tell whether the session has changed this optimizer."""
-        return self._session.bindings.find_optimizer(optimizer) is not None
-
-    def add_optimizer(self, optimizer: Optimizer, num_losses: int) -> int:
-        """Bring an optimizer with `num_losses` loss scalers of its own under the session; return the first's number."""
-        first = len(self.scalers)
-        self._session.add_scalers(first + num_losses)
-        self._session.adopt([], [optimizer])
-        return first
-
-    def scale_loss(
-        self, loss: Tensor, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool
-    ) -> contextlib.AbstractContextManager[Tensor]:
-        """Return `amp_patch.scale_loss` of these optimizers, of which there may be none."""
-        return self._session.scale_loss(loss, optimizers, loss_id, delay_unscale)
+# ---- sessions --------------------------------------------------------------------------------------------------------
 
 
-def _restart(scaler: LossScaler, policy: Policy) -> None:
-    """Have a loss scaler start as one of a new session does."""
-    fresh = LossScaler(policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale)
-    scaler.set_loss_scale(fresh.known_scale)
-    scaler.load_state_dict(fresh.state_dict())
+def find_session() -> Session | None:
+    """Return the session in force, or None."""
+    return current.state.session
+
+
+def find_living_session() -> Session | None:
+    """Return the session in force, or None; one whose models are gone is closed."""
+    with current.state.lock:
+        current.close_if_over()
+        return current.state.session
+
+
+def open_session(
+    policy: Policy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    num_losses: int,
+    replace: bool,
+    accept_low: bool,
+) -> Session:
+    """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
+    same: its loss scalers begin anew. The lists that a command lays over come after those of the policy.
+
+    `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
+    """
+    lists = (*policy.lists, *find_lists_to_lay_over(policy))
+    before = current.state.session
+    session = current.initialize(
+        dataclasses.replace(policy, lists=lists),
+        models,
+        optimizers,
+        num_losses=num_losses,
+        replace=replace,
+        replace_other=True,
+        accept_low=accept_low,
+    )
+    if session is before:
+        least, largest = policy.min_loss_scale, policy.max_loss_scale
+        for scaler in session.scalers:
+            fresh = LossScaler(policy.loss_scale, min_loss_scale=least, max_loss_scale=largest)
+            scaler.set_loss_scale(fresh.known_scale)
+            scaler.load_state_dict(fresh.state_dict())
+    return session
+
+
+def add_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
+    """Bring an optimizer with `num_losses` loss scalers of its own under a session; return the first's number."""
+    first = len(session.scalers)
+    session.add_scalers(first + num_losses)
+    session.adopt([], [optimizer])
+    return first
+
+
+def turn_casts(session: Session, is_on: bool) -> None:
+    """Turn the casts of functions on or off."""
+    if is_on:
+        session.switch.turn_on()
+    else:
+        session.switch.turn_off()
+
+
+def remove_casts(session: Session) -> None:
+    """Put the original functions back, and close a session that has no models: nothing else is left of it."""
+    session.switch.turn_off()
+    session.patcher.undo()
+    if not session.has_models:
+        current.close(session)
+
+
+def patch_again(session: Session) -> None:
+    """Put back the casts that `remove_casts` took out of a session with models, and patch functions that were
+    registered since.
+    """
+    if not session.switch.is_on_here() and not len(session.patcher):
+        session.patch_ops_again()
+    for owner, name, rule in current.state.registered:
+        if session.casts is not None and not session.patcher.is_patched(owner, name):
+            session.patcher.install([Patch(owner, name, functools.partial(session.casts.wrap, rule))])
+            compiling.forget_compiled_code()
+
+
+# ---- losses and optimizers -------------------------------------------------------------------------------------------
 
 
 class ManualPass:

@@ -143,7 +143,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             return self._alias(fullname, fullname) if self._is_whole and is_free else None
         elsewhere = None if self._is_whole else self._find_elsewhere(fullname, path, target)
         if elsewhere is None:
-            return self._find_part(fullname, rest) if rest else self._alias(fullname, "")
+            spec = self._alias(fullname, rest)
+            if spec is None:
+                _raise_if_gone(fullname)
+            return spec
         if not rest:
             self._complete_after(elsewhere.loader)
         return elsewhere
@@ -168,12 +171,6 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                     if spec is not None:
                         return spec
             return None
-
-    def _find_part(self, fullname: str, rest: str) -> ModuleSpec | None:
-        spec = self._alias(fullname, rest)
-        if spec is None:
-            _raise_if_gone(fullname)
-        return spec
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
         real_name = f"{self._package}.{rest}" if rest else self._package
@@ -203,7 +200,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if self._is_whole is None:
             self.find_spec("apex")
         if self._is_whole:
-            yield importlib.import_module(f"{self._package}._metadata").Metadata()
+            yield importlib.import_module(f"{self._package}._metadata").Metadata()  # costs time to import
 
     # ---- an apex that is installed -----------------------------------------------------------------------------------
 

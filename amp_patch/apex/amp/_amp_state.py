@@ -7,7 +7,7 @@ import the module.
 from typing import Any
 
 from ...reporting import say, say_on_every_rank, set_verbosity
-from .._core import SessionView, api, is_disabled
+from .._core import api, find_session, is_disabled
 from .scaler import LossScaler
 
 master_params = api.master_params
@@ -48,7 +48,7 @@ class AmpState:
 
         AttributeError before `initialize`.
         """
-        session = SessionView.find()
+        session = find_session()
         if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers

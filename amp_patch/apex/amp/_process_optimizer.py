@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import OptimizerError
-from .._core import OptimizerView, SessionView
+from .._core import OptimizerView, add_optimizer, require_session
 from .scaler import LossScaler
 
 
@@ -94,7 +94,7 @@ def attach_apex_names(optimizer: Optimizer) -> None:
         "_prepare_amp_backward": _prepare_amp_backward,
         "_post_amp_backward": _post_amp_backward,
     }
-    if SessionView.require().has_masters:
+    if require_session().policy.master_weights:
         methods["_master_params_to_model_params"] = _master_params_to_model_params
     for name, function in methods.items():
         view.attach(name, types.MethodType(function, optimizer))
@@ -105,10 +105,10 @@ def _process_optimizer(optimizer: Optimizer, properties: object) -> Optimizer:
 
     Raises OptimizerError for one that amp has already, SessionError before `initialize`.
     """
-    session = SessionView.require()
-    if session.knows(optimizer):
+    session = require_session()
+    if session.bindings.find_optimizer(optimizer) is not None:
         raise OptimizerError(f"this {type(optimizer).__name__} was given to amp before: once is enough")
-    session.add_optimizer(optimizer, 0)
+    add_optimizer(session, optimizer, 0)
     attach_apex_names(optimizer)
     return optimizer
 

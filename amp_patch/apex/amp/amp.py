@@ -9,7 +9,15 @@ import torch
 
 from ...reporting import warn
 from ...script_settings import in_force
-from .._core import SessionView, api, make_policy, parse_loss_scale, replace_registered
+from .._core import (
+    api,
+    find_living_session,
+    make_policy,
+    open_session_without_models,
+    parse_loss_scale,
+    patch_again,
+    replace_registered,
+)
 from ._amp_state import _amp_state
 from .frontend import *  # noqa: F403
 from .handle import AmpHandle, NoOpHandle
@@ -48,9 +56,18 @@ def init(
     if not enabled:
         _amp_state.handle = inert = NoOpHandle()
         return inert
-    session = SessionView.find_living()
+    session = find_living_session()
     if session is not None and session.has_models:
-        return _follow(session)
+        # as Apex's second round did: what was registered after `initialize`, and what `_deactivate` took out
+        if session.casts is None:
+            warn(
+                "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."
+                " Use O1 for functions, or call amp.reset() of amp_patch first"
+            )
+            return NoOpHandle()
+        patch_again(session)
+        _amp_state.handle = handle = AmpHandle(session)
+        return handle
     if session is not None:
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
@@ -60,22 +77,8 @@ def init(
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
         replace_registered([], allowed)
-        session = SessionView.open_without_models(policy, "cpu" if device is None else device.type)
+        session = open_session_without_models(policy, "cpu" if device is None else device.type)
     finally:
         replace_registered(allowed, [])
-    _amp_state.handle = handle = AmpHandle(session)
-    return handle
-
-
-def _follow(session: SessionView) -> AmpHandle | NoOpHandle:
-    """Patch what was registered after `initialize`, and what `_deactivate` took out, as Apex's second round did."""
-    if not session.patches_functions:
-        warn(
-            "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."
-            " Use O1 for functions, or call amp.reset() of amp_patch first"
-        )
-        return NoOpHandle()
-    session.restore_casts()
-    session.patch_registered()
     _amp_state.handle = handle = AmpHandle(session)
     return handle

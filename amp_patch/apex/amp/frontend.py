@@ -21,12 +21,13 @@ from ...reporting import say
 from ...script_settings import describe_replaced, in_force
 from .._core import (
     Policy,
-    SessionView,
+    Session,
     api,
     as_models,
     as_optimizers,
     is_disabled,
     make_policy,
+    open_session,
     parse_loss_scale,
 )
 from ._amp_state import _amp_state, maybe_print
@@ -140,7 +141,7 @@ def initialize(
     session = _open(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    if session.patches_functions:
+    if session.casts is not None:
         _amp_state.handle = AmpHandle(session)
     return returned
 
@@ -177,12 +178,12 @@ def _print_options(policy: Policy, properties: Properties, overrides: Mapping[st
         say("  set by the script: %s", ", ".join(overrides))
 
 
-def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> SessionView:
+def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> Session:
     if not models:
         raise ModelError("initialize needs at least one model")
     register_edits()
     handle = getattr(_amp_state, "handle", None)
-    session = SessionView.open(
+    session = open_session(
         policy,
         models,
         optimizers,

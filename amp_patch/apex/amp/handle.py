@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import NoLoss, SessionError
-from .._core import SessionView, api, as_optimizers
+from .._core import Session, api, as_optimizers, find_session, remove_casts, turn_casts
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper
@@ -53,13 +53,14 @@ def _scale_loss(
     loss: Tensor, optimizers: Any, loss_id: int, delay_unscale: bool, delay_overflow_check: bool
 ) -> Iterator[Tensor]:
     properties = getattr(_amp_state, "opt_properties", None)
-    session = SessionView.find()
+    session = find_session()
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
-    if session is not None and session.is_plain(loss_id):
+    if session is not None and session.scaler(loss_id).is_identity and not session.policy.master_weights:
         # Apex did not look at the optimizers then, so scripts may pass any
-        known = [optimizer for optimizer in as_optimizers(optimizers) if session.knows(optimizer)]
+        find = session.bindings.find_optimizer
+        known = [optimizer for optimizer in as_optimizers(optimizers) if find(optimizer) is not None]
         context = session.scale_loss(loss, known, loss_id, delay_unscale=delay_unscale)
     else:
         known = [] if session is None else as_optimizers(optimizers)
@@ -77,13 +78,13 @@ def _scale_loss(
 class AmpHandle:
     """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
 
-    def __init__(self, session: SessionView) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._is_deactivated = False
 
     def is_active(self) -> bool:
         """Tell whether functions cast their arguments."""
-        return self._session.casts_here
+        return self._session.switch.is_on_here()
 
     @property
     def _is_active(self) -> bool:
@@ -92,7 +93,7 @@ class AmpHandle:
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
         if not value or not self._is_deactivated:
-            self._session.turn_casts(value)
+            turn_casts(self._session, value)
 
     def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
         return disable_casts()
@@ -120,11 +121,11 @@ class AmpHandle:
         What `initialize` did to models and optimizers stays: loss scaling goes on.
         """
         self._is_deactivated = True
-        self._session.remove_casts()
+        remove_casts(self._session)
 
     def has_ended(self) -> bool:
         """Tell whether this is the handle of the session in force, and `_deactivate` was called."""
-        return self._is_deactivated and self._session.is_in_force
+        return self._is_deactivated and self._session is find_session()
 
 
 class NoOpHandle:

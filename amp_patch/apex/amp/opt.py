@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core import SessionView
+from .._core import add_optimizer, require_session
 
 
 class OptimWrapper:
@@ -23,7 +23,7 @@ class OptimWrapper:
         self._loss_idx = 0
         self._first_scaler = 0
         if amp_handle.is_active():
-            self._first_scaler = SessionView.require().add_optimizer(optimizer, num_loss)
+            self._first_scaler = add_optimizer(require_session(), optimizer, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -36,8 +36,7 @@ class OptimWrapper:
                 f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
             )
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
-        session = SessionView.require()
-        with session.scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
+        with require_session().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
             yield scaled_loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._core import LossScaler as CoreScaler
 from .._core import ManualPass
+from .._forward import forward
 
 
 class LossScaler:
@@ -75,29 +76,9 @@ class LossScaler:
     def _unskipped(self, value: int) -> None:
         self._core.load_state_dict({**self._core.state_dict(), "unskipped": value})
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._core.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._core.growth_interval = int(value)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._core.min_loss_scale
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self._core.min_loss_scale = value
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return self._core.max_loss_scale
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._core.max_loss_scale = value
+    _scale_seq_len = forward("_core", "growth_interval")
+    _min_loss_scale = forward("_core", "min_loss_scale")
+    _max_loss_scale = forward("_core", "max_loss_scale")
 
     @property
     def _has_overflow(self) -> bool:

@@ -12,6 +12,7 @@ from ...errors import CheckpointError, OptimizerError
 from ...reporting import say, set_verbosity
 from ...torch_private import foreach_copy_
 from .._core import LossScaler, ManualPass, rescale_
+from .._forward import forward
 
 
 class FP16_Optimizer:
@@ -211,23 +212,9 @@ class FP16_Optimizer:
         else:
             self.loss_scaler = LossScaler(float(value))
 
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the optimizer inside, with masters in the place of 16-bit parameters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
+    state = forward("optimizer", "state")
+    param_groups = forward("optimizer", "param_groups")
+    """The groups have masters in the place of 16-bit parameters."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...errors import OptimizerError
 from ...torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from .._core import ManualPass
+from .._forward import forward
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
 
@@ -45,14 +46,7 @@ class FP16_Optimizer(_FP16Optimizer):
         if bool(value) is not self.loss_scaler.is_dynamic:
             raise OptimizerError(f"dynamic_loss_scale={value!r}: pass it to FP16_Optimizer, before anything is loaded")
 
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale of the next backward pass. Waits for the device."""
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scale = value
+    cur_scale = _FP16Optimizer.loss_scale
 
     @property
     def scale_factor(self) -> float:
@@ -64,14 +58,8 @@ class FP16_Optimizer(_FP16Optimizer):
         if value != 2:
             raise OptimizerError(f"scale_factor={value!r}: it is always 2")
 
-    @property
-    def scale_window(self) -> int:
-        """How many good steps double a dynamic scale."""
-        return self.loss_scaler.growth_interval
-
-    @scale_window.setter
-    def scale_window(self, value: int) -> None:
-        self.loss_scaler.growth_interval = int(value)
+    scale_window = forward("loss_scaler", "growth_interval")
+    """How many good steps double a dynamic scale."""
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:

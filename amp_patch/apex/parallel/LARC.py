@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...torch_private import foreach_add_, foreach_mul, foreach_mul_
+from .._forward import forward
 from ..updates import in_full, norms
 
 
@@ -31,6 +32,9 @@ class LARC(Optimizer):
         self.eps = eps
         self.clip = clip
 
+    state = forward("optim", "state")
+    param_groups = forward("optim", "param_groups")
+
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet: a copy in the making
             raise AttributeError(name)
@@ -44,24 +48,6 @@ class LARC(Optimizer):
 
     def __repr__(self) -> str:
         return f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}) of {self.optim!r}"
-
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the optimizer inside."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optim.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside; there is no other."""

@@ -21,7 +21,7 @@ from ...torch_private import (
     get_backward_id,
     queue_after_backward,
 )
-from .._core import SessionView
+from .._core import find_session
 from ..apex_C import flatten as flatten
 from ..apex_C import unflatten as unflatten
 
@@ -216,7 +216,7 @@ class Reducer:
         overflow that one rank found before is in the average of all: from now on they skip the same steps.
         """
         params = [] if self.module is None else list(self.module.parameters())
-        session = SessionView.find()
+        session = find_session()
         if session is not None:
             session.decide_with(dist.group.WORLD)
         masters = [] if session is None else [session.find_master(parameter) for parameter in params]
