@@ -16,7 +16,6 @@ named in a warning and stepped in front of.
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from ..errors import ArgumentTypeError
@@ -33,27 +32,12 @@ class DeprecatedFeatureWarning(FutureWarning):
     """What Apex warned with from 2022 on. Nothing here does; scripts name it to silence it."""
 
 
-class Installed:
+class Installed(contextlib.ExitStack):
     """What one `install` did. `remove()`, or leaving it as a `with` block, undoes just that; twice is harmless."""
-
-    def __init__(self, finder: ApexFinder | None, settings_before: Settings) -> None:
-        self._finder = finder
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(setattr, in_force, "settings", settings_before)
-        if finder is not None:
-            self._undo.callback(finder.remove)
 
     def remove(self) -> None:
         """Undo."""
-        self._undo.close()
-
-    def __enter__(self) -> "Installed":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.remove()
+        self.close()
 
 
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
@@ -72,10 +56,13 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
     before = in_force.settings
     if opt_level is not None or lists:
         in_force.settings = Settings(opt_level, tuple(lists))
-    finder = None if _finder.installed() is not None else ApexFinder(__name__, force=force)
-    if finder is not None:
+    installed = Installed()
+    installed.callback(setattr, in_force, "settings", before)
+    if _finder.installed() is None:
+        finder = ApexFinder(__name__, force=force)
         finder.insert()
-    return Installed(finder, before)
+        installed.callback(finder.remove)
+    return installed
 
 
 def uninstall() -> None:

@@ -139,42 +139,31 @@ def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
 def show_skip(optimizer: Any) -> None:
     """Make `optimizer.step` another object while the next step will be skipped: scripts compare it with the usual.
 
-    Waits for the device.
+    The skip step puts the usual one back and calls it: that one skips, and says so. Waits for the device.
     """
     step = vars(optimizer)["step"]
-    usual = _usual_step(step)
+    function = _function_of(step)
+    # a step that wraps a skip step has taken over its attributes, and is none
+    shown, usual = vars(function).get("_amp_skip_step", (None, step))
+    is_shown = shown is not None and shown() is function
     is_skipped = OptimizerView(optimizer).is_next_step_skipped()
-    if is_skipped and step is usual:
-        optimizer.step = _make_skip_step(optimizer, usual)
-    elif not is_skipped and step is not usual:
+    if is_shown and not is_skipped:
         optimizer.step = usual
+    if is_shown or not is_skipped:
+        return
+
+    @functools.wraps(function)
+    def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _function_of(vars(self)["step"]) is this():  # not if an LR scheduler has wrapped it meanwhile
+            self.step = step
+        return step(*args, **kwargs)
+
+    this = weakref.ref(skip_step)
+    # undoing the binding looks for the original there, if the optimizer had a `step` of its own
+    vars(skip_step).update(_amp_skip_step=(this, step), __wrapped__=getattr(step, "__wrapped__", None))
+    optimizer.step = types.MethodType(skip_step, optimizer)
 
 
 def _function_of(step: Any) -> Any:
     """Return the function of a method; an LR scheduler puts a plain function in the place of the method."""
     return getattr(step, "__func__", step)
-
-
-def _usual_step(step: Any) -> Any:
-    """Return the step that a skip step stands for, and any other step itself.
-
-    That includes a step that wraps a skip step and has taken over its attributes.
-    """
-    function = _function_of(step)
-    shown, usual = vars(function).get("_amp_skip_step", (None, step))
-    return usual if shown is not None and shown() is function else step
-
-
-def _make_skip_step(optimizer: Optimizer, usual: Any) -> Any:
-    """Return a method that puts the usual `step` back and calls it: the usual one skips, and says so."""
-
-    @functools.wraps(_function_of(usual))
-    def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _function_of(vars(self)["step"]) is shown():  # not if an LR scheduler has wrapped it meanwhile
-            self.step = usual
-        return usual(*args, **kwargs)
-
-    shown = weakref.ref(skip_step)
-    # undoing the binding looks for the original there, if the optimizer had a `step` of its own
-    vars(skip_step).update(_amp_skip_step=(shown, usual), __wrapped__=getattr(usual, "__wrapped__", None))
-    return types.MethodType(skip_step, optimizer)

@@ -164,18 +164,13 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     properties.take(policy)
     if overrides.get("cast_model_type") is False:
         properties.cast_model_type = False
-    _print_options(policy, properties, overrides)
-    lists = ("apex",) if policy.patch_torch_functions else ()
-    return replace(policy, lists=lists, casts_inside=False), properties
-
-
-def _print_options(policy: Policy, properties: Properties, overrides: Mapping[str, Any]) -> None:
-    """Print the level, the options in force, and which of them the script has set."""
     say("amp: opt_level %s, %s", policy.opt_level, policy.description or "no description")
     options = {name: value for name, value in properties.options.items() if name not in ("enabled", "opt_level")}
     say("  %s", ", ".join(f"{name}: {value}" for name, value in options.items()))
     if overrides:
         say("  set by the script: %s", ", ".join(overrides))
+    lists = ("apex",) if policy.patch_torch_functions else ()
+    return replace(policy, lists=lists, casts_inside=False), properties
 
 
 def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> Session:

@@ -244,7 +244,11 @@ class FP16_Optimizer:
             saved = self._as_own(state_dict)
             values = [value for group in saved["fp32_from_fp16"] for value in group]
             shapes = [value.shape for value in values]
-            scaler = _load_scaler(saved, self._dynamic_loss_args)
+            saved_scaler = saved["loss_scaler"]
+            if not isinstance(saved_scaler, Mapping):  # Apex pickled the scaler itself
+                saved_scaler = {"loss_scale": saved_scaler._loss_scale, "unskipped": saved_scaler._unskipped}
+            scaler = _make_scaler(saved["dynamic_loss_scale"], saved_scaler["loss_scale"], self._dynamic_loss_args)
+            scaler.load_state_dict(dict(saved_scaler))
             overflow, inner = bool(saved["overflow"]), saved["optimizer_state_dict"]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
@@ -292,15 +296,6 @@ def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: 
         scaler.growth_interval = scale_window
     if init_scale is not None:
         scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
-    return scaler
-
-
-def _load_scaler(state_dict: Mapping[str, Any], dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
-    saved = state_dict["loss_scaler"]
-    if not isinstance(saved, Mapping):  # Apex pickled the scaler itself
-        saved = {"loss_scale": saved._loss_scale, "unskipped": saved._unskipped}
-    scaler = _make_scaler(state_dict["dynamic_loss_scale"], saved["loss_scale"], dynamic_loss_args)
-    scaler.load_state_dict(dict(saved))
     return scaler
 
 

@@ -1,6 +1,6 @@
 """`FusedAdam`: Adam and AdamW with Apex's arguments."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -152,16 +152,15 @@ class FusedAdam(FusedOptimizer):
             keys = list(range(first, first + len(own["params"])))
             first += len(keys)
             groups.append({**group, "params": keys})
+            count = sum(parameter.numel() for parameter in own["params"])
             for name, value in saved["state"].get(group["params"][0], {}).items():
-                is_moment = isinstance(value, Tensor) and value.dim() > 0
-                parts = _split(value, own["params"]) if is_moment else [value] * len(keys)
+                parts = [value] * len(keys)
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    if value.numel() != count:
+                        raise CheckpointError(
+                            f"the saved group has {value.numel()} elements in one tensor, and this one {count}"
+                        )
+                    parts = [part.clone() for part in unflatten_dense_tensors(value, own["params"])]
                 for key, part in zip(keys, parts, strict=True):
                     state.setdefault(key, {})[name] = part
         return {**saved, "state": state, "param_groups": groups}
-
-
-def _split(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    count = sum(parameter.numel() for parameter in params)
-    if flat.numel() != count:
-        raise CheckpointError(f"the saved group has {flat.numel()} elements in one tensor, and this one {count}")
-    return [part.clone() for part in unflatten_dense_tensors(flat, params)]

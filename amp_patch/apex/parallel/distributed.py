@@ -174,8 +174,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if is_used:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients.append(parameter.grad)
-        with torch.no_grad():
-            _on_buckets(gradients, lambda flat: self._reduction.start(flat).wait())
+        flat_dist_call(gradients, lambda flat: self._reduction.start(flat).wait())
 
 
 class _DelayedHook:
@@ -265,8 +264,3 @@ def flat_dist_call(
     """Run `apply_flat_dist_call` once for each dtype (and kind of device) among the tensors."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
-
-
-def _on_buckets(tensors: Sequence[Tensor], change: Callable[[Tensor], Any]) -> None:
-    for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, change)

@@ -144,32 +144,23 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if module in known:  # used in several places
         return known[module]
-    result = known[module] = (
-        _replace(module, process_group, channel_last) if isinstance(module, BatchNormBase) else module
-    )
+    result = module
+    if isinstance(module, BatchNormBase):
+        if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise ModelError(
+                f"{type(module).__name__} has uninitialized parameters: run one forward pass before"
+                " convert_syncbn_model"
+            )
+        settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
+        get_own_parameters(result).update(get_own_parameters(module))
+        get_own_buffers(result).update(get_own_buffers(module))
+        result.train(module.training)
+    known[module] = result
     for name, child in list(get_own_children(module).items()):
         if child is not None:
             get_own_children(result)[name] = _convert(child, process_group, channel_last, known)
     return result
-
-
-def _replace(module: BatchNormBase, process_group: Any, channel_last: bool) -> SyncBatchNorm:
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        raise ModelError(
-            f"{type(module).__name__} has uninitialized parameters: run one forward pass before convert_syncbn_model"
-        )
-    layer = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
-        channel_last=channel_last,
-    )
-    get_own_parameters(layer).update(get_own_parameters(module))
-    get_own_buffers(layer).update(get_own_buffers(module))
-    return layer.train(module.training)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
