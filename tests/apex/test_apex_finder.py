@@ -140,7 +140,8 @@ def test_classes_unpickle_under_the_paths_that_apex_wrote():
         "_unskipped": 3,
         "_max_loss_scale": 2.0**24,
         "_min_loss_scale": None,
-        "_scale_seq_len": 2000,
+        "_scale_seq_len": 20,
+        "_has_overflow": False,
     }
 
     def by_hand(protocol):
@@ -149,7 +150,8 @@ def test_classes_unpickle_under_the_paths_that_apex_wrote():
 
     with amp_patch.apex.install():
         scaler = pickle.loads(by_hand(2))
-        assert (scaler.loss_scale(), scaler._unskipped) == (512.0, 3)
+        assert (scaler.loss_scale(), scaler._unskipped, scaler._scale_seq_len) == (512.0, 3, 20)
+        assert scaler.dynamic
         assert type(scaler) is importlib.import_module("apex.amp.scaler").LossScaler
         again = pickle.loads(pickle.dumps(scaler))
     assert type(pickle.loads(pickle.dumps(again))) is type(scaler)

@@ -149,6 +149,11 @@ def test_function_forms(low):
             torch.testing.assert_close(function(small, *given, 4).double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_autograd_functions_are_the_functions():
+    assert fused_layer_norm.FusedLayerNormAffineFunction.apply is fused_layer_norm.fused_layer_norm_affine
+    assert fused_layer_norm.FusedRMSNormAffineFunction.apply is fused_layer_norm.fused_rms_norm_affine
+
+
 class Model(nn.Module):
     def __init__(self, norm):
         super().__init__()

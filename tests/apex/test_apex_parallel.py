@@ -13,7 +13,7 @@ from torch import nn
 from training import backward
 
 import amp_patch as amp
-from amp_patch.apex import parallel
+from amp_patch.apex import apex_C, parallel
 from amp_patch.apex.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -396,7 +396,7 @@ def test_calls_on_flattened_tensors(ranks):
         assert [tensor.flatten().tolist() for tensor in bucket] == [[1.5] * 2, [2.5] * 2]
 
 
-def test_flattening_and_splitting():
+def test_splitting_by_type():
     tensors = [
         torch.ones(2, 2),
         torch.zeros(3).double(),
@@ -404,13 +404,11 @@ def test_flattening_and_splitting():
         torch.ones(2).bfloat16(),
         torch.full((1,), 2.0),
     ]
-    flat = distributed.flatten([tensors[0], tensors[4]])
-    assert flat.tolist() == [1, 1, 1, 1, 2]
-    assert [part.shape for part in distributed.unflatten(flat, [tensors[0], tensors[4]])] == [(2, 2), (1,)]
     by_type = distributed.split_by_type(tensors)
     assert list(by_type) == ["torch.FloatTensor", "torch.DoubleTensor", "torch.HalfTensor", "torch.BFloat16Tensor"]
     assert by_type["torch.FloatTensor"] == [tensors[0], tensors[4]]
-    assert parallel.ReduceOp is dist.ReduceOp
+    assert parallel.ReduceOp is dist.ReduceOp and distributed.flatten is apex_C.flatten
+    assert distributed.unflatten is apex_C.unflatten
 
 
 def test_the_launcher_is_torchrun(monkeypatch):

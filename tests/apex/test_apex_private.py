@@ -161,12 +161,14 @@ def test_a_scheduler_built_while_a_skip_is_pending():
     model, optimizer = start("O1")
     overflow(model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    counted = optimizer.step
     optimizer.step()
     assert optimizer.step_was_skipped
     schedule.step()
     before = weights(model)[0]
     train(model, optimizer, make_batches(2))
     assert not optimizer.step_was_skipped and not torch.equal(weights(model)[0], before)
+    assert optimizer.step is counted
 
 
 def test_delayed_passes_say_nothing_early():
@@ -291,8 +293,11 @@ def test_deactivating_puts_functions_back_and_goes_on_scaling():
     assert not handle.is_active()
 
 
-def test_after_deactivating_another_level_may_come():
+def test_after_deactivating_the_level_or_another_may_come():
     kept = start("O1")
+    amp._amp_state.handle._deactivate()
+    again, _ = start("O1")
+    assert again(make_batches(1)[0][0]).dtype is torch.float16
     amp._amp_state.handle._deactivate()
     model, optimizer = start("O2")
     second = start("O2")
@@ -427,30 +432,6 @@ def test_a_static_scaler_never_skips():
     scaler.unscale([gradient], [torch.empty(1)], None)
     assert scaler.update_scale() is False and scaler.update_scale() is False
     assert (scaler._unskipped, scaler.loss_scale(), scaler.dynamic) == (2, 1.0, False)
-
-
-def test_a_cleared_overflow_is_forgotten():
-    scaler = LossScaler("dynamic")
-    scaler.unscale([torch.tensor([float("nan")])], [torch.empty(1)], None)
-    scaler.clear_overflow_state()
-    assert scaler.update_scale() is False and scaler.loss_scale() == 65536.0
-
-
-def test_the_state_that_apex_pickled_is_read():
-    scaler = LossScaler.__new__(LossScaler)
-    scaler.__setstate__(
-        {
-            "dynamic": True,
-            "_loss_scale": 2048.0,
-            "_max_loss_scale": 2.0**24,
-            "_min_loss_scale": None,
-            "_scale_seq_len": 2000,
-            "_unskipped": 5,
-            "_has_overflow": False,
-            "_overflow_buf": torch.zeros(1, dtype=torch.int32),
-        }
-    )
-    assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic, scaler._scale_seq_len) == (2048.0, 5, True, 2000)
 
 
 # ---- both interfaces, and messages switched off later ----------------------------------------------------------------
