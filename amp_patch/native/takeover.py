@@ -5,6 +5,7 @@ way to one of `amp.initialize`.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
@@ -71,6 +72,7 @@ class Takeover:
         self._called_at = ""  # the line that called a model
         self._scaler: weakref.ref[Any] | None = None
         self._region: Any = None  # that of `everywhere`
+        self._is_left = False  # for an optimizer step
         self._is_watching = False
         self._is_scaling = False  # a GradScaler is stepping
         self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
@@ -99,6 +101,8 @@ class Takeover:
         )
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
+        if self._everywhere:
+            patcher.install([Patch(torch.autograd, name, self._leave_region) for name in ("backward", "grad")])
         has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
         if has_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
@@ -131,6 +135,7 @@ class Takeover:
         self._undo.callback(handle.remove)
 
     def _close(self) -> None:
+        self._come_back()
         if self._region is not None:
             self._region.__exit__(None, None, None)
             self._region = None
@@ -145,6 +150,29 @@ class Takeover:
         region = torch.autocast(device_type, low, cache_enabled=False)
         region.__enter__()
         self._region = region
+
+    def _leave_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original` run outside of the region of `everywhere`: the gradients of float32 ops stay float32."""
+
+        @functools.wraps(original)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            if self._region is None:
+                return original(*args, **kwargs)
+            with torch.autocast(self._region.device, enabled=False):
+                return original(*args, **kwargs)
+
+        return outside
+
+    def _leave_for_step(self) -> None:
+        """Leave the region of `everywhere`: some optimizers multiply matrices."""
+        if self._region is not None and torch.is_autocast_enabled(self._region.device):
+            torch.set_autocast_enabled(self._region.device, False)
+            self._is_left = True
+
+    def _come_back(self) -> None:
+        if self._is_left:
+            torch.set_autocast_enabled(self._region.device, True)
+            self._is_left = False
 
     # ---- the session -------------------------------------------------------------------------------------------------
 
@@ -231,7 +259,7 @@ class Takeover:
 
     def _check_region(self) -> None:
         """Raise PolicyError for a region in which the level cannot be."""
-        if self._region is not None:
+        if self._region is not None and get_backward_id() == -1:  # a checkpoint enters its own in a backward pass
             raise PolicyError(_HAS_REGIONS)
         policy = self._policy
         if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
@@ -246,6 +274,7 @@ class Takeover:
 
     def _note_module(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A module is called: perhaps a model that nobody has seen yet."""
+        self._come_back()  # the last step raised an error
         if compiling.is_dynamo_compiling() or self._is_of_amp():
             return None
         session = self.session()
@@ -327,6 +356,7 @@ class Takeover:
         if self._is_of_amp() or _has_closure(args, kwargs):  # the forward pass is still to come
             return
         self._check_step()
+        self._leave_for_step()
         session = self.session()
         if session is not None:
             self._tell_begin(session, optimizer)
@@ -358,6 +388,7 @@ class Takeover:
             )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._come_back()
         if self._is_of_amp():
             return
         if _has_closure(args, kwargs):

@@ -314,6 +314,63 @@ def test_without_any_amp_the_whole_script_is_one_region() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Multiplying(torch.optim.SGD):
+    """Multiplies matrices in its step, as Shampoo and Muon do; fails in the first where it is told to."""
+
+    seen: torch.dtype | None = None
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError
+        self.seen = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_gradients_and_steps_are_outside_of_the_region_of_a_whole_script(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, inputs = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    optimizer = Multiplying(net.parameters(), 0.1)
+    lists = write(tmp_path, 'modules: [{match: "1", run: float32}]')
+    with native.install("O4", lists=lists, everywhere=True):
+        output = net(inputs)
+        output.square().sum().backward()
+        hidden = net[0](inputs)
+        assert hidden.dtype is torch.bfloat16
+        optimizer.fails = True
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert net[0](inputs).dtype is torch.bfloat16
+        optimizer.step()
+        assert optimizer.seen is torch.float32
+        assert torch.mm(inputs, inputs.T).dtype is torch.bfloat16
+        (gradient,) = torch.autograd.grad(net(inputs).square().sum(), net[1].weight)
+    expected = (2 * output.detach()).T @ hidden.detach().float()
+    assert torch.equal(net[1].weight.grad, expected)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_computes_again_what_the_region_of_a_whole_script_computed(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def train(*, with_checkpoint: bool) -> Tensor:
+        net = nn.Sequential(first, second)
+        net.zero_grad()
+        with native.install("O4", everywhere=True):
+            hidden = net[0](torch.ones(4, 8))
+            output = net[1](hidden)
+            if with_checkpoint:
+                output = checkpoint(net[1], hidden, use_reentrant=use_reentrant)
+            output.float().square().sum().backward()
+        assert first.weight.grad is not None
+        return first.weight.grad.clone()
+
+    assert torch.equal(train(with_checkpoint=True), train(with_checkpoint=False))
+
+
 def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
     with native.install("O4"):
         with torch.autocast("cpu", torch.bfloat16):
