@@ -8,6 +8,7 @@ import importlib.util
 import shlex
 import sys
 
+from ..doctor import get_advice
 from ..errors import MissingExtraError, SessionError
 from ..terminal import print_report
 from .run import check_everywhere
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_interrupted:
         print(f"{prefix}: interrupted; these are the results so far", file=sys.stderr)
     print_report(comparison.table())
+    print(f"advice: {get_advice(comparison.recording.run.device)}")
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),
         (arguments.html, comparison.save_html),

@@ -51,8 +51,9 @@ def _judge(arguments: argparse.Namespace) -> int:
     if arguments.output_format == "json":
         print(report.as_json(), flush=True)
     else:
-        print(report.as_text(with_notes=arguments.notes), flush=True)
-        if project.uses_amp and not arguments.no_advice:
+        with_notes = arguments.notes or not project.uses_amp  # a note says how to begin
+        print(report.as_text(with_notes=with_notes), flush=True)
+        if arguments.paths and not arguments.no_advice:
             print(doctor.get_advice())
     return int(any(finding.severity != "note" for finding in findings))
 

@@ -120,9 +120,9 @@ def judge_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype
     return tuple((slow | fast).values())
 
 
-def get_advice() -> str:
-    """Return which level is for speed on the first device."""
-    return recommend(next(get_devices()))
+def get_advice(device_type: str = "") -> str:
+    """Return which level is for speed on the first device, of a type if one is given."""
+    return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
 def recommend(device: Device) -> str:

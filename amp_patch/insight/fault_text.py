@@ -137,7 +137,7 @@ def _describe_cause(fault: FaultRecord) -> str:
     if fault.value == "zero":
         text = f"precision: {share}; float32 holds them"
     else:
-        text = f"precision: {share}; float32 holds up to {fault.in_float32:.3g} there"
+        text = f"precision: {share}; in float32 the largest is {fault.in_float32:.3g}"
     if fault.phase == "backward" and fault.loss_scale != 1:
         text += f"; loss scale {_power(fault.loss_scale)}"
     return text

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .comparing.summary import Summary
-from .comparing.text import COLUMNS, cells, footnotes, format_comparison, heading
+from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
 from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
 from .report.markup import Markup, element, join
@@ -68,8 +68,9 @@ def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
 
 def show_comparison(summary: Summary) -> Markup:
     """Return a row for each run, and what there is to know of all."""
-    rows = (tuple(cells(row)) for row in summary.rows())
-    return join([element("p", heading(summary)), _table(COLUMNS, rows), _list(list(footnotes(summary)))])
+    columns, rows = tabulate(summary.rows())
+    table = _table(columns, [[cell.text for cell in row] for row in rows])
+    return join([element("p", heading(summary)), table, _list(list(footnotes(summary)))])
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:

@@ -21,8 +21,9 @@ NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")
 
 
 def simplify(text):
-    """Without what may differ from machine to machine: numbers that are not whole, folders, widths of columns."""
+    """Without what may differ from machine to machine: numbers that are not whole, folders, widths, times, advice."""
     text = re.sub(r"cpu \(.*\)", "cpu", re.sub(r"\btorch \d[\w.+]*", "torch", text))
+    text = re.sub(r"; (?:faster|slower|time within noise).*|(?<=^advice: ).*", "", text, flags=re.MULTILINE)
     text = re.sub(r" +|-{2,}", " ", NAMED_FILE.sub(r"\1", NUMBER.sub("0.0", text)))
     return [line.rstrip() for line in text.strip().splitlines()]
 

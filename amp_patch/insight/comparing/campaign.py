@@ -113,8 +113,10 @@ class Campaign:
         self._found: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
-        self._total = 0  # not known before the first run has shown what there is to compare
+        self._total = 0  # known once the first run has shown what there is to compare, unless that makes no difference
         self._begin(plan.runs)
+        if plan.native_runs == plan.runs:
+            self._total = self._count_runs()
 
     def _begin(self, runs: dict[str, Settings]) -> None:
         self._runs = runs
@@ -129,7 +131,7 @@ class Campaign:
             compared, curves = self._compared[reference], self._curves[reference]
             self._begin(self._plan.native_runs)
             self._compared[reference], self._curves[reference] = compared, curves
-        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
+        self._total = self._count_runs()
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
@@ -140,6 +142,10 @@ class Campaign:
                     self._train(name, seed, is_noise=True)
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
+
+    def _count_runs(self) -> int:
+        trainings = (len(self._runs) + 1) * len(self._plan.seeds)
+        return trainings + len(self._runs)
 
     def comparison(self) -> Comparison:
         """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..comparing.summary import Row, Summary, added, find_spread, sizes, smoothed_steps
-from ..comparing.text import COLUMNS, cells, footnotes
+from ..comparing.text import footnotes, tabulate
 from ..records import LayerRecord
 from .charts import Series, draw_curves, draw_histogram, tell_shares
 from .markup import Markup, element, join
@@ -26,17 +26,9 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
 
 
 def _runs(rows: Sequence[Row]) -> Markup:
-    body = []
-    for row in rows:
-        worst = None
-        if row.worst is not None:
-            worst = row.worst.output
-        values = (
-            *(None, None, row.loss, row.difference, row.ms, row.factor, row.run.peak, row.skipped, row.scale),
-            *(row.zero, row.zero_scaled, worst),
-        )
-        body.append(list(map(Cell, cells(row), values)))
-    return make_table("runs", COLUMNS, body, label="runs", left=2)
+    columns, cells = tabulate(rows)
+    body = [[Cell(cell.text, cell.value) for cell in row] for row in cells]
+    return make_table("runs", columns, body, label="runs", left=2)
 
 
 def _notes(summary: Summary) -> Markup:

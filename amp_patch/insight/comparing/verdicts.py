@@ -1,0 +1,127 @@
+"""`Verdict`: whether a run is as good as the reference, as fast, and as small."""
+
+import math
+
+from .summary import Row, Summary
+
+WITHIN = 2.0
+"""A difference of so many times the noise is within it: the noise is that of one run."""
+
+ALIKE = 1e-2
+"""A run is as good if its loss is off by no more than this part: from one seed, nothing smaller can be told."""
+
+ALIKE_IN_SEEDS = 1e-3
+"""The same part where there are several seeds."""
+
+TIMED_STEPS = 10
+"""Times of fewer steps tell nothing."""
+
+SEEDS = 3
+"""From so many seeds on, their spread tells whether a difference means something."""
+
+_ALIKE_IN_COST = 0.05
+
+
+class Verdict:
+    """What there is to say of a run beside the reference."""
+
+    def __init__(self, summary: Summary, row: Row) -> None:
+        self.row = row
+        self._summary = summary
+        self._reference = summary.about.reference
+        self._reference_row = next((one for one in summary.rows() if one.name == self._reference), None)
+        self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
+
+    @property
+    def _base(self) -> float:
+        """The loss of the reference; NaN where it has none."""
+        if self._reference_row is None or self._reference_row.loss is None:
+            return math.nan
+        return self._reference_row.loss
+
+    @property
+    def _difference(self) -> float:
+        """The difference of the losses; NaN where one is missing."""
+        if self.row.difference is None:
+            return math.nan
+        return self.row.difference
+
+    @property
+    def may_be_chance(self) -> bool:
+        """Whether the loss is off by more than noise, and so few seeds were run that chance may explain it."""
+        return math.isfinite(self._difference) and self._find_reason() == "" and not self._has_seeds
+
+    def of_loss(self) -> str:
+        """Return whether the run is as good."""
+        reference = self._reference
+        if not math.isfinite(self._base):
+            return f"not judged, {reference} has no finite loss"
+        if not math.isfinite(self._difference):
+            return f"worse than {reference} (the loss is not finite)"
+        if self._difference == 0:
+            return f"as good as {reference} (the same loss)"
+        off = f"loss {self._describe_difference()}"
+        reason = self._find_reason()
+        if reason:
+            return f"as good as {reference} ({off}, {reason})"
+        if self._has_seeds:
+            verdict = "better"
+            if self._difference > 0:
+                verdict = "worse"
+            return f"{verdict} than {reference} ({off}, beyond the spread of the seeds)"
+        if self._difference < 0:
+            return f"no worse than {reference} ({off})"
+        return f"worse than {reference} ({off}, which may be chance)"
+
+    def _find_reason(self) -> str:
+        """Return why the difference means nothing; "" if it does mean something."""
+        size, noise = abs(self._difference), self._summary.noise
+        if noise is not None and size <= WITHIN * noise:
+            return "within noise"
+        part = ALIKE
+        if self._has_seeds:
+            part = ALIKE_IN_SEEDS
+        if size <= part * abs(self._base):
+            return f"below {part * 100:g}%"
+        if self._has_seeds and self._is_within_seeds():
+            return "within the spread of the seeds"
+        return ""
+
+    def _describe_difference(self) -> str:
+        size, base = abs(self._difference), abs(self._base)
+        direction = "lower"
+        if self._difference > 0:
+            direction = "higher"
+        if base and 1e-4 < size / base < 100:
+            return f"{size / base:.2%} {direction}"
+        return f"{size:.1e} {direction}"
+
+    def _is_within_seeds(self) -> bool:
+        """Tell whether the mean difference over the seeds is below two standard errors."""
+        seeds = len(self._summary.differences(self.row.name))
+        if self.row.spread is None or seeds < SEEDS:
+            return False
+        return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
+
+    def of_time(self) -> str:
+        """Return whether it is faster."""
+        factor, time_noise = self.row.factor, self._summary.time_noise
+        if factor is None or self.row.steps < TIMED_STEPS:
+            return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
+        noise = max(time_noise, 1 + _ALIKE_IN_COST)
+        if 1 / noise <= factor <= noise:
+            return f"time within noise (two runs of {self._reference}: a factor of {time_noise:.2f})"
+        verdict = "slower"
+        if factor < 1:
+            verdict = "faster"
+        return f"{verdict} (a step takes {factor:.2f} times as long)"
+
+    def of_memory(self) -> str:
+        """Return what it needs of memory, if that is another amount."""
+        base = self._reference_row
+        if self.row.run.peak is None or base is None or not base.run.peak:
+            return ""
+        factor = self.row.run.peak / base.run.peak
+        if abs(factor - 1) <= _ALIKE_IN_COST:
+            return ""
+        return f"; {factor:.2f} times the peak memory"
