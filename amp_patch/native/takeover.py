@@ -5,7 +5,6 @@ way to one of `amp.initialize`.
 """
 
 import contextlib
-import functools
 import os
 import sys
 import weakref
@@ -33,12 +32,10 @@ from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled, reads_found_inf
 from .roots import find_line, find_root
 from .session import AS_IS, NativeSession, overlay_policy, own_lists
+from .whole_script import HAS_REGIONS, WholeScript
 
 PLAIN = "O0"
 ADVICE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
-
-
-_HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (everywhere=True) out"
 
 
 class Takeover:
@@ -71,8 +68,7 @@ class Takeover:
         self._was_missed = False  # the first region is in compiled code
         self._called_at = ""  # the line that called a model
         self._scaler: weakref.ref[Any] | None = None
-        self._region: Any = None  # that of `everywhere`
-        self._is_left = False  # for an optimizer step
+        self._whole_script = WholeScript()
         self._is_watching = False
         self._is_scaling = False  # a GradScaler is stepping
         self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
@@ -102,7 +98,7 @@ class Takeover:
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
         if self._everywhere:
-            patcher.install([Patch(torch.autograd, name, self._leave_region) for name in ("backward", "grad")])
+            patcher.install([Patch(torch.autograd, name, self._whole_script.without) for name in ("backward", "grad")])
         has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
         if has_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
@@ -135,44 +131,9 @@ class Takeover:
         self._undo.callback(handle.remove)
 
     def _close(self) -> None:
-        self._come_back()
-        if self._region is not None:
-            self._region.__exit__(None, None, None)
-            self._region = None
+        self._whole_script.close()
         if isinstance(current.state.session, NativeSession):
             current.reset()
-
-    def _cover_all(self, device_type: str) -> None:
-        """Enter a region and stay in it, without torch's cache of weights, which no step clears."""
-        if torch.is_autocast_enabled(device_type):
-            raise PolicyError(_HAS_REGIONS)
-        low = torch.bfloat16 if self._policy is None else self._policy.low_dtype
-        region = torch.autocast(device_type, low, cache_enabled=False)
-        region.__enter__()
-        self._region = region
-
-    def _leave_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` run outside of the region of `everywhere`: the gradients of float32 ops stay float32."""
-
-        @functools.wraps(original)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            if self._region is None:
-                return original(*args, **kwargs)
-            with torch.autocast(self._region.device, enabled=False):
-                return original(*args, **kwargs)
-
-        return outside
-
-    def _leave_for_step(self) -> None:
-        """Leave the region of `everywhere`: some optimizers multiply matrices."""
-        if self._region is not None and torch.is_autocast_enabled(self._region.device):
-            torch.set_autocast_enabled(self._region.device, False)
-            self._is_left = True
-
-    def _come_back(self) -> None:
-        if self._is_left:
-            torch.set_autocast_enabled(self._region.device, True)
-            self._is_left = False
 
     # ---- the session -------------------------------------------------------------------------------------------------
 
@@ -259,8 +220,8 @@ class Takeover:
 
     def _check_region(self) -> None:
         """Raise PolicyError for a region in which the level cannot be."""
-        if self._region is not None and get_backward_id() == -1:  # a checkpoint enters its own in a backward pass
-            raise PolicyError(_HAS_REGIONS)
+        if self._whole_script.is_entered and get_backward_id() == -1:  # a checkpoint enters its own in a backward pass
+            raise PolicyError(HAS_REGIONS)
         policy = self._policy
         if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
             raise PolicyError(
@@ -274,7 +235,7 @@ class Takeover:
 
     def _note_module(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A module is called: perhaps a model that nobody has seen yet."""
-        self._come_back()  # the last step raised an error
+        self._whole_script.come_back()  # the last step raised an error
         if compiling.is_dynamo_compiling() or self._is_of_amp():
             return None
         session = self.session()
@@ -285,8 +246,9 @@ class Takeover:
             return None
         device_type = next(root.parameters()).device.type
         self._called_at = self._called_at or find_line()
-        if self._everywhere and self._region is None:
-            self._cover_all(device_type)
+        if self._everywhere and not self._whole_script.is_entered:
+            level_dtype = None if self._policy is None else self._policy.low_dtype
+            self._whole_script.enter(device_type, level_dtype or torch.bfloat16)
             session = self.session()
         if session is None and device_type != "meta":
             is_in_region = torch.is_autocast_enabled(device_type)
@@ -356,7 +318,7 @@ class Takeover:
         if self._is_of_amp() or _has_closure(args, kwargs):  # the forward pass is still to come
             return
         self._check_step()
-        self._leave_for_step()
+        self._whole_script.leave_for_step()
         session = self.session()
         if session is not None:
             self._tell_begin(session, optimizer)
@@ -388,7 +350,7 @@ class Takeover:
             )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._come_back()
+        self._whole_script.come_back()
         if self._is_of_amp():
             return
         if _has_closure(args, kwargs):
