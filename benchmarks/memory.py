@@ -16,13 +16,13 @@ import os  # isort: split
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read by torch as it loads: the profiler says nothing of itself
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from timing import environment, format_table, get_allocator
 from torch import Tensor
-from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
+from training import AUTOCAST, WORKLOADS, Size, Workload, add_options, parse_options, prepared
 
 import amp_patch as amp
 
@@ -176,28 +176,10 @@ def table_rows(name: str, footprints: Mapping[str, Footprint]) -> list[list[str]
     return rows
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes of a training step in every mode.")
-    default = "gpt-256,mlp,resnet"
-    parser.add_argument("--workload", default=default, help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
-    parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 by torch on the CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
-    parser.add_argument("--sequence", type=int, help="tokens of a row")
-    parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
-    parsed = parser.parse_args(arguments)
-    parsed.device = torch.device(parsed.device)
-    parsed.workload = parsed.workload.split(",")
-    parsed.modes = parsed.modes.split(",") if parsed.modes else default_modes(parsed.device)
-    for option, allowed in (("workload", WORKLOADS), ("modes", MODES)):
-        unknown = sorted(set(getattr(parsed, option)) - set(allowed))
-        if unknown:
-            parser.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
-    return parsed
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parsed = parse_arguments(arguments)
+    add_options(parser, workloads="gpt-256,mlp,resnet")
+    parsed = parse_options(parser)
     size = Size(parsed.batch, parsed.sequence)
     rows = []
     for name in parsed.workload:

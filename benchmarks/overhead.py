@@ -135,6 +135,9 @@ def make_calls(model: Layer, low: torch.dtype) -> list[Call]:
     def matmul(x: Tensor, w: Tensor) -> Tensor:
         return x @ w
 
+    def atan2(x: Tensor, y: Tensor) -> Tensor:
+        return torch.atan2(x, y)
+
     def norm(x: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x, (8,), b, b)
 
@@ -152,16 +155,10 @@ def make_calls(model: Layer, low: torch.dtype) -> list[Call]:
         Call("blacklist: F.layer_norm, float32", F, "layer_norm", norm, (rows, bias)),
         Call("blacklist: torch.logsumexp, float32", torch, "logsumexp", lambda x: torch.logsumexp(x, 0), (rows,)),
         Call("blacklist: torch.exp, low: one cast", torch, "exp", lambda x: torch.exp(x), (low_rows,), (rows,)),
-        Call("promote: torch.atan2, alike", torch, "atan2", lambda x: torch.atan2(x, x), (rows,)),
-        Call(
-            *("promote: torch.atan2, mixed: one cast", torch, "atan2"),
-            *(lambda x, y: torch.atan2(x, y), (rows, low_rows), (rows, rows)),
-        ),
+        Call("promote: torch.atan2, alike", torch, "atan2", atan2, (rows, rows)),
+        Call("promote: torch.atan2, mixed: one cast", torch, "atan2", atan2, (rows, low_rows), (rows, rows)),
         Call("sequence promote: torch.cat, alike", torch, "cat", lambda x: torch.cat([x, x]), (rows,)),
-        Call(
-            *("match self: x.addcmul_(x, x), alike", Tensor, "addcmul_"),
-            *(lambda x: x.addcmul_(x, x, value=0.0), clones),
-        ),
+        Call("match self: x.addcmul_(x, x), alike", Tensor, "addcmul_", lambda x: x.addcmul_(x, x, value=0.0), clones),
         Call("no rule: torch.relu", torch, "relu", lambda x: torch.relu(x), (rows,)),
     ]
 

@@ -24,7 +24,7 @@ import torch
 from memory import measure
 from timing import Samples, environment, format_table, interleave, synchronize
 from torch import nn
-from training import AUTOCAST, MODES, WORKLOADS, Size, Workload, default_modes, prepared
+from training import AUTOCAST, WORKLOADS, Size, Workload, add_options, parse_options, prepared
 
 EPS = 1e-4  # AdamW's 1e-8 is 0 in float16, in which O3 keeps the optimizer's states: its steps would divide by 0
 
@@ -152,36 +152,20 @@ def parse_arguments() -> argparse.Namespace:
         description="Time and peak memory of a training step, as ratios to torch.autocast: every opt_level, float32, a"
         " 16-bit model, and levels with compute='native'."
     )
-    default = "gpt-64,gpt-256,mlp,resnet"
-    parser.add_argument("--workload", default=default, help=f"of {', '.join(WORKLOADS)}; default: %(default)s")
-    parser.add_argument(
-        "--modes",
-        help=f"of {', '.join(MODES)}; default: all, but no float16 by torch on the CPU, where it is slow",
-    )
+    add_options(parser, workloads="gpt-64,gpt-256,mlp,resnet")
     parser.add_argument(
         "--micro-batches", default="1,4", help="into how many parts each batch is split (default: %(default)s)"
     )
     parser.add_argument("--compile", nargs="?", const="default", metavar="MODE", help="torch.compile every model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--clock", choices=("cpu", "wall"), help="default: cpu on the CPU, wall on an accelerator")
-    parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
-    parser.add_argument("--sequence", type=int, help="tokens of a row")
     parser.add_argument("--channels-last", action="store_true", help="images and convolutions in torch.channels_last")
-    parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
     parser.add_argument("--processes", type=int, default=1, help="of each mode, one after the other (default: 1)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each process (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps timed in a round (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's)")
-    arguments = parser.parse_args()
-    arguments.workload = arguments.workload.split(",")
-    arguments.device = torch.device(arguments.device)
+    arguments = parse_options(parser)
     arguments.clock = arguments.clock or ("cpu" if arguments.device.type == "cpu" else "wall")
-    arguments.modes = arguments.modes.split(",") if arguments.modes else default_modes(arguments.device)
-    for option, allowed in (("workload", WORKLOADS), ("modes", MODES)):
-        unknown = sorted(set(getattr(arguments, option)) - set(allowed))
-        if unknown:
-            parser.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
     return arguments
 
 

@@ -3,6 +3,7 @@
 Each way is a `Trainer` with the same three phases, so that what differs between two figures is the mode alone.
 """
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +54,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, max(1, width // 64)) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=not is_tied)
         if is_tied:
-            nn.init.normal_(
-                self.tokens.weight, std=0.02
-            )  # as a weight of the head it would give logits of the order of the width
+            nn.init.normal_(self.tokens.weight, std=0.02)  # else logits would be of the order of the width
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -64,46 +63,36 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions with BatchNorm around a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Layers around a shortcut, which is empty where the shape stays the same."""
 
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
+    def __init__(self, layers: list[nn.Module], shortcut: list[nn.Module]) -> None:
         super().__init__()
-        self.first, self.first_norm = (
-            nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outside),
-        )
-        self.second, self.second_norm = nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
-        self.shortcut = (
-            nn.Conv2d(inside, outside, 1, stride, bias=False) if (inside, stride) != (outside, 1) else nn.Identity()
-        )
+        self.layers, self.shortcut = nn.Sequential(*layers), nn.Sequential(*shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.first_norm(self.first(x)))
-        return F.relu(self.second_norm(self.second(y)) + self.shortcut(x))
+        return F.relu(self.layers(x) + self.shortcut(x))
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with BatchNorm around a shortcut, the last four times as wide; the stride is in the
-    3x3 one.
-    """
+def _convolve(inside: int, outside: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """A convolution that keeps the size of images, but for its stride, and a BatchNorm."""
+    convolution = nn.Conv2d(inside, outside, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outside)]
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
-        super().__init__()
-        outside = 4 * width
-        self.first, self.first_norm = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.second, self.second_norm = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.third, self.third_norm = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
-        is_same = (inside, stride) == (outside, 1)
-        self.shortcut = (
-            nn.Identity()
-            if is_same
-            else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.first_norm(self.first(x)))
-        y = F.relu(self.second_norm(self.second(y)))
-        return F.relu(self.third_norm(self.third(y)) + self.shortcut(x))
+def _make_basic(inside: int, outside: int, stride: int) -> Residual:
+    """Two 3x3 convolutions; the shortcut has no BatchNorm."""
+    layers = [*_convolve(inside, outside, 3, stride), nn.ReLU(), *_convolve(outside, outside, 3)]
+    is_same = (inside, stride) == (outside, 1)
+    return Residual(layers, [] if is_same else _convolve(inside, outside, 1, stride)[:1])
+
+
+def _make_bottleneck(inside: int, width: int, stride: int) -> Residual:
+    """1x1, 3x3 and 1x1 convolutions, the last four times as wide; the stride is in the 3x3 one."""
+    outside = 4 * width
+    layers = [*_convolve(inside, width, 1), nn.ReLU(), *_convolve(width, width, 3, stride), nn.ReLU()]
+    layers += _convolve(width, outside, 1)
+    is_same = (inside, stride) == (outside, 1)
+    return Residual(layers, [] if is_same else _convolve(inside, outside, 1, stride))
 
 
 Loss = Callable[[Callable[..., Any]], Tensor]
@@ -191,12 +180,9 @@ def _resnet(side: int) -> Maker:
     """Six residual blocks of 32 to 128 channels over square images."""
 
     def build() -> nn.Module:
-        stages = [
-            Residual(*shape)
-            for shape in ((32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))
-        ]
-        stem = (nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
-        return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+        shapes = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+        blocks = [_make_basic(*shape) for shape in shapes]
+        return _classify([*_convolve(3, 32, 3), nn.ReLU()], blocks, 128, CLASSES)
 
     def make(size: Size, device: torch.device) -> Workload:
         return _vision(build, CLASSES, _choose(size.batch, device, 8, 32), side, size.channels_last, device)
@@ -211,18 +197,16 @@ def _resnet50(size: Size, device: torch.device) -> Workload:
         blocks, inside = [], 64
         for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
             for number in range(count):
-                blocks.append(Bottleneck(inside, width, stride if number == 0 else 1))
+                blocks.append(_make_bottleneck(inside, width, stride if number == 0 else 1))
                 inside = 4 * width
-        stem = (
-            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, padding=1),
-        )
-        return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+        return _classify([*_convolve(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)], blocks, inside, 1000)
 
     side = 64 if device.type == "cpu" else 224
     return _vision(build, 1000, _choose(size.batch, device, 8, 128), side, size.channels_last, device)
+
+
+def _classify(stem: list[nn.Module], blocks: list[nn.Module], features: int, classes: int) -> nn.Module:
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
 
 
 def _vision(
@@ -363,6 +347,31 @@ def prepared(
         amp.reset()
         if compile_mode is not None:
             torch.compiler.reset()
+
+
+def add_options(parser: argparse.ArgumentParser, workloads: str) -> None:
+    """Add what to train, in which modes and sizes, and on which device."""
+    known, device = ", ".join(WORKLOADS), "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--workload", default=workloads, help=f"of {known}; default: %(default)s")
+    parser.add_argument(
+        "--modes", help=f"of {', '.join(MODES)}; default: all, but no float16 by torch on the CPU, where it is slow"
+    )
+    parser.add_argument("--device", default=device, type=torch.device, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, help="rows of a step; default: the workload's")
+    parser.add_argument("--sequence", type=int, help="tokens of a row")
+    parser.add_argument("--fused", action="store_true", help="fused AdamW, in every mode")
+
+
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, and split its lists."""
+    parsed = parser.parse_args()
+    parsed.workload = parsed.workload.split(",")
+    parsed.modes = parsed.modes.split(",") if parsed.modes else default_modes(parsed.device)
+    for option, allowed in (("workload", WORKLOADS), ("modes", MODES)):
+        unknown = sorted(set(getattr(parsed, option)) - set(allowed))
+        if unknown:
+            parser.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
+    return parsed
 
 
 def default_modes(device: torch.device) -> list[str]:

@@ -1,6 +1,6 @@
 """What one step costs: launches and waits, counted. They fall, or somebody says why they rise.
 
-The table of docs/launches.md is what `benchmarks/launches.py` counts; what is promised of it stands here.
+The table of docs/launches.md is what `tools/generate_launches_page.py` counts; what is promised of it stands here.
 """
 
 import contextlib
@@ -15,9 +15,8 @@ from amp_patch.apex import optimizers as apex
 from amp_patch.training import steps
 
 if IS_SIM:
+    import generate_launches_page as launches
     import simdev
-
-    from benchmarks import launches
 
 pytestmark = [requires_sim, pytest.mark.xdist_group("launches")]  # what is counted is kept for all of them
 
@@ -32,7 +31,7 @@ MOST = {  # launches of a step as a part of those of autocast with GradScaler, i
 
 @pytest.mark.skipif(not torch.__version__.startswith(PINNED), reason=f"the page is of torch {PINNED}")
 def test_the_page_is_what_is_counted():
-    """If a change was meant to change them: `python benchmarks/launches.py --write`."""
+    """If a change was meant to change them: `python tools/generate_launches_page.py --write`."""
     assert launches.PAGE.read_text() == launches.make_page()
 
 

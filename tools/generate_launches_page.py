@@ -1,8 +1,8 @@
 """Launches, casts and waits of one training step in every mode, counted on the simulated device of the tests: numbers
 that need no GPU, and are the same on every machine.
 
-    python benchmarks/launches.py            print docs/launches.md
-    python benchmarks/launches.py --write    write it
+    python tools/generate_launches_page.py            print docs/launches.md
+    python tools/generate_launches_page.py --write    write it
 
 g++ builds the device when it is first used.
 """
@@ -139,9 +139,9 @@ def count(name: str, mode: str, optimizer: str, way: str = "one loss") -> Counte
 HEAD = """\
 # Launches and waits
 
-`benchmarks/launches.py` writes this page. It counts on a simulated device, which runs torch's CPU kernels and rejects
-what a GPU rejects. A launch is one op on the device, such as a product, a cast of a tensor, or a `_foreach_` or fused
-op on many tensors. A wait is a moment in which the host does nothing until the device has caught up.
+`tools/generate_launches_page.py` writes this page. It counts on a simulated device, which runs torch's CPU kernels and
+rejects what a GPU rejects. A launch is one op on the device, such as a product, a cast of a tensor, or a `_foreach_` or
+fused op on many tensors. A wait is a moment in which the host does nothing until the device has caught up.
 
 **These are counts, not times.** The launches show how much work the host does for a step, which limits small models on
 a GPU. The waits show whether the host ever stops queuing work. The counts do not show how long a kernel takes.
