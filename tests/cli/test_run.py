@@ -102,18 +102,20 @@ def test_options_come_before_the_script(tmp_path):
         cwd=tmp_path,
     )
     assert done.stdout == "O4 torch.float32 torch.float32 False\n", done.stderr
-    left_alone = amp_patch_run("script.py", "O2", cwd=tmp_path)
-    assert left_alone.returncode == 1 and "has amp itself and is left alone" in left_alone.stderr
 
 
-def test_an_error_of_amp_is_the_scripts_own(tmp_path):
-    (tmp_path / "script.py").write_text(TRAIN)
-    done = amp_patch_run("script.py", "o2", cwd=tmp_path)
-    assert done.returncode == 1
-    assert (
-        'script.py", line 9, in <module>' in done.stderr
-        and "PolicyError: opt_level 'o2'" in done.stderr.splitlines()[-1]
-    )
+def test_an_apex_with_amp_is_left_alone(tmp_path, run_command):
+    (tmp_path / "apex" / "amp").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "amp" / "__init__.py").write_text("theirs = True\n")
+    _, out, err = run_command("run", TRAIN, arguments=["O2"])
+    assert not out and "has amp itself and is left alone" in err
+
+
+def test_an_error_of_amp_is_the_scripts_own(run_command):
+    _, _, err = run_command("run", TRAIN, arguments=["o2"])
+    assert 'train.py", line 9, in <module>' in err
+    assert "PolicyError: opt_level 'o2'" in err.splitlines()[-1]
 
 
 CHILD = "import sys; from apex import amp; print(amp.__name__, sys.argv[1:])"

@@ -54,8 +54,7 @@ def browser():
         yield opened
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)], ids=["wide and light", "narrow and dark"])
 def test_nothing_is_cut_or_covered(width, dark, browser, site):
     address, pages = site
     browser.get("about:blank")
