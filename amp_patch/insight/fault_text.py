@@ -167,6 +167,8 @@ def _describe_reach(fault: FaultRecord) -> str:
         names = list(fault.gradients[:3])
         if len(fault.gradients) > 3:
             names.append("...")
+            if len(fault.gradients) == fault.of:
+                return f"gradients of all {fault.of} parameters{skipped}"
         return f"gradients of {len(fault.gradients)} of {fault.of} parameters ({', '.join(names)}){skipped}"
     if fault.reach == "loss":
         return f"the loss{skipped}"
