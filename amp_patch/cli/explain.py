@@ -53,15 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     code, recordings = found.code, found.recordings
     if found.is_interrupted and not any(one.ops for one in recordings):
         raise KeyboardInterrupt
+    has_ops = bool(recordings) and bool(recordings[0].ops)
+    if not has_ops and code:
+        raise SessionError(f"nothing to explain: the script ended with exit code {code} before a step was recorded")
     if not recordings:
-        reason = "it called no model and no amp.initialize"
-        if code:
-            reason = f"it ended with exit code {code}"
-        raise SessionError(f"nothing to explain: {reason} before a step was recorded")
+        raise SessionError("nothing to explain: the script called no model and no amp.initialize")
     if arguments.json is not None:
         write_all(recordings, arguments.json)
     recording = recordings[0]
-    if not recording.ops:
+    if not has_ops:
         taken = found.steps[0]
         raise SessionError(
             f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"

@@ -454,6 +454,18 @@ def test_a_run_has_a_verdict(off, factor, steps, told):
     assert told in table and ("--seeds 3" in table) == ("chance" in told or "no worse" in told)
 
 
+def test_skipped_steps_may_be_why_a_loss_is_higher():
+    losses, scales = (0.1,) * 30, (1.0,) * 30
+    curves = [
+        CurveRecord("O0", 0, losses, scales, (), 10.0),
+        CurveRecord("O1", 0, tuple(2 * loss for loss in losses), scales, (0, 1), 10.0),
+    ]
+    runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
+    about = ComparisonRecord("O0", 30, (0,), "a CPU", "")
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert "O1: worse than O0 (loss 100.00% higher, with 2 steps skipped" in Comparison(recording).table()
+
+
 @pytest.mark.parametrize(("offs", "verdict"), [((0.1, -0.12, 0.05), "as good as"), ((0.1, 0.12, 0.11), "worse than")])
 def test_a_difference_whose_sign_the_seed_decides_means_nothing(offs, verdict):
     curves = []

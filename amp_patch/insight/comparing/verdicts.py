@@ -2,6 +2,7 @@
 
 import math
 
+from ...tables import count_of
 from .summary import Row, Summary
 
 WITHIN = 2.0
@@ -64,6 +65,8 @@ class Verdict:
         reason = self._find_reason()
         if reason:
             return f"as good as {reference} ({off}, {reason})"
+        if self._difference > 0 and self.row.skipped:
+            off += f", with {count_of(self.row.skipped, 'step')} skipped"
         if self._has_seeds:
             verdict = "better"
             if self._difference > 0:
