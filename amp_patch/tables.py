@@ -1,5 +1,6 @@
 """Tables of text."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -38,3 +39,14 @@ def count_of(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"
+
+
+def natural_order(text: str) -> list[tuple[int, str]]:
+    """Return what texts are sorted by if block.9 is to come before block.10."""
+    key = []
+    for part in re.findall(r"\d+|[^\d.]+", text):
+        if part.isdecimal():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key

@@ -1,12 +1,11 @@
 """A fault as text: what does not fit, where it came from, and what to try."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 
-from ..tables import align, count_of
+from ..tables import align, count_of, natural_order
 from .records import FaultRecord, Recording, RunRecord
-from .remedies import Kind, Remedy, find_remedy, format_entries
+from .remedies import RULES_ON_A_LINE, Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
 _MOST_FURTHER = 5
@@ -210,14 +209,14 @@ _OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 
 def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
+    written = ""
+    if run is not None and run.is_native and remedy.scale is not None:
+        written = f", as by GradScaler(init_scale={_power(remedy.scale)})"
     if not remedy.is_larger:
         assert remedy.scale is not None
-        written = ""
-        if run is not None and run.is_native:
-            written = f", as by GradScaler(init_scale={_power(remedy.scale)})"
         yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: {_OF_THIS_STEP}"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
-        yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}"
+        yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}{written}"
     else:
         yield f"no loss scale holds the smallest and the largest of these; {_power(fault.loss_scale)} is the best"
 
@@ -276,11 +275,7 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
 
 def _join_places(places: Sequence[str]) -> str:
     """Return places in the script in one phrase, by file and line."""
-
-    def read_numbers(place: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", place)]
-
-    return " and ".join(sorted(places, key=read_numbers))
+    return " and ".join(sorted(places, key=natural_order))
 
 
 def _name_regions(regions: Sequence[str]) -> str:
@@ -288,4 +283,6 @@ def _name_regions(regions: Sequence[str]) -> str:
     names = [chooser.partition(": ")[2].strip('"') for chooser in regions]
     if names == ["**"]:
         return "the model"
+    if len(names) > RULES_ON_A_LINE:
+        return "each of these modules"
     return f"module {' and '.join(names)}"

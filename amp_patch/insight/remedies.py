@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from ..tables import natural_order
 from .records import FaultRecord, RunRecord
 from .short_dtypes import TINY
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
 _CASTS = ("_to_copy", "copy_")
 _EVERY_MODULE = 'match: "**"'
+RULES_ON_A_LINE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,11 @@ def add(remedy: Remedy, other: Remedy) -> Remedy:
 def format_entries(remedy: Remedy) -> list[str]:
     """Return the lines of a list, less what it extends."""
     lines = []
-    if remedy.regions:
-        rules = [f"{{{chooser}, run: float32}}" for chooser in remedy.regions]
+    rules = [f"{{{chooser}, run: float32}}" for chooser in remedy.regions]
+    if len(rules) > RULES_ON_A_LINE:
+        lines.append("modules:")
+        lines += [f"  - {rule}" for rule in sorted(rules, key=natural_order)]
+    elif rules:
         lines.append(f"modules: [{', '.join(rules)}]")
     if remedy.ops:
         lines.append(f"blacklist: [{', '.join(remedy.ops)}]")
@@ -228,11 +233,21 @@ def fold(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
         alike.setdefault((_NUMBER.sub("*", name), kinds.get(name)), []).append(name)
     patterns: list[str] = []
     for (_, kind), same in alike.items():
-        pattern = _star(same)
-        parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
-        others = {kind for name, kind in kinds.items() if parts.fullmatch(name)}
-        patterns += [pattern] if others <= {kind} else same
+        patterns += _fold_alike(same, kind, kinds)
     return [one for one in patterns if not any(one.startswith(f"{other}.") for other in patterns)]
+
+
+def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) -> list[str]:
+    """Return one pattern; or one for each last part, as in an `nn.Sequential` of several classes; or the names."""
+    by_last_part: dict[str, list[str]] = {}
+    for name in names:
+        by_last_part.setdefault(name.rpartition(".")[2], []).append(name)
+    for groups in ([names], list(by_last_part.values())):
+        patterns = [_star(group) for group in groups]
+        parts = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in patterns))
+        if {other for name, other in kinds.items() if parts.fullmatch(name)} <= {kind}:
+            return patterns
+    return names
 
 
 def _star(names: Sequence[str]) -> str:

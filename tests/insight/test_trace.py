@@ -5,6 +5,7 @@ import math
 import numpy
 import pytest
 import torch
+import yaml
 from gpt import make_gpt
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +15,7 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.insight.records import FaultRecord, RunRecord
+from amp_patch.insight.remedies import Remedy, format_entries
 
 RUN = RunRecord(torch.__version__, "cpu", "O1", "f16", (), "", 0)
 
@@ -349,6 +351,28 @@ def test_modules_of_one_class_that_differ_in_a_number_are_one_pattern():
         blocks.add_module(f"block{number}", Block())
     (fault, *_) = find(make_step(Sandwich(blocks), level="O2", loss_scale=1.0))
     assert fault.regions == ('match: "between.*.norm"',)
+
+
+def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
+    """`layers.*.*` would match the activation between them, too."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(3)))
+    with torch.no_grad():
+        for layer in layers:
+            layer[0].weight.copy_(2e4 * torch.eye(16))
+            layer[2].weight.copy_(1e-4 * torch.eye(16))
+    (fault, *_) = find(make_step(Sandwich(layers), level="O2", loss_scale=1.0))
+    assert fault.regions[0] == 'match: "between.*.0"'
+
+
+def test_a_list_of_many_rules_has_one_on_a_line():
+    regions = tuple(f'match: "layers.{number}"' for number in (10, 2, 1))
+    lines = format_entries(Remedy("list", regions=regions, ops=("exp",)))
+    assert [rule["match"] for rule in yaml.safe_load("\n".join(lines))["modules"]] == [
+        "layers.1",
+        "layers.2",
+        "layers.10",
+    ]
+    assert lines[0] == "modules:" and lines[-1] == "blacklist: [exp]" and len(lines) == 5
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...tables import natural_order
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -43,7 +45,7 @@ def prune(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return entries without those that others cover, sorted: modules first, then by name."""
     given = set(entries)
     kept = [one for one in given if not any(other.covers(one) for other in given)]
-    return tuple(sorted(kept, key=lambda one: (one.kind, _natural(one.name))))
+    return tuple(sorted(kept, key=lambda one: (one.kind, natural_order(one.name))))
 
 
 def fold(names: Iterable[str], existing: Collection[str]) -> list[Entry]:
@@ -102,14 +104,3 @@ def _why(reason: str | None) -> str:
     if not reason:
         return ""
     return f", why: {json.dumps(reason)}"
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what names are sorted by, so that block.9 comes before block.10."""
-    key = []
-    for part in name.split("."):
-        if part.isdecimal():
-            key.append((int(part), ""))
-        else:
-            key.append((-1, part))
-    return key
