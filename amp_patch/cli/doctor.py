@@ -54,7 +54,7 @@ def _judge(arguments: argparse.Namespace) -> int:
         with_notes = arguments.notes or not project.uses_amp  # a note says how to begin
         print(report.as_text(with_notes=with_notes), flush=True)
         if arguments.paths and not arguments.no_advice:
-            print(doctor.get_advice())
+            print(f"advice: {doctor.get_advice()}")
     return int(any(finding.severity != "note" for finding in findings))
 
 

@@ -210,7 +210,9 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if _are_all_skipped(found, first):
-        print("every step was skipped, so none was checked completely: run more steps")
+        from ..insight.fault_text import ALL_SKIPPED
+
+        print(ALL_SKIPPED)
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
         checked = steps_taken - len(_find_searches(found))

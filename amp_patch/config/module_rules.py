@@ -128,6 +128,8 @@ def _find_problem(chooser: str) -> str | None:
     """Return what keeps the value of `type` from naming a class of modules, as far as what is imported can tell."""
     if not TYPE_NAME.fullmatch(chooser):
         hint = did_you_mean(chooser, _torch_modules(), prefix="torch.nn.", cutoff=0.8)
+        if _find_value(["__main__", chooser]) is not None:
+            hint = f" The one of your script is __main__.{chooser}."
         return f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm.{hint}"
     names = chooser.split(".")
     found = _find_value(names)

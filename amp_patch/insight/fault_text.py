@@ -9,6 +9,7 @@ from .remedies import RULES_ON_A_LINE, Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
 _MOST_FURTHER = 5
+ALL_SKIPPED = "every step was skipped, so none was checked completely: run more steps"
 _CELL = "Cell In["  # how IPython begins the place of a line
 
 
@@ -30,7 +31,9 @@ def format_faults(recording: Recording) -> str:
     fitting = len(recording.steps) - max(skipped, len(searched))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
-    elif not searched:
+    elif searched:
+        lines.append(ALL_SKIPPED)
+    else:
         lines.append("it holds no op, no fault and no step of an optimizer")
     return "\n".join(lines)
 

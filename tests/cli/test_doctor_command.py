@@ -85,7 +85,7 @@ def test_lines_for_people_count_notes_and_end_with_advice(diagnose):
     place, advice, summary, notes, last = said.splitlines()
     assert place.startswith("train.py:3:12: warning: the optimizer's state is loaded") and place.endswith("[AMP502]")
     assert advice.startswith("    Call `amp.load_state_dict")
-    assert (summary, last) == ("0 errors, 1 warning in 1 file", "use O9 here")
+    assert (summary, last) == ("0 errors, 1 warning in 1 file", "advice: use O9 here")
     assert notes == "1 note (AMP101): shown by --notes"
     _, said, _ = diagnose("--notes", "--no-advice", ".")
     assert "train.py:4:1: note: apex.amp: covered by" in said and "`amp-patch run train.py`" in said

@@ -457,3 +457,13 @@ def test_models_that_are_adopted_follow_the_rules_too(write):
     for model in (first, second):
         model(batch())
         assert model.blocks[0].dtypes == (torch.float32,) * 3
+
+
+def test_a_class_of_the_script_is_named_with_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr("__main__.OwnBlock", Block, raising=False)
+    path = tmp_path / "own.yaml"
+    path.write_text("modules: [{type: OwnBlock, run: float32}]")
+    with pytest.raises(amp.OpListError, match=r"__main__\.OwnBlock"):
+        load_oplists(path)
+    path.write_text("modules: [{type: __main__.OwnBlock, run: float32}]")
+    load_oplists(path)

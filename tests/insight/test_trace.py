@@ -651,8 +651,10 @@ def test_gradients_may_be_looked_at_after_a_step_that_was_skipped(is_logged):
         step()
         return [parameter.grad.norm() for parameter in model.parameters()] if is_logged else None
 
-    faults = insight.trace(logged_step, steps=3).of(FaultRecord)
+    recording = insight.trace(logged_step, steps=3)
+    faults = recording.of(FaultRecord)
     assert len(faults) == 3 and all(fault.is_search for fault in faults)
+    assert "run more steps" in str(recording) and "every value fits" not in str(recording)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
