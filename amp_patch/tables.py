@@ -50,3 +50,9 @@ def natural_order(text: str) -> list[tuple[int, str]]:
         else:
             key.append((-1, part))
     return key
+
+
+def star_numbers(texts: Iterable[str]) -> str:
+    """Return texts that differ in numbers alone as one, with `*` for each number in which they differ."""
+    parts = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

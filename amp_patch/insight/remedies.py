@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ..tables import natural_order
+from ..tables import natural_order, star_numbers
 from .records import FaultRecord, RunRecord
 from .short_dtypes import TINY
 
@@ -243,14 +243,8 @@ def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) 
     for name in names:
         by_last_part.setdefault(name.rpartition(".")[2], []).append(name)
     for groups in ([names], list(by_last_part.values())):
-        patterns = [_star(group) for group in groups]
+        patterns = [star_numbers(group) for group in groups]
         parts = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in patterns))
         if {other for name, other in kinds.items() if parts.fullmatch(name)} <= {kind}:
             return patterns
     return names
-
-
-def _star(names: Sequence[str]) -> str:
-    """Return names of equally many parts as one, with `*` for the parts in which they differ."""
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from ..errors import ArgumentValueError, did_you_mean
-from ..tables import count_of, format_table
+from ..tables import count_of, format_table, star_numbers
 from .records import OpRecord, Recording
 
 Key = Callable[[OpRecord], tuple[str, ...]]
@@ -63,10 +63,9 @@ def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     for op in ops:
         starred = replace(op, module=_NUMBER.sub("*", op.module))
         alike.setdefault(_without_counts(starred), []).append(op)
-    for starred, found in alike.items():
-        if len({op.module for op in found}) > 1:
-            found = [replace(op, module=starred.module) for op in found]
-        yield from _merge(found)
+    for found in alike.values():
+        module = star_numbers(op.module for op in found)
+        yield from _merge(replace(op, module=module) for op in found)
 
 
 def _without_counts(op: OpRecord) -> OpRecord:

@@ -497,6 +497,19 @@ def test_a_function_that_is_not_one_step_is_refused(look):
         look(start)
 
 
+def test_a_star_stands_for_numbers_that_differ_alone():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    model, optimizer = initialize(layers, "O4")
+
+    def step():
+        with amp.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    rows = [line.split()[:2] for line in str(insight.explain(step)).splitlines() if "F.linear" in line]
+    assert rows[:2] == [["0", "F.linear"], ["1.*", "F.linear"]]
+
+
 def test_print_shows_what_the_commands_show():
     model, optimizer = initialize(make_gpt(layers=1), "O4")
     found = insight.explain(lambda: train(model, optimizer, 1))
