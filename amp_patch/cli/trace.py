@@ -79,7 +79,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
     faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
-    _tell_of_search(found)
+    _tell_of_search(found, is_all=not faults and _are_all_skipped(found, first))
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
@@ -162,7 +162,7 @@ def _format_list(remedy: "remedies.Remedy") -> str:
 
 def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
-    _tell_of_search(found)
+    _tell_of_search(found, is_all=_are_all_skipped(found, first))
     code = _tell_of_none(found, first, prog)
     if _are_all_skipped(found, first):
         return FAULT
@@ -198,21 +198,18 @@ def _find_searches(found: Watched) -> "list[FaultRecord]":
     return [fault for one in found.recordings[:1] for fault in one.of(FaultRecord) if fault.is_search]
 
 
-def _tell_of_search(found: Watched) -> None:
+def _tell_of_search(found: Watched, *, is_all: bool) -> None:
     from ..insight import describe_search
 
     searches = _find_searches(found)
     if searches:
-        print(describe_search(searches), flush=True)
+        print(describe_search(searches, is_all=is_all), flush=True)
 
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
     ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if _are_all_skipped(found, first):
-        from ..insight.fault_text import ALL_SKIPPED
-
-        print(ALL_SKIPPED)
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
         checked = steps_taken - len(_find_searches(found))

@@ -9,7 +9,6 @@ from .remedies import RULES_ON_A_LINE, Kind, Remedy, find_remedy, format_entries
 from .short_dtypes import spell_out
 
 _MOST_FURTHER = 5
-ALL_SKIPPED = "every step was skipped, so none was checked completely: run more steps"
 _CELL = "Cell In["  # how IPython begins the place of a line
 
 
@@ -26,22 +25,23 @@ def format_faults(recording: Recording) -> str:
     if found:
         return "\n".join([format_fault(found[0], recording.run), *describe_further(found[1:])])
     searched = [fault for fault in faults if fault.is_search]
-    lines = [describe_search(searched)] if searched else []
+    lines = [describe_search(searched, is_all=len(searched) >= len(recording.steps))] if searched else []
     skipped = sum(step.skipped is True for step in recording.steps)
     fitting = len(recording.steps) - max(skipped, len(searched))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
-    elif searched:
-        lines.append(ALL_SKIPPED)
-    else:
+    elif not searched:
         lines.append("it holds no op, no fault and no step of an optimizer")
     return "\n".join(lines)
 
 
-def describe_search(faults: Sequence[FaultRecord]) -> str:
-    """Return a sentence about steps that were skipped as a dynamic loss scale came down."""
+def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
+    """Return what there is to say of steps that were skipped as a dynamic loss scale came down, perhaps all."""
     times = count_of(len(faults), "step")
-    return f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
+    text = f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
+    if is_all:
+        text += "\nevery step was skipped, so none was checked completely: run more steps"
+    return text
 
 
 def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
