@@ -38,13 +38,25 @@ NOT_COPIED = shutil.ignore_patterns(
 CORE = {"config": 5, "casting": 6, "training": 6, "session": 4, "patching": 4, "apex/amp": 3, "apex": 2, "": 1}
 """How often an edit falls into a folder of the package."""
 
-WEIGHTS = CORE | {"insight": 1, "doctor": 1, "cli": 1}
+WEIGHTS = CORE | {"native": 1, "insight": 1, "doctor": 1, "cli": 1}
 """The same with the folders into which none falls unless `--wings` names them."""
 
 LEFT_OUT = {"errors.py", "reporting.py", "config/explain.py", "apex/_gone.py"}
 """Modules of prose."""
 
-FOLDERS = ("session", "training", "patching", "config", "casting", "system", "apex", "cli", "doctor", "insight")
+FOLDERS = (
+    "session",
+    "training",
+    "patching",
+    "config",
+    "casting",
+    "system",
+    "apex",
+    "native",
+    "cli",
+    "doctor",
+    "insight",
+)
 """The folders of tests, in the order in which they are tried; files beside them come first."""
 
 SILENT = re.compile(
