@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _aten = torch.ops.aten
 
@@ -65,9 +65,10 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
     if not any(one is mode for one in _get_current_dispatch_mode_stack()):
         return False
     above = []
-    while _get_current_dispatch_mode_stack()[-1] is not mode:
-        above.append(_pop_mode())
+    while (top := _get_current_dispatch_mode_stack()[-1]) is not mode:
+        TorchDispatchMode.__exit__(top, None, None, None)  # not what its class does at the end of a block
+        above.append(top)
     mode.__exit__(None, None, None)
     for one in reversed(above):
-        _push_mode(one)
+        TorchDispatchMode.__enter__(one)
     return True

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from gpt import make_gpt
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch_state import VERSION, find_changes
@@ -203,6 +204,7 @@ def test_a_reset_below_a_mode_of_the_users_leaves_that_alone(in_thread):
         F.linear(x, x)
     assert counter.get_total_flops() == 2 * 2 * 8**3
     assert count_dispatch_modes() == count_watching_modes() == 0
+    assert not is_in_torch_dispatch_mode()  # where torch believes that it is in one, it compiles nothing
 
 
 TRANSFORMS = {
