@@ -142,7 +142,7 @@ def masked_row(given):
     return given.regress(nn.Sequential(Layer(attend, q=linear(16, 16))), draw(2, 6, 16))
 
 
-@case("a hand-written RMSNorm in every block squares in 16 bits", "precision", "list")
+@case("a hand-written RMSNorm in every block that squares its input in 16 bits", "precision", "list")
 def rms_norm_in_every_block(given):
     def normalise(self, x):
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)  # HERE
@@ -156,7 +156,7 @@ def rms_norm_in_every_block(given):
     return given.regress(nn.ModuleDict({"blocks": nn.Sequential(*blocks)})["blocks"], draw(4, 16))
 
 
-@case("a 16-bit mask of -1e9 times zero or one, and a fully masked row", "precision", "list")
+@case("a mask computed in 16 bits as -1e9 times zero or one, with a fully masked row", "precision", "list")
 def mask_of_large_numbers(given):
     keep = torch.ones(2, 1, 6)
     keep[1] = 0
@@ -219,7 +219,7 @@ def gan_of_two_models(given):
     return given.start([generator, judge], lambda: F.softplus(-judge(generator(z))).mean())
 
 
-@case("a hand-written GAN loss: log(1 - D(x)), where 16 bits round D(x) to one", "precision", "list")
+@case("a hand-written GAN loss: log(1 - D(x)), where D(x) rounds to one in 16 bits", "precision", "list")
 def gan_loss(given):
     judge = nn.Sequential(linear(8, 8), linear(8, 1, 1.0, bias=10.0))
     x = draw(4, 8, factor=0.1)
@@ -234,7 +234,7 @@ def gan_gradient(given):
 
 
 @case(
-    "two hand-written GAN losses in one step; in one of them, 16 bits round D(x) to one",
+    "two hand-written GAN losses in one step, in one of which D(x) rounds to one in 16 bits",
     "precision",
     "list",
 )
@@ -285,7 +285,7 @@ def gan_gradient_left_behind(given):
     return lambda: take_step(loss(), of_generator)
 
 
-@case("a decoder after exp(log variance) of 13", "precision", "list")
+@case("a VAE decoder whose input is scaled by exp(13), from a log variance of 13", "precision", "list")
 def vae_decoder(given):
     def decode(self, x):
         spread = torch.exp(self.logvar(x))
@@ -296,7 +296,7 @@ def vae_decoder(given):
     return given.regress(nn.Sequential(model), draw(4, 8))
 
 
-@case("the divergence of a VAE: squares of large means outside of modules", "precision", "list")
+@case("the KL divergence of a VAE: squares of large means outside of modules", "precision", "list")
 def vae_loss(given):
     encoder = nn.Sequential(linear(8, 8, 300.0))
     x = draw(4, 8)
@@ -397,7 +397,7 @@ def growing_state(given):
     return given.regress(nn.Sequential(Layer(run, start=linear(8, 8)), linear(8, 1)), draw(4, 8))
 
 
-@case("a recurrence whose gradient grows by 16 at each of 3 steps", "precision", "scale", loss_scale=2.0**10)
+@case("a recurrence whose gradient grows by a factor of 16 at each of 3 steps", "precision", "scale", loss_scale=2.0**10)
 def growing_gradient(given):
     def run(self, x):
         for _ in range(3):
@@ -682,7 +682,7 @@ def compiled(given):
     return given.start(model, lambda: step(x).float().square().mean())
 
 
-@case("an overflow in a thread of the script's own", "precision", "list")
+@case("an overflow in a thread that the script starts", "precision", "list")
 def in_a_thread(given):
     def scale(self, x):
         return torch.sigmoid(self.lin(x) @ x.T)  # HERE
