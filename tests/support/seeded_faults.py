@@ -397,7 +397,7 @@ def growing_state(given):
     return given.regress(nn.Sequential(Layer(run, start=linear(8, 8)), linear(8, 1)), draw(4, 8))
 
 
-@case("a recurrence whose gradient grows by a factor of 16 at each of 3 steps", "precision", "scale", loss_scale=2.0**10)
+@case("a recurrent gradient that grows by a factor of 16 at each step", "precision", "scale", loss_scale=2.0**10)
 def growing_gradient(given):
     def run(self, x):
         for _ in range(3):
