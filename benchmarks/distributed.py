@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,14 +46,8 @@ COLUMNS = ("setting", "mode", "collectives", "KiB", "of flags", "ms/step", "spre
 FLAGS = 64
 """Bytes: whatever is smaller tells others of an overflow."""
 
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one step sends: how many collectives, their bytes, and how many are of a few numbers only."""
-
-    calls: tuple[str, ...]
-    bytes: int
-    flags: int
+Sent = list[tuple[str, int]]
+"""The collectives of one step, each with its bytes."""
 
 
 class Counter(TorchDispatchMode):
@@ -62,7 +55,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen: Sent = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -74,13 +67,6 @@ class Counter(TorchDispatchMode):
             sizes = [sum(one.nbytes for one in pytree.tree_leaves(side) if isinstance(one, Tensor)) for side in sides]
             self.seen.append((name.rstrip("_"), max(sizes)))
         return result
-
-    def traffic(self) -> Traffic:
-        return Traffic(
-            tuple(name for name, _ in self.seen),
-            sum(size for _, size in self.seen),
-            sum(size <= FLAGS for _, size in self.seen),
-        )
 
 
 @contextlib.contextmanager
@@ -116,8 +102,8 @@ def distributed(setting: str, mode: str, workload: Workload) -> Iterator[Trainer
         yield trainer
 
 
-def run_round(setting: str, mode: str, workload: Workload, steps: int, warmup: int) -> tuple[float, Traffic]:
-    """Build, warm up, time and count one mode on this rank: the median milliseconds of a step, and its traffic."""
+def run_round(setting: str, mode: str, workload: Workload, steps: int, warmup: int) -> tuple[float, Sent]:
+    """Build, warm up, time and count one mode on this rank: the median milliseconds of a step, and what one sends."""
     losses, milliseconds = workload.micro_batches(1), []
     with distributed(setting, mode, workload) as trainer:
         for number in range(warmup + steps):
@@ -128,21 +114,21 @@ def run_round(setting: str, mode: str, workload: Workload, steps: int, warmup: i
                 milliseconds.append(1e3 * (time.perf_counter() - started))
         with Counter() as counter:
             trainer.step(losses)
-    return statistics.median(milliseconds), counter.traffic()
+    return statistics.median(milliseconds), counter.seen
 
 
 def compare(
     setting: str, modes: list[str], workload: Workload, arguments: argparse.Namespace
-) -> tuple[dict[str, Samples], dict[str, Traffic]]:
-    """Every mode's milliseconds by round, and its traffic."""
-    traffic: dict[str, Traffic] = {}
+) -> tuple[dict[str, Samples], dict[str, Sent]]:
+    """Every mode's milliseconds by round, and what a step sends."""
+    sent: dict[str, Sent] = {}
 
     def measure(mode: str) -> float:
-        milliseconds, traffic[mode] = run_round(setting, mode, workload, arguments.steps, arguments.warmup)
+        milliseconds, sent[mode] = run_round(setting, mode, workload, arguments.steps, arguments.warmup)
         return milliseconds
 
     candidates: dict[str, Callable[[], float]] = {mode: functools.partial(measure, mode) for mode in modes}
-    return interleave(candidates, arguments.rounds), {mode: traffic[mode] for mode in modes}
+    return interleave(candidates, arguments.rounds), sent
 
 
 def find_reference(mode: str) -> str | None:
@@ -151,13 +137,14 @@ def find_reference(mode: str) -> str | None:
     return None if low is None else f"autocast-{low}"
 
 
-def table_rows(setting: str, samples: dict[str, Samples], traffic: dict[str, Traffic]) -> list[list[str]]:
+def table_rows(setting: str, samples: dict[str, Samples], sent: dict[str, Sent]) -> list[list[str]]:
     rows = []
     for mode, sample in samples.items():
-        sent, reference = traffic[mode], find_reference(mode)
+        sizes, reference = [size for _, size in sent[mode]], find_reference(mode)
         against = samples.get(reference or "")
         ratio = [f"{sample.ratio(against):.3f}", reference or ""] if against else ["-", "-"]
-        counts = [str(len(sent.calls)), f"{sent.bytes / 1024:.1f}", str(sent.flags)]
+        flags = sum(size <= FLAGS for size in sizes)
+        counts = [str(len(sizes)), f"{sum(sizes) / 1024:.1f}", str(flags)]
         rows.append([setting, mode, *counts, f"{sample.median:.2f}", f"+-{sample.spread:.1%}", *ratio])
     return rows
 
@@ -171,8 +158,7 @@ def serve(rank: int, store: str, arguments: argparse.Namespace) -> None:
     for setting in arguments.setting.split(","):
         workload = WORKLOADS["mlp" if setting == "tp" else arguments.workload](Size(), CPU)
         modes = [mode for mode in SETTINGS[setting] if arguments.modes is None or mode in arguments.modes.split(",")]
-        samples, traffic = compare(setting, modes, workload, arguments)
-        rows += table_rows(setting, samples, traffic)
+        rows += table_rows(setting, *compare(setting, modes, workload, arguments))
     if rank == 0:
         print(environment(CPU, ranks=WORLD_SIZE), end="\n\n")
         print(format_table(COLUMNS, rows, left=2))

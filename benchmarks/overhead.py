@@ -1,5 +1,4 @@
-"""What amp_patch costs where it saves nothing: import, initialize, reset, each patched call, and steps that insight
-looks at.
+"""What amp_patch costs where it saves nothing: initialize, reset, each patched call, and steps that insight looks at.
 
     python benchmarks/overhead.py --rounds 11
 
@@ -12,17 +11,16 @@ import argparse
 import contextlib
 import functools
 import statistics
-import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import Samples, environment, format_table, interleave, seconds_per_call
+from timing import Samples, environment, format_table, interleave
 from torch import Tensor, nn
 from training import WORKLOADS, Size, prepared
 
@@ -31,15 +29,6 @@ from amp_patch import insight
 from amp_patch.insight.tracer import tracing
 
 LAYERS = 80  # a weight and a bias each: 160 tensors
-IMPORT_CODE = """
-import time
-started = time.perf_counter()
-import torch
-torch_done = time.perf_counter()
-{extra}
-done = time.perf_counter()
-print(torch_done - started, done - torch_done)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +43,6 @@ class Call:
     code: Callable[..., Tensor]
     patched: tuple[Tensor, ...]
     bare: tuple[Tensor, ...] = ()
-
-
-def measure_import(rounds: int) -> list[list[str]]:
-    """Milliseconds of `import torch`, and of amp_patch's import after it, in fresh processes that take turns with plain
-    ones.
-    """
-    after: list[float] = []
-
-    def fresh_process(extra: str) -> float:
-        command = [sys.executable, "-c", IMPORT_CODE.format(extra=extra)]
-        root = Path(__file__).resolve().parent.parent
-        done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-        torch_seconds, extra_seconds = map(float, done.stdout.split())
-        if extra:
-            after.append(1e3 * extra_seconds)
-        return 1e3 * torch_seconds
-
-    candidates = {"torch": lambda: fresh_process(""), "both": lambda: fresh_process("from amp_patch import initialize")}
-    plain = interleave(candidates, rounds)["torch"]
-    alone = statistics.median(after)
-    share = f"{alone / plain.median:.1%} of torch"
-    return [
-        ["import torch", f"{plain.median:.1f} ms", f"+-{plain.spread:.0%}", ""],
-        ["import amp_patch, torch already there", f"{alone:.1f} ms", "", share],
-    ]
 
 
 def measure_initialize(level: str, rounds: int) -> list[list[str]]:
@@ -150,10 +114,8 @@ def make_calls(model: Layer, low: torch.dtype) -> list[Call]:
         Call("whitelist: x @ w, low", Tensor, "__matmul__", matmul, low_layer[:2]),
         Call("whitelist: x @ w, float32 x: one cast", Tensor, "__matmul__", matmul, (rows, low_weight), low_layer[:2]),
         Call("whitelist: attention, low", F, "scaled_dot_product_attention", attention, (heads,)),
-        Call("whitelist: torch.einsum, low", torch, "einsum", lambda x: torch.einsum("ij,jk->ik", x, x), (low_rows,)),
         Call("blacklist: F.softmax, float32", F, "softmax", lambda x: F.softmax(x, dim=-1), (rows,)),
         Call("blacklist: F.layer_norm, float32", F, "layer_norm", norm, (rows, bias)),
-        Call("blacklist: torch.logsumexp, float32", torch, "logsumexp", lambda x: torch.logsumexp(x, 0), (rows,)),
         Call("blacklist: torch.exp, low: one cast", torch, "exp", lambda x: torch.exp(x), (low_rows,), (rows,)),
         Call("promote: torch.atan2, alike", torch, "atan2", atan2, (rows, rows)),
         Call("promote: torch.atan2, mixed: one cast", torch, "atan2", atan2, (rows, low_rows), (rows, rows)),
@@ -163,48 +125,22 @@ def make_calls(model: Layer, low: torch.dtype) -> list[Call]:
     ]
 
 
-def make_apex_calls(model: Layer, low: torch.dtype) -> list[Call]:
-    """The same for the rules that only the list `apex` has."""
-
-    def entropy(x: Tensor) -> Tensor:
-        return F.binary_cross_entropy(x, x)
-
-    rows = torch.rand(8, 8)
-    return [
-        Call("banned: F.binary_cross_entropy", F, "binary_cross_entropy", entropy, (rows,)),
-        Call("in-place error: x.pow_(1)", Tensor, "pow_", lambda x: x.pow_(1), (rows.clone(),)),
-    ]
-
-
-def find_low_dtype(level: str) -> torch.dtype:
-    """The dtype that whitelisted ops have under a level on this machine."""
-    model = nn.Linear(1, 1)
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    low = amp.stats().low_dtype
-    amp.reset()
-    if low is None:
-        raise SystemExit(f"{level} casts nothing")
-    return low
-
-
-def measure_calls(
-    level: str, rounds: int, calls: int, make: Callable[[Layer, torch.dtype], list[Call]], lists: str | None
-) -> list[list[str]]:
+def measure_calls(level: str, rounds: int, calls: int) -> list[list[str]]:
     """Microseconds of each call bare and under `level`; every round opens and closes a session of its own."""
     bare: dict[str, list[float]] = {}
     patched: dict[str, list[float]] = {}
     is_patched: dict[str, bool] = {}
-    low = find_low_dtype(level)
+    low = torch.bfloat16 if level in ("O4", "O5") else torch.float16
 
     def microseconds(call: Call, inputs: tuple[Tensor, ...]) -> float:
-        return 1e6 * seconds_per_call(lambda: call.code(*inputs), calls)
+        return 1e6 * timeit.timeit(lambda: call.code(*inputs), number=calls) / calls
 
     for _ in range(rounds):
         model = Layer()
-        timed = make(model, low)
+        timed = make_calls(model, low)
         for call in timed:
             bare.setdefault(call.label, []).append(microseconds(call, call.bare or call.patched))
-        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, lists=lists, verbosity=0)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
         for call in timed:
             is_patched[call.label] = amp.is_patched(call.owner, call.name)
             call.code(*call.patched)
@@ -216,8 +152,7 @@ def measure_calls(
         note = f"{after.difference(before):+.2f} us, x{after.ratio(before):.2f}"
         if not is_patched[label]:
             note += ", not patched"
-        title = f"{level} {label}" if lists is None else f"{lists} list, {level} {label}"
-        rows.append([title, f"{after.median:.2f} us", f"bare {before.median:.2f} us", note])
+        rows.append([f"{level} {label}", f"{after.median:.2f} us", f"bare {before.median:.2f} us", note])
     return rows
 
 
@@ -342,7 +277,7 @@ def measure_insight(name: str, mode: str, rounds: int, steps: int = 3) -> list[l
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Costs of amp_patch on the host: import, initialize, reset, each patched call, and insight."
+        description="Costs of amp_patch on the host: initialize, reset, each patched call, and insight."
     )
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repeats (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=5000, help="calls timed together (default: %(default)s)")
@@ -356,10 +291,8 @@ def main() -> None:
     torch.set_num_threads(1)  # tiny tensors need no more
     rounds, level = arguments.rounds, arguments.level
     rows = [
-        *measure_import(rounds),
         *measure_initialize(level, rounds),
-        *measure_calls(level, rounds, arguments.calls, make_calls, None),
-        *measure_calls("O4", rounds, arguments.calls, make_apex_calls, "apex"),
+        *measure_calls(level, rounds, arguments.calls),
     ]
     rows += measure_blocks(rounds)
     for name in filter(None, arguments.workload.split(",")):

@@ -24,25 +24,9 @@ import torch
 from memory import measure
 from timing import Samples, environment, format_table, interleave, synchronize
 from torch import nn
-from training import AUTOCAST, WORKLOADS, Size, Workload, add_options, parse_options, prepared
+from training import AUTOCAST, WORKLOADS, Size, add_options, parse_options, prepared
 
 EPS = 1e-4  # AdamW's 1e-8 is 0 in float16, in which O3 keeps the optimizer's states: its steps would divide by 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One measurement: what to train, how to split the batch, and how often."""
-
-    workload: str
-    size: Size
-    micro_batches: int
-    fused: bool
-    steps: int
-    warmup: int
-    threads: int | None
-    device: torch.device
-    clock: str
-    compile_mode: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +39,45 @@ class Outcome:
     peak: int
 
 
-def make_workload(plan: Plan) -> Workload:
-    torch.manual_seed(0)
-    return WORKLOADS[plan.workload](plan.size, plan.device)
-
-
-def train(mode: str, plan: Plan, pipe: Connection) -> None:
-    """Warm up a mode, time a few steps whenever the pipe asks for them, and measure its memory at the end."""
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    read_clock = time.process_time if plan.clock == "cpu" else time.perf_counter
+def train(mode: str, name: str, micro_batches: int, options: argparse.Namespace, pipe: Connection) -> None:
+    """Warm up a mode of a workload, time a few steps whenever the pipe asks for them, and measure its memory at the
+    end.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    read_clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    device = options.device
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=3e-4, eps=EPS, fused=plan.fused)
+        return torch.optim.AdamW(model.parameters(), lr=3e-4, eps=EPS, fused=options.fused)
 
-    workload = make_workload(plan)
-    losses = workload.micro_batches(plan.micro_batches)
-    with prepared(mode, workload.build, make_optimizer, plan.device, plan.compile_mode) as trainer:
-        for _ in range(plan.warmup):
+    torch.manual_seed(0)
+    workload = WORKLOADS[name](Size(options.batch, options.sequence, options.channels_last), device)
+    losses = workload.micro_batches(micro_batches)
+    with prepared(mode, workload.build, make_optimizer, device, options.compile) as trainer:
+        for _ in range(options.warmup):
             trainer.step(losses)
         pipe.send(trainer.low)
         while pipe.recv():
             milliseconds = []
-            for _ in range(plan.steps):
-                synchronize(plan.device)
+            for _ in range(options.steps):
+                synchronize(device)
                 started = read_clock()
                 loss = trainer.step(losses)
-                synchronize(plan.device)
+                synchronize(device)
                 milliseconds.append(1e3 * (read_clock() - started))
             pipe.send((statistics.median(milliseconds), float(loss.detach())))
     # not before: what malloc has kept from it would change the times
-    pipe.send(measure(mode, workload, plan.device, plan.fused, plan.micro_batches).peak)
+    pipe.send(measure(mode, workload, device, options.fused, micro_batches).peak)
 
 
 class Worker:
     """The process of one mode."""
 
-    def __init__(self, mode: str, plan: Plan) -> None:
+    def __init__(self, mode: str, name: str, micro_batches: int, options: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=train, args=(mode, plan, other), daemon=True)
+        self._process = context.Process(target=train, args=(mode, name, micro_batches, options, other), daemon=True)
         self._process.start()
         other.close()
         self.low = self._pipe.recv()
@@ -115,13 +98,13 @@ class Worker:
         return peak
 
 
-def compare(plan: Plan, modes: list[str], rounds: int, processes: int) -> dict[str, Outcome]:
-    """Return every mode's outcome; the modes take turns, `rounds` of them with each of their processes."""
-    values: dict[str, tuple[float, ...]] = dict.fromkeys(modes, ())
+def compare(name: str, micro_batches: int, options: argparse.Namespace) -> dict[str, Outcome]:
+    """Return every mode's outcome; the modes take turns, `options.rounds` of them with each of their processes."""
+    values: dict[str, tuple[float, ...]] = dict.fromkeys(options.modes, ())
     outcomes = {}
-    for seed in range(processes):
-        workers = {mode: Worker(mode, plan) for mode in modes}
-        samples = interleave({mode: worker.take_turn for mode, worker in workers.items()}, rounds, seed)
+    for seed in range(options.processes):
+        workers = {mode: Worker(mode, name, micro_batches, options) for mode in options.modes}
+        samples = interleave({mode: worker.take_turn for mode, worker in workers.items()}, options.rounds, seed)
         for mode, worker in workers.items():
             values[mode] += samples[mode].values
             outcomes[mode] = Outcome(Samples(values[mode]), worker.loss, worker.low, worker.close())
@@ -170,25 +153,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    device = arguments.device
-    size = Size(arguments.batch, arguments.sequence, arguments.channels_last)
+    options = parse_arguments()
     rows = []
-    for name in arguments.workload:
-        for micro_batches in map(int, arguments.micro_batches.split(",")):
-            run = (arguments.fused, arguments.steps, arguments.warmup, arguments.threads, device, arguments.clock)
-            plan = Plan(name, size, micro_batches, *run, arguments.compile)
-            outcomes = compare(plan, arguments.modes, arguments.rounds, arguments.processes)
+    for name in options.workload:
+        for micro_batches in map(int, options.micro_batches.split(",")):
+            outcomes = compare(name, micro_batches, options)
             rows.append(make_row(f"{name} x{micro_batches}", outcomes))
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     about = {
-        "clock": arguments.clock,
-        "optimizer": f"AdamW, eps {EPS:g}" + (", fused" if arguments.fused else ""),
-        "compile": arguments.compile or "no",
-        "channels_last": arguments.channels_last,
+        "clock": options.clock,
+        "optimizer": f"AdamW, eps {EPS:g}" + (", fused" if options.fused else ""),
+        "compile": options.compile or "no",
+        "channels_last": options.channels_last,
     }
-    print(environment(device, **about), end="\n\n")
+    print(environment(options.device, **about), end="\n\n")
     times = [column for column in rows[0] if not column.startswith("peak ")]
     columns = [*times, *(column for column in rows[0] if column not in times)]
     print(format_table(columns, [[row.get(column, "-") for column in columns] for row in rows], left=1))

@@ -7,7 +7,6 @@ in another order, and a ratio is the median of the ratios within the rounds, not
 import platform
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,21 +53,6 @@ def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int, seed:
         for name in shuffler.sample(list(candidates), len(candidates)):
             values[name].append(candidates[name]())
     return {name: Samples(tuple(taken)) for name, taken in values.items()}
-
-
-def seconds_per_call(function: Callable[[], object], calls: int) -> float:
-    """The mean wall time of `calls` calls, the cost of the loop itself taken off; on the CPU, where nothing needs
-    synchronising.
-    """
-    repetitions = range(calls)
-    started = time.perf_counter()
-    for _ in repetitions:
-        pass
-    loop = time.perf_counter() - started
-    started = time.perf_counter()
-    for _ in repetitions:
-        function()
-    return (time.perf_counter() - started - loop) / calls
 
 
 def synchronize(device: torch.device) -> None:
