@@ -23,7 +23,7 @@ from .functions import (
 )
 from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
-from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, hold
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
 from .session import current as _current
 from .training import UnscaledBlock
 
@@ -97,7 +97,8 @@ def initialize(
         compute: "auto", "native" or "float32".
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
             else unchanged.
-        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later call with another
+            optimizer starts dynamic scales anew, as in Apex.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
@@ -119,6 +120,10 @@ def initialize(
         SessionError: models of another policy are still alive.
     """
     arguments = locals()  # those that override a property of the level
+    if isinstance(models, Iterator):
+        models = list(models)  # read twice, it would be empty
+    if isinstance(optimizers, Iterator):
+        optimizers = list(optimizers)
     returned = models if optimizers is None else (models, optimizers)
     is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)
@@ -127,8 +132,6 @@ def initialize(
         for optimizer in _as_optimizers_of_any(optimizers):
             vars(optimizer)["step_was_skipped"] = False  # for loops that ask
         return returned
-    models, returned = hold(models, returned, 0 if optimizers is not None else None)
-    optimizers, returned = hold(optimizers, returned, 1 if optimizers is not None else None)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
         raise ModelError(
@@ -174,7 +177,7 @@ def _announce_compute(policy: Policy, device_type: str) -> None:
 def _as_optimizers_of_any(optimizers: Any) -> Sequence[Any]:
     """Return the optimizers in an argument that is not checked, because amp is disabled."""
     with contextlib.suppress(ArgumentTypeError):
-        return as_optimizers(None if isinstance(optimizers, Iterator) else optimizers)
+        return as_optimizers(optimizers)
     return ()
 
 

@@ -1,7 +1,7 @@
 """The arguments of the public functions: read, and judged before anything is changed."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +34,6 @@ def as_enabled(enabled: Any) -> bool:
             f" opt_level={enabled!r} if it is a level"
         )
     return word == "true"
-
-
-def hold(objects: Any, returned: Any, position: int | None) -> tuple[Any, Any]:
-    """Turn a one-shot iterable into a list, also in what is returned, since reading it twice would find it empty."""
-    if not isinstance(objects, Iterator):
-        return objects, returned
-    held = list(objects)
-    if position is None:
-        return held, held
-    items = list(returned)
-    items[position] = held
-    return held, tuple(items)
 
 
 # ---- models ----

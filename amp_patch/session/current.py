@@ -62,6 +62,7 @@ def initialize(
         close_if_over()
         session = state.session
         fits = session is not None and (session.policy, session.device_type) == (policy, device_type)
+        fits = fits and session is not None and session.has_lists_of(policy)
         if session is not None and not fits and not (replace or replace_other):
             raise SessionError(describe_conflict(session.policy, policy, session.models(), models))
         if session is not None and fits and not replace:
@@ -79,6 +80,8 @@ def initialize(
             session.add_scalers(num_losses)
             if not (added or unbound or overflow_group is not None):
                 return session
+            if unbound:
+                session.restart_scalers()
             session.adopt(models, unbound, overflow_group)
             tell(session.without_casts(), "session_opened", session)
             return session

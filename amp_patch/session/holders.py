@@ -60,7 +60,9 @@ def _describe_difference(in_force: Policy, asked: Policy) -> str:
     before, after = dict(in_force.describe()), dict(asked.describe())
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     changes = [f"{name} {after.get(name, '-')} instead of {before.get(name, '-')}" for name in names]
-    return " and ".join(changes) or "the same level with other bounds of the loss scale, or on another device,"
+    if asked == in_force:
+        return "the same level with lists whose files have changed, or on another device,"
+    return " and ".join(changes) or "the same level with other bounds of the loss scale"
 
 
 def _advise(holders: Sequence[str]) -> str:

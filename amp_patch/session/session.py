@@ -22,7 +22,7 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
-from ..reporting import warn
+from ..reporting import say, warn
 from ..training import Decisions, LossBlock, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
@@ -253,6 +253,21 @@ class Session:
                 )
             )
             self.scalers[-1].is_shared = bool(self.decisions.groups)
+
+    def restart_scalers(self) -> None:
+        """Begin dynamic loss scales anew that have scaled a loss: what one training has found is not right for another.
+
+        Those of a state that was loaded stay.
+        """
+        used = [scaler for scaler in self.scalers if scaler.is_dynamic and not scaler.awaits_loss]
+        for scaler in used:
+            scaler.restart()
+        if used:
+            say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
+
+    def has_lists_of(self, policy: Policy) -> bool:
+        """Tell whether the op lists of a policy say now what the session was opened with; files can change."""
+        return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
 
     def refresh(self) -> None:
         """Recast every cached weight before its next use, and copy masters to their parameters."""

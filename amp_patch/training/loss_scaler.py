@@ -50,14 +50,18 @@ class LossScaler:
         self.backoff_factor = rule.backoff_factor
         self.growth_interval = rule.growth_interval
         self.hysteresis = rule.hysteresis
-        start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
-        self.scale = torch.tensor(start, dtype=torch.float32)
+        self._start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
+        self.is_identity = not self.is_dynamic and self._start == 1.0
+        self.is_shared = False  # several ranks decide together, each time one of them would decide
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: the first scale, and no steps."""
+        self.scale = torch.tensor(self._start, dtype=torch.float32)
         self.known_scale = self.scale.item()  # the last that the host has heard of
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
-        self.is_identity = not self.is_dynamic and start == 1.0
         self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
-        self.is_shared = False  # several ranks decide together, each time one of them would decide
         self.found_inf: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:

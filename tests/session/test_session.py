@@ -160,6 +160,40 @@ def test_a_known_model_may_come_with_a_new_optimizer_and_a_known_optimizer_with_
         amp.initialize(make_model(1), optimizer, opt_level="O2", verbosity=0)
 
 
+def test_the_loss_scale_starts_anew_with_another_optimizer_but_stays_as_loaded(capsys):
+    model, optimizer = initialize("O1")
+    for _ in range(3):
+        with amp.scale_loss(model(make_batches(1)[0][0]).sum() * float("inf"), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert amp.stats().loss_scales == (2.0**13,)
+    teacher = amp.initialize(make_model(1), opt_level="O1", verbosity=0)  # trains nothing
+    assert amp.stats().loss_scales == (2.0**13,) and teacher is not model
+    saved = amp.state_dict()
+    other = make_model(2)
+    amp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.05), opt_level="O1")
+    assert amp.stats().loss_scales == (2.0**16,) and "starts anew at 65536" in capsys.readouterr().out
+    amp.load_state_dict(saved)
+    another = make_model(3)
+    amp.initialize(another, torch.optim.SGD(another.parameters(), lr=0.05), opt_level="O1", verbosity=0)
+    assert amp.stats().loss_scales == (2.0**13,)
+
+
+@pytest.mark.parametrize("which", ["the same model", "another model"])
+def test_a_list_that_has_changed_is_an_error_while_models_live(which, tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("extends: float16\n")
+    model, optimizer = initialize("O1", lists=path)
+    path.write_text("extends: float16  # with a comment\n")
+    amp.initialize(model, optimizer, opt_level="O1", lists=path, verbosity=0)
+    path.write_text("extends: float16\nmodules: [{match: '*', run: float32}]\n")
+    given = (model, optimizer) if which == "the same model" else (make_model(1), None)
+    with pytest.raises(amp.SessionError, match="lists whose files have changed"):
+        amp.initialize(*given, opt_level="O1", lists=path, verbosity=0)
+    amp.initialize(*given, opt_level="O1", lists=path, verbosity=0, replace=True)
+    assert amp.is_patched(torch, "matmul")
+
+
 def test_other_arguments_for_the_same_model_are_named():
     model, optimizer = initialize("O1")
     for options, told in (
