@@ -139,7 +139,9 @@ class FaultFinder:
         if overload.has_one_output:
             outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
-        if number is not None and made:
+        if number is not None and of is not None:
+            self._by_node[number] = of
+        elif number is not None and made:
             self._by_node[number] = made[0]
         if self.repair.is_under_way:
             with current.without_casts():

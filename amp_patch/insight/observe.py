@@ -180,8 +180,8 @@ class Observer:
         overload, node, calls = op.overload, op.node, self._calls()
         number = None
         count = count_nodes()
-        if node is None and self._is_below() and count != getattr(self._local, "nodes", None):
-            number = count - 1
+        if self._is_below() and count != getattr(self._local, "nodes", None):
+            number = count - 1  # of the forward pass, or of a backward pass that is to have a gradient itself
         self._local.nodes = count
         if number is not None and calls:
             self._by_node[number] = calls[-1]

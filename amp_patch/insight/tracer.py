@@ -78,6 +78,7 @@ class Tracer(Recorder):
         self._loss = _Growth()  # since the smallest
         self._largest_weight = _Growth()  # since the first step
         self._are_weights_finite = False
+        self._scale = 1.0  # of the last loss
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -102,6 +103,7 @@ class Tracer(Recorder):
         super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
             self._is_loss_seen = True
+            self._scale = self._find_scale()
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
             self._reaching["loss"] |= self._finder.find_faults([loss])
             self._note_loss(loss)
@@ -368,8 +370,15 @@ class Tracer(Recorder):
         return None
 
     def _get_scale(self) -> float:
+        return self._scale
+
+    def _find_scale(self) -> float:
+        """Return the scale of the block that is open; of a script with GradScaler, its scale."""
         if self._session is None:
             return 1.0
+        blocks = self._session.ledgers.open_blocks()
+        if blocks:
+            return blocks[-1].scaler.known_scale
         return max(self._session.stats(wait=False).loss_scales, default=1.0)
 
 
