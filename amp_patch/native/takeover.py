@@ -334,7 +334,8 @@ class Takeover:
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
                 " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
-                " compare --everywhere"
+                " compare --everywhere. If the script needs arguments for mixed precision, write them after `--`."
+                " FP16_Optimizer has no levels"
             )
         session = self.session()
         if self.changes and self._was_missed:

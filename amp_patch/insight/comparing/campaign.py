@@ -139,9 +139,16 @@ class Campaign:
                 if not is_done and self._compared[name].failed in ("", "did not run"):
                     self._train(name, seed)
                 if name == reference and not self._compared[name].failed:
+                    if self._has_same_losses():
+                        return
                     self._train(name, seed, is_noise=True)
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
+
+    def _has_same_losses(self) -> bool:
+        """Tell whether the reference has the same losses from two seeds: the training sets a seed of its own."""
+        losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
+        return len(losses) > 1 and losses[0] == losses[1]
 
     def _count_runs(self) -> int:
         trainings = (len(self._runs) + 1) * len(self._plan.seeds)

@@ -28,10 +28,11 @@ SAMPLES = 512
 
 
 class CurveProbe(Probe):
-    """Takes down the loss, the loss scale and the time of each step; waits for the device once a step.
+    """Takes down the loss, the loss scale (the smallest of several) and the time of each step; waits for the device
+    once a step.
 
     The loss of a step is the mean of those that `scale_loss` was given. The time is that from the end of a step to that
-    of the next, with all that the script does between.
+    of the next, with all that the script does between: on a CPU the CPU time, to which other programs add little.
 
     Args:
         steps: how many to watch.
@@ -48,15 +49,18 @@ class CurveProbe(Probe):
         self._scales: list[float] = []
         self._skipped: list[int] = []
         self._seconds: list[float] = []
-        self._started = time.perf_counter()
+        self._read_clock = time.perf_counter
+        self._started = self._read_clock()
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
         if self._is_noise and self.run is None:
-            _nudge(session)
+            _nudge(session, session.trained())
         self.run = describe_run(session)
         self.stop()
-        self._started = time.perf_counter()
+        if session.device_type == "cpu":
+            self._read_clock = time.process_time
+        self._started = self._read_clock()
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Keep the loss up to the end of the step."""
@@ -65,6 +69,10 @@ class CurveProbe(Probe):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Take down what came of a step."""
+        if self._is_noise:
+            # of no other optimizer: a graph may hold its weights, as that of a generator does while its judge steps
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            _nudge(current.require(), weights, self._count + 1)
         if not self._is_counted(optimizer):
             return
         self._count += 1
@@ -74,19 +82,17 @@ class CurveProbe(Probe):
         self.run = describe_run(session)
         if session.device_type != "cpu":
             torch.accelerator.synchronize()
-        self._seconds.append(time.perf_counter() - self._started)
+        self._seconds.append(self._read_clock() - self._started)
         losses = [loss.cpu().double().mean().item() for loss in self._pending]
         self._pending.clear()
         self._losses.append(_shorten(mean(losses)))
-        self._scales.append(session.stats().loss_scales[0])
+        self._scales.append(min(session.stats().loss_scales))
         if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
-        if self._is_noise:
-            _nudge(session, self._count)
         if self._count == self._limit:
             self.stop()
             self._on_end()
-        self._started = time.perf_counter()
+        self._started = self._read_clock()
 
     def stop(self) -> None:
         """Watch no more. Harmless twice."""
@@ -105,14 +111,14 @@ def _shorten(value: float) -> float:
     return float(f"{value:.9g}")
 
 
-def _nudge(session: Session, seed: int = 0) -> None:
-    """Move every weight of the optimizers by one unit in the last place of its dtype, up or down.
+def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
+    """Move weights by one unit in the last place of their dtype, up or down.
 
     The seed says which go up; the random numbers of the run are not touched.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
-        for tensor in session.trained():
+        for tensor in weights:
             if tensor.is_floating_point():
                 is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
                 infinity = torch.full_like(tensor, torch.inf)

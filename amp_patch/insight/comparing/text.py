@@ -45,7 +45,11 @@ def heading(comparison: Summary) -> str:
     seeds = f"seed {about.seeds[0]}"
     if len(about.seeds) > 1:
         seeds = f"seeds {about.seeds[0]} to {about.seeds[-1]}"
-    return f"{about.steps} steps, {seeds}; torch {run.torch}, {run.device} ({about.machine})"
+    taken = max((row.steps for row in comparison.rows()), default=0)
+    steps = f"first {about.steps} steps"
+    if taken < about.steps:
+        steps = f"{taken} of {about.steps} steps, since the script ended"
+    return f"{steps}, {seeds}; torch {run.torch}, {run.device} ({about.machine})"
 
 
 def _cells(row: Row) -> dict[str, Shown]:
@@ -90,29 +94,31 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         if verdict.row.loss is not None:
             yield f"{verdict.row.name}: {verdict.of_loss()}; {verdict.of_time()}{verdict.of_memory()}"
     if comparison.are_seeds_equal:
-        yield "all seeds gave the same losses: the script sets a seed of its own"
+        yield "a second seed gave the same losses, so no more were run: the script sets a seed of its own"
     if any(verdict.may_be_chance for verdict in judged):
-        yield f"chance: to see whether a difference is chance, {_advise_on_seeds(comparison)}"
+        yield f"perhaps: to see whether a difference is chance, {_advise_on_seeds(comparison)}"
     tail = len(last(range(max((row.steps for row in rows), default=0))))
     final = f"final loss and difference from {about.reference}: means of the last {tail} steps"
     if tail <= 1:
         final = f"final loss and difference from {about.reference}: of the last step"
-    if len(about.seeds) > 1:
+    if any(row.spread is not None for row in rows):
         final += f", ± standard deviation over {len(about.seeds)} seeds"
     yield f"{final}; the loss is what the script calls backward on"
+    if comparison.recording.run.device == "cpu":
+        yield "ms/step: CPU time, added up over all threads"
     if comparison.noise is not None:
         yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
-        yield "noise: not known, because it was not measured"
+        yield "noise: not known, since the run that measures it failed"
     zero = "zero: gradients in the first step that become zero in the low dtype"
     if _have_scales(rows):
-        zero += ", without and with the loss scale"
+        zero += ", without a loss scale and with that of the last step"
     yield zero
     yield "worst layer: the layer that adds the most error in the first step from equal weights, and how much"
     for row in rows:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"
-        elif row.steps < about.steps:
+        elif row.steps < max(one.steps for one in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"

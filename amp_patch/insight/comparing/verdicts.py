@@ -14,11 +14,16 @@ ALIKE = 1e-2
 ALIKE_IN_SEEDS = 1e-3
 """The same part where there are several seeds."""
 
+WITHIN_NOISE = "within noise"
+
 TIMED_STEPS = 10
 """Times of fewer steps tell nothing."""
 
 SEEDS = 3
 """From so many seeds on, their spread tells whether a difference means something."""
+
+CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
+"""No chance explains a loss that is off by more than this part, and by so many times the noise."""
 
 _ALIKE_IN_COST = 0.05
 
@@ -50,7 +55,10 @@ class Verdict:
     @property
     def may_be_chance(self) -> bool:
         """Whether the loss is off by more than noise, and so few seeds were run that chance may explain it."""
-        return math.isfinite(self._difference) and self._find_reason() == "" and not self._has_seeds
+        if not math.isfinite(self._difference) or self._find_reason() or self._has_seeds:
+            return False
+        size, noise = abs(self._difference), self._summary.noise or 0.0
+        return size <= CLEAR * abs(self._base) or size <= CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
         """Return whether the run is as good."""
@@ -63,10 +71,13 @@ class Verdict:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
         reason = self._find_reason()
+        noise, base = self._summary.noise or 0.0, abs(self._base)
+        if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
+            return f"not told apart from {reference} ({off}, {reason}, which is {noise / base:.0%} of the loss)"
         if reason:
             return f"as good as {reference} ({off}, {reason})"
         if self._difference > 0 and self.row.skipped:
-            off += f", with {count_of(self.row.skipped, 'step')} skipped"
+            off += f", {count_of(self.row.skipped, 'step')} of {self.row.steps} skipped"
         if self._has_seeds:
             verdict = "better"
             if self._difference > 0:
@@ -74,13 +85,15 @@ class Verdict:
             return f"{verdict} than {reference} ({off}, beyond the spread of the seeds)"
         if self._difference < 0:
             return f"no worse than {reference} ({off})"
-        return f"worse than {reference} ({off}, which may be chance)"
+        if self.may_be_chance:
+            return f"perhaps worse than {reference} ({off})"
+        return f"worse than {reference} ({off})"
 
     def _find_reason(self) -> str:
         """Return why the difference means nothing; "" if it does mean something."""
         size, noise = abs(self._difference), self._summary.noise
         if noise is not None and size <= WITHIN * noise:
-            return "within noise"
+            return WITHIN_NOISE
         part = ALIKE
         if self._has_seeds:
             part = ALIKE_IN_SEEDS
@@ -95,7 +108,9 @@ class Verdict:
         direction = "lower"
         if self._difference > 0:
             direction = "higher"
-        if base and 1e-4 < size / base < 100:
+        if base and size / base < 1e-4:
+            return f"less than 0.01% {direction}"
+        if base and size / base < 100:
             return f"{size / base:.2%} {direction}"
         return f"{size:.1e} {direction}"
 
