@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_lists(arguments.parser, "--runs", *named)
     plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
     prefix = arguments.parser.prog
-    print(f"{prefix}: the script runs several times, and writes its files each time", file=sys.stderr)
     runner = ScriptRunner(arguments, is_quiet=True)
+    print(f"{prefix}: the script runs several times, and writes its files each time", file=sys.stderr)
     campaign = Campaign(runner, plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
     is_interrupted = False
     try:

@@ -31,12 +31,18 @@ FURTHER = 10
 dynamic loss scale skips do not count: in them no list is at fault, and none is proved.
 """
 
-_ROUNDS = 4  # lists that are tried, each with more than the one before
+_ROUNDS = 5  # lists that are tried, each with more than the one before, and the other of two
+
+_MAYBE = "trace knows none that helps; amp-patch tune --units both may find one"
+_ADVICE_ON_LISTS = {"scale": _MAYBE, "gradients": _MAYBE, "list": _MAYBE, "weights": _MAYBE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = "exit codes: 0 every value fits, 1 a value does not fit, 2 the script could not be checked"
+    parser.epilog = (
+        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit; 2 the script could"
+        " not be checked"
+    )
     parser.add_argument(
         "--steps",
         type=steps,
@@ -83,7 +89,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
-        for line in describe_further([one for one, _ in faults[1:]]):
+        for line in describe_further([one for one, _ in faults]):
             print(line, flush=True)
     if arguments.json is not None and found.recordings:  # which may fail: what was found has been said
         write_all(found.recordings, arguments.json)
@@ -115,11 +121,10 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
     path: Path = arguments.fix
     remedy = remedies.find_remedy(fault, recording.run)
     if not remedy.has_list:
-        print(
-            "\nno list was written: trace knows none that helps; amp-patch tune --units both may find one", flush=True
-        )
+        print(f"\nno list was written: {_ADVICE_ON_LISTS.get(remedy.kind, 'none helps against this')}", flush=True)
         return FAULT
     remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
+    alternative = replace(remedy, regions=(), ops=remedy.alternative, alternative=())
     last = 0
     for _ in range(_ROUNDS):
         last = max(last, fault.step + 1 + FURTHER)
@@ -132,6 +137,8 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
             return _tell_of_fixed(found, first, path, arguments.parser.prog)
         fault, recording = faults[0]
         more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
+        if more == remedy and alternative.has_list:
+            more, alternative = alternative, replace(alternative, ops=())
         if more == remedy or found.is_interrupted:
             break
         remedy = more
@@ -168,7 +175,8 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
         return FAULT
     if code == 0:
         print(
-            f"{path.name} is enough: pass it to amp-patch run as --lists, or to amp.initialize as lists=...",
+            f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
+            f" lists=...\nto see whether it trains as float32 does: amp-patch compare --runs O0,as-is+{path.name}",
             flush=True,
         )
     return code

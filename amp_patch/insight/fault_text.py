@@ -23,7 +23,7 @@ def format_faults(recording: Recording) -> str:
     faults = recording.of(FaultRecord)
     found = [fault for fault in faults if not fault.is_search]
     if found:
-        return "\n".join([format_fault(found[0], recording.run), *describe_further(found[1:])])
+        return "\n".join([format_fault(found[0], recording.run), *describe_further(found)])
     searched = [fault for fault in faults if fault.is_search]
     lines = [describe_search(searched, is_all=len(searched) >= len(recording.steps))] if searched else []
     skipped = sum(step.skipped is True for step in recording.steps)
@@ -31,7 +31,7 @@ def format_faults(recording: Recording) -> str:
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
     elif not searched:
-        lines.append("it holds no op, no fault and no step of an optimizer")
+        lines.append("no fault, and no step of an optimizer")
     return "\n".join(lines)
 
 
@@ -45,12 +45,12 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
 
 
 def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
-    """Return a line for each fault that came after the first, without repetition."""
+    """Return a line for each fault after the first, without repetition."""
     lines: list[str] = []
     for fault in faults:
         where = f"{fault.phase}, {_describe_call(fault)}" if fault.aten else fault.phase
         lines.append(f"  step {fault.step}, {where}: {fault.value}")
-    lines = list(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(lines))[1:]
     if not lines:
         return []
     shown = lines[:_MOST_FURTHER]
@@ -239,7 +239,11 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     """Yield the lines of a list that keep in float32 what has to be, and what the script has to do itself."""
     entries = format_entries(remedy)
     if remedy.alternative:
-        entries[0] = f"blacklist: [{', '.join(remedy.alternative)}]   or   {entries[0]}"
+        alternative = f"blacklist: [{', '.join(remedy.alternative)}]"
+        if len(entries) == 1:
+            entries = [f"{alternative}   or   {entries[0]}"]
+        else:
+            entries = [alternative, "or, in its place,", *entries]
     native = None
     if run is not None and run.is_native:
         native = run
@@ -273,7 +277,7 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
     if remedy.scale is not None and remedy.is_scale_enough:
         yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
     elif remedy.scale is not None:
-        yield f"and, where the loss scale is fixed, {_power(remedy.scale)} at most: gradients follow the values"
+        yield f"with a fixed loss scale, lower it to {_power(remedy.scale)}, too: larger values have larger gradients"
 
 
 def _join_places(places: Sequence[str]) -> str:
@@ -288,4 +292,4 @@ def _name_regions(regions: Sequence[str]) -> str:
         return "the model"
     if len(names) > RULES_ON_A_LINE:
         return "each of these modules"
-    return f"module {' and '.join(names)}"
+    return f"{'module' if len(names) == 1 else 'modules'} {' and '.join(names)}"

@@ -16,7 +16,7 @@ from ..dtypes import LOW_DTYPES
 from ..session import current
 from ..torch_dispatch import clone, get_node_number, is_random
 from .folding import Call
-from .naming import ModuleStack
+from .naming import ModuleStack, is_backward_of_user
 from .ops import Op, Overload, compute_in_float32
 from .recent import Recent
 from .records import FaultRecord
@@ -65,6 +65,7 @@ class FaultFinder:
         find_name: the name of the parameter or buffer in a storage, "" for another.
         find_exact: the float32 master of the parameter in a storage, None for another.
         get_scale: the loss scale in force.
+        on_fault: called after each fault.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class FaultFinder:
         find_name: Callable[[int], str],
         find_exact: Callable[[int], Tensor | None],
         get_scale: Callable[[], float],
+        on_fault: Callable[[], None],
     ) -> None:
         self._underflow = underflow
         self._ignore = frozenset(ignore)
         self._find_name = find_name
         self._find_exact = find_exact
         self._get_scale = get_scale
+        self._on_fault = on_fault
         self._written: dict[int, Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
@@ -126,7 +129,8 @@ class FaultFinder:
         node, of = "", None
         if op.node is not None:
             node = op.node.name()
-            of = self._by_node.get(get_node_number(op.node))
+            if not is_backward_of_user(op.node):
+                of = self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
         if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
             for tensor in op.outputs():
@@ -380,6 +384,7 @@ class FaultFinder:
             **facts,
         )
         self.faults.append(fault)
+        self._on_fault()
 
 
 def _is_finite(tensor: Tensor) -> bool:

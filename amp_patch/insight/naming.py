@@ -1,6 +1,7 @@
 """Where in a script something runs: in which module, and called from which line."""
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -68,6 +69,15 @@ def _describe_line(file: str, line: int) -> str:
         if named is not None:
             return f"{' '.join(named)}, line {line}"
     return f"{os.path.basename(file)}:{line}"
+
+
+def is_backward_of_user(node: Any) -> bool:
+    """Tell whether a node of the backward pass runs a `backward` that the user has written."""
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    if not callable(backward):
+        return False
+    code = getattr(inspect.unwrap(backward), "__code__", None)
+    return code is not None and _find_by(code.co_filename) is None
 
 
 def is_under_checkpoint() -> bool:

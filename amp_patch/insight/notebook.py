@@ -43,7 +43,7 @@ def show_recording(recording: Recording) -> Markup:
         return show_comparison(Summary(recording))
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults:
-        further = [element("p", line) for line in describe_further(faults[1:])]
+        further = [element("p", line) for line in describe_further(faults)]
         return join([show_fault(faults[0], recording.run), *further])
     if not recording.ops:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..casting import Mode, compiling
 from ..config import op_lists
-from ..dtypes import CASTABLE
+from ..dtypes import CASTABLE, LOW_DTYPES
 from ..events import add_watching_modes
 from ..interrupts import UndoStack
 from ..patching import references
@@ -31,8 +31,8 @@ from ..torch_dispatch import (
 )
 from .faults import FaultFinder
 from .folding import Call, Folding
-from .naming import ModuleStack, Site, find_site, is_under_checkpoint
-from .ops import Op, find_overload
+from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint
+from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
 from .tensors import address_of, storage_of, tensors_in
 
@@ -205,6 +205,15 @@ class Observer:
         if self.finder is not None:
             self.finder.look(op, before, call, number)
 
+    def note_overflow(self, op: Op, before: Sequence[Any]) -> None:
+        """Take in an op that torch refuses to run, since a number that it is given does not fit into 16 bits."""
+        if self.finder is None:
+            return
+        low = [tensor.dtype for tensor in op.inputs() if tensor.dtype in LOW_DTYPES]
+        exact = compute_in_float32(op, before)
+        if low and exact:
+            self.note(op._replace(result=exact[0].to(low[0])), before)
+
     def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
             call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
@@ -232,7 +241,7 @@ class Observer:
     ) -> Call | None:
         """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
         of = None
-        if node is not None and not self._is_recomputing():
+        if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
             of = self._by_node.get(get_node_number(node))
         if of is not None:
             call = Call(of.op, of.module, of.site, "backward")
@@ -290,9 +299,15 @@ class _Below(TorchDispatchMode):
         before = args
         if observer.finder is not None:
             before = observer.finder.prepare(overload, args)
-        result = func(*args, **kwargs)
+        op = Op(overload, func, args, kwargs, None, get_current_node())
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if observer.is_on and "without overflow" in str(error):  # a number beyond float16, as of masked_fill
+                observer.note_overflow(op, before)
+            raise
         if observer.is_on:
-            observer.note(Op(overload, func, args, kwargs, result, get_current_node()), before)
+            observer.note(op._replace(result=result), before)
         return result
 
 

@@ -131,18 +131,8 @@ def format_entries(remedy: Remedy) -> list[str]:
 # ---- by what a list reaches an op ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """By what ops are reached, as in `Remedy`."""
-
-    regions: tuple[str, ...] = ()
-    ops: tuple[str, ...] = ()
-    alternative: tuple[str, ...] = ()
-    sites: tuple[str, ...] = ()
-
-
-def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: bool) -> Places:
-    """Return by what ops are reached that have to run in float32.
+def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: bool) -> dict[str, tuple[str, ...]]:
+    """Return by what ops are reached that have to run in float32, as fields of `Remedy`.
 
     A module is named where the op is inside of one. A rule for the model itself would cover all of it, so an op that
     the model calls itself, or the loss code, is named by a list. `has_lists`: whether lists of ops act at this level.
@@ -182,7 +172,8 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
     alternative: list[str] = []
     if has_lists and regions and all(item.rule in ("whitelist", "promote") for item in given):
         alternative = [item.listed for item in given]
-    return Places(_once(regions), _once(ops), _once(alternative), _once(sites))
+    reached = {"regions": regions, "ops": ops, "alternative": alternative, "sites": sites}
+    return {name: _once(each) for name, each in reached.items()}
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from .written import Item
 
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
+_REPEATED = 20  # a script that leaves out a loss that is not finite would go on for ever
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
 
@@ -70,7 +71,9 @@ class Tracer(Recorder):
         super().__init__(first, last, on_end)
         self._counts_skipped = counts_skipped
         self._folding = Folding(keeps_ops=False)  # there may be many steps
-        self._finder: FaultFinder = FaultFinder(underflow, ignore, self._find_name, self._find_exact, self._get_scale)
+        self._finder: FaultFinder = FaultFinder(
+            underflow, ignore, self._find_name, self._find_exact, self._get_scale, self._end_if_repeated
+        )
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
         self._unused: list[FaultRecord] = []
@@ -78,7 +81,7 @@ class Tracer(Recorder):
         self._loss = _Growth()  # since the smallest
         self._largest_weight = _Growth()  # since the first step
         self._are_weights_finite = False
-        self._scale = 1.0  # of the last loss
+        self._scale: float | None = None  # of the last `scale_loss` block
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -103,10 +106,19 @@ class Tracer(Recorder):
         super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
             self._is_loss_seen = True
-            self._scale = self._find_scale()
+            if self._session is not None:
+                blocks = self._session.ledgers.open_blocks()
+                self._scale = blocks[-1].scaler.known_scale if blocks else None
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
             self._reaching["loss"] |= self._finder.find_faults([loss])
             self._note_loss(loss)
+
+    def _end_if_repeated(self) -> None:
+        """End where the same op has given a fault again and again, and no loss: the script steps by finite ones."""
+        first, *others = self._finder.faults
+        times = sum((one.site, one.aten) == (first.site, first.aten) for one in others)
+        if times >= _REPEATED and not self._is_loss_seen and self.is_recording:
+            self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients, and at nothing that looking computes."""
@@ -250,6 +262,8 @@ class Tracer(Recorder):
         """Look no more. What was found in a step that did not end is judged by its loss and gradients, if it came so
         far: a script may change its weights by hand, or end between two steps.
         """
+        if not self.is_recording:
+            return
         if self._finder.faults and self._look_at_gradients_alone():
             self._finish_faults(None)
         else:
@@ -298,8 +312,7 @@ class Tracer(Recorder):
     def _place(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the fields of a fault that say which ops and modules are to be in float32."""
         has_lists = self._session is not None and self._session.oplists is not None
-        found = place(items, self._models(), has_lists=has_lists)
-        return {name: getattr(found, name) for name in ("regions", "ops", "alternative", "sites")}
+        return dict(place(items, self._models(), has_lists=has_lists))
 
     def _find_siblings(self, item: Item) -> list[str]:
         """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
@@ -370,16 +383,10 @@ class Tracer(Recorder):
         return None
 
     def _get_scale(self) -> float:
-        return self._scale
-
-    def _find_scale(self) -> float:
-        """Return the scale of the block that is open; of a script with GradScaler, its scale."""
-        if self._session is None:
-            return 1.0
-        blocks = self._session.ledgers.open_blocks()
-        if blocks:
-            return blocks[-1].scaler.known_scale
-        return max(self._session.stats(wait=False).loss_scales, default=1.0)
+        """Return the scale of the last block; before one, or with a GradScaler, the scale of the session."""
+        if self._scale is None and self._session is not None:
+            return max(self._session.stats(wait=False).loss_scales, default=1.0)
+        return self._scale or 1.0
 
 
 def _find_largest(tensors: Sequence[Tensor]) -> float:

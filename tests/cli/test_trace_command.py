@@ -130,9 +130,43 @@ def test_fix_looks_beyond_steps_that_a_dynamic_scale_skips(call):
     assert code == 0 and skipped > 10 and "every value fits, in 11 steps\nfix.yaml is enough" in out
 
 
+ENDS_ON_NAN = """
+import sys
+import torch
+from torch import nn
+
+
+class Gram(nn.Module):
+    def forward(self, x):
+        return (x.transpose(1, 2).contiguous() * 1.0).matmul(x).flatten(1)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), Gram(), nn.Linear(256, 1))
+optimizer = torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(12):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(60 * torch.randn(4, 200, 8)).square().mean()
+    if not torch.isfinite(loss):
+        sys.exit(1)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_fix_tries_the_other_of_two_lists_where_the_first_is_not_enough(call, tmp_path):
+    code, out, _ = call(ENDS_ON_NAN, "--fix", "fix.yaml")
+    assert "blacklist: [matmul, linear]   or   modules: [" in out
+    assert code == 0 and "fix.yaml is enough for these steps" in out
+    assert "blacklist: [matmul, linear]" in (tmp_path / "fix.yaml").read_text()
+
+
 def test_fix_writes_nothing_where_no_list_helps(call, tmp_path):
     code, out, _ = call(script(bad=2).replace("1e5", "float('nan')"), "--fix", "fix.yaml")
-    assert code == 1 and "no list was written" in out and not (tmp_path / "fix.yaml").exists()
+    assert code == 1 and "no list was written: none helps against this" in out and not (tmp_path / "fix.yaml").exists()
 
 
 @pytest.mark.parametrize("error", [ValueError("Unknown format code"), OSError("no space left")])
