@@ -267,9 +267,10 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
             yield f"or {where}, at {lines}:"
             yield f"  {region}, and .float() on every tensor read there"
     elif entries:
-        yield f"in a list of your own, below `extends: {remedy.extends}`:"
+        yield f"in a list of your own, fix.yaml, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
-        yield "and pass it to amp.initialize as lists=..., or to amp-patch as --lists"
+        passed = 'and pass lists="fix.yaml" to amp.initialize'
+        yield passed if fault.site.startswith(_CELL) else f"{passed}, or --lists fix.yaml to amp-patch"
     if remedy.sites or not entries:
         lines = _join_places(remedy.sites) or lines
         cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"

@@ -119,7 +119,10 @@ class Bindings:
                 hint = f" Did you mean {ending!r}?"
                 break
             ending = ending.partition(".")[2]
-        return f"Write a name as in model.named_modules(), without the name of the model.{hint}"
+        which = "the model, without the name of its variable"
+        if not self.tells_unused:  # models of torch.autocast, which are seen as they are called
+            which = "the module that the script calls"
+        return f"Write a name as in named_modules() of {which}.{hint}"
 
     # ---- binding and letting go --------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from ..errors import GradientOverflowError
 from ..reporting import say, say_loudly, tells_parameters, warn
 from .loss_scaler import LossScaler
 
-TRACE = "`amp-patch trace SCRIPT`"
+TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 LOOK_EVERY = 100
