@@ -7,7 +7,7 @@ from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
 from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
 from .report.markup import Markup, element, join
-from .text import OP_COLUMNS, choose_ops, describe_recording, entitle_recording, format_recording, op_cells
+from .text import OP_COLUMNS, choose_forward, describe_recording, entitle_recording, format_recording, op_cells
 
 ROWS = 200
 """So many rows of ops are shown at most."""
@@ -47,7 +47,7 @@ def show_recording(recording: Recording) -> Markup:
         return join([show_fault(faults[0], recording.run), *further])
     if not recording.ops:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
-    ops = choose_ops(recording)
+    ops = choose_forward(recording)
     heading, *notes = describe_recording(recording)
     if len(ops) > ROWS:
         notes.insert(0, f"{len(ops) - ROWS} more rows: format_recording has them")

@@ -90,13 +90,15 @@ class RuleFinder:
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
         """Return what decided on the dtypes of an op that no list names, and where that stands."""
         policy = self._session.policy
+        rule = entry = ""
+        if module is not None:
+            rule, entry = self.find_module_rule(module)
         if site.by == "border":
-            return "border of the cast", policy.opt_level or ""
-        if module is None or policy.cast_model_type is None:
-            return "", ""
-        rule, entry = self.find_module_rule(module)
+            return "border of the cast", entry or policy.opt_level or ""
         if rule:
             return rule, entry
+        if module is None or policy.cast_model_type is None:
+            return "", ""
         own = next(module.parameters(recurse=False), None)
         if own is None:
             return "", ""

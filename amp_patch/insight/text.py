@@ -11,6 +11,7 @@ from .records import OpRecord, Recording
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]
+_FORWARD = ("forward", "recompute")
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
@@ -21,26 +22,30 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
-    ops = list(merge_steps(recording.ops))
-    forward = [op for op in choose_ops(recording, with_all=with_all) if op.phase in ("forward", "recompute")]
+    forward = choose_forward(recording, with_all=with_all)
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
     if not forward:
         table = "every op of the forward pass ran as in plain torch; --all, or with_all=True, shows each"
     lines = [entitle_recording(recording), "", table]
     if by == "module":
         lines += _legend(recording, forward)
-    every = sum(op.calls for op in ops if op.phase in ("forward", "recompute"))
-    hidden = every - sum(op.calls for op in forward)
-    if hidden and forward:
-        lines.append(f"not shown: {count_of(hidden, 'call')} as in plain torch; --all, or with_all=True, shows each")
-    return "\n".join([*lines, "", *_sums(ops), *_undone(recording)])
+    lines += _describe_hidden(recording, forward)
+    return "\n".join([*lines, "", *_sums(recording), *_undone(recording)])
 
 
 def describe_recording(recording: Recording) -> list[str]:
     """Return what there is to say of the whole, less the rows: under what it was recorded first."""
-    ops = list(merge_steps(recording.ops))
-    legend = _legend(recording, choose_ops(recording))
-    return [entitle_recording(recording), *legend, *_sums(ops), *(line.strip() for line in _undone(recording))]
+    forward = choose_forward(recording)
+    notes = [*_legend(recording, forward), *_describe_hidden(recording, forward), *_sums(recording)]
+    return [entitle_recording(recording), *notes, *(line.strip() for line in _undone(recording))]
+
+
+def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Iterator[str]:
+    """Yield a line that says how many calls of the forward pass have no row."""
+    shown = sum(op.calls for op in forward)
+    hidden = sum(op.calls for op in recording.ops if op.phase in _FORWARD) - shown
+    if hidden and shown:
+        yield f"not shown: {count_of(hidden, 'call')} as in plain torch; --all, or with_all=True, shows each"
 
 
 def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
@@ -139,6 +144,11 @@ def op_cells(op: OpRecord) -> tuple[str, ...]:
     )
 
 
+def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
+    """Return the rows of the forward pass alone."""
+    return [op for op in choose_ops(recording, with_all=with_all) if op.phase in _FORWARD]
+
+
 def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
     """Return the rows of a recording: steps and equal layers in one, and what is of interest. See
     `format_recording`.
@@ -181,7 +191,8 @@ def _dtypes(names: tuple[str, ...]) -> str:
     return ",".join(shown) or "-"
 
 
-def _sums(ops: list[OpRecord]) -> Iterator[str]:
+def _sums(recording: Recording) -> Iterator[str]:
+    ops = list(recording.ops)
     for phase in ("forward", "recompute", "backward", "step"):
         found = [op for op in ops if op.phase == phase]
         if not found:

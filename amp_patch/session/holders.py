@@ -44,7 +44,7 @@ def describe_conflict(in_force: Policy, asked: Policy, alive: Sequence[nn.Module
             " Calling it again with the same arguments is harmless."
         )
     told = (
-        f"opt_level {level} is in force for {describe(alive)}, which is still in use, and {other} was asked for. Pass"
+        f"opt_level {level} is in force for {describe(alive)}, still in use, and {other} was asked for. Pass"
         f" all models to one initialize call, or delete the old ones, or {ways}."
     )
     holders = find_holders(alive)

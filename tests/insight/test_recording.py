@@ -512,6 +512,28 @@ def test_a_star_stands_for_numbers_that_differ_alone():
     assert rows[:2] == [["0", "F.linear"], ["1.*", "F.linear"]]
 
 
+def test_a_rule_for_a_module_is_told_of_the_ops_that_no_list_names(tmp_path):
+    class Cube(nn.Module):
+        def forward(self, x):
+            return x * x * x
+
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: bfloat16\nmodules:\n  - {match: '1', run: float32}\n")
+    layers = nn.Sequential(nn.Linear(8, 8), Cube(), nn.Linear(8, 8))
+    model, optimizer = initialize(layers, "O4", lists=path)
+    found = insight.explain(lambda: train_on_ones(model, optimizer))
+    (cube,) = [op for op in found.ops if op.op == "aten.mul" and op.phase == "forward" and op.module == "1"]
+    assert (cube.ran, cube.rule, cube.entry) == (("f32",), "run: float32", "own.yaml:3")
+    shown = found._repr_html_()
+    assert shown.count("aten.mul") == str(found).count("aten.mul") == 1 and "own.yaml:3" in shown
+
+
+def train_on_ones(model, optimizer):
+    with amp.scale_loss(model(torch.ones(2, 8)).float().square().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 def test_print_shows_what_the_commands_show():
     model, optimizer = initialize(make_gpt(layers=1), "O4")
     found = insight.explain(lambda: train(model, optimizer, 1))

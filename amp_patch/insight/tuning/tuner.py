@@ -215,7 +215,7 @@ class Tuner:
             if stopped:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
-            message += f"; at a loss scale of {self._loss_scale:g}, since gradients overflow at the script's own"
+            message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
         return message
 
 
