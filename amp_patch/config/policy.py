@@ -1,6 +1,5 @@
 """The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -131,10 +130,10 @@ def _parse_boolean(value: object) -> bool:
 
 
 def _parse_number(value: object) -> float:
-    with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, bool):
-            return float(value)  # type: ignore[arg-type]
-    raise PolicyError(f"{value!r} is not a number")
+    number = _to_number(value)
+    if math.isnan(number):
+        raise PolicyError(f"{value!r} is not a number")
+    return number
 
 
 COMPUTE = ("auto", "native", "float32")

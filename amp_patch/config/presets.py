@@ -107,25 +107,20 @@ class Presets:
         self.path = path
         root = load_mapping(path, PolicyError)
         self._levels = dict(_mapping(path, root))
+        self._shipped = None if path == shipped_presets() else Presets(shipped_presets())
         if is_op_list(root):
             problem = f"this is an op list, with the keys {', '.join(self._levels)}: pass it as lists=..."
             raise PolicyError(problem, path, root.line, root.column)
 
     def names(self) -> tuple[str, ...]:
         """Return the levels of this file and the shipped ones."""
-        return tuple(dict.fromkeys([*self._shipped_names(), *self._levels]))
-
-    def _shipped_names(self) -> tuple[str, ...]:
-        if self.path == shipped_presets():
-            return ()
-        return Presets(shipped_presets()).names()
+        shipped = () if self._shipped is None else self._shipped.names()
+        return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the properties of a level of this file, or of the shipped one."""
-        if level not in self._levels:
-            if self.path == shipped_presets():
-                raise _unknown_level(level, self.names())
-            return Presets(shipped_presets()).properties(level)
+        if level not in self._levels and self._shipped is not None:
+            return self._shipped.properties(level)
         node = self._levels[level]
         entries = dict(_mapping(self.path, node))
         base = entries.pop("extends", None)
@@ -141,14 +136,15 @@ class Presets:
 
     def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
         """Return the properties of the level that `base` names."""
+        builds_on_shipped = self._shipped is not None and level in self._shipped.names()
         if not isinstance(base.value, str):
             problem = "extends takes the name of one level"
-        elif (base.value == level and level not in self._shipped_names()) or base.value in seen:
+        elif (base.value == level and not builds_on_shipped) or base.value in seen:
             problem = f"level {level!r} extends itself through {base.value!r}; name another level"
         elif base.value not in self.names():
             problem = str(_unknown_level(base.value, self.names()))
-        elif base.value == level:  # a user's O2 may build on the shipped O2
-            return Presets(shipped_presets()).properties(level)
+        elif base.value == level and self._shipped is not None:  # a user's O2 may build on the shipped O2
+            return self._shipped.properties(level)
         else:
             return self.properties(base.value, (*seen, level))
         raise PolicyError(problem, self.path, base.line, base.column)

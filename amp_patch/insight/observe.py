@@ -37,6 +37,17 @@ from .rules import RuleFinder, short, spelled
 from .tensors import address_of, storage_of, tensors_in
 
 
+class _OfThread(threading.local):
+    """What an observer knows of a thread: the calls that run, whether it sees or has paused, and how many nodes of
+    autograd there were.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.is_below = self.is_paused = False
+        self.nodes: int | None = None
+
+
 class Observer:
     """Observes one session until `stop`.
 
@@ -55,7 +66,7 @@ class Observer:
         self.finder = finder
         if finder is not None:
             finder.running = self._running
-        self._local = threading.local()
+        self._local = _OfThread()
         self._by_node: dict[int, Call] = {}
         self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
         self._below = _Below(self)
@@ -92,7 +103,7 @@ class Observer:
 
     def go_on(self) -> None:
         """End a pause, if there is one."""
-        if self.is_on and self._is_paused():
+        if self.is_on and self._local.is_paused:
             self._local.is_below, self._local.is_paused = True, False
             self._below.__enter__()
 
@@ -111,16 +122,16 @@ class Observer:
         op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
 
         def cover(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on or compiling.is_dynamo_compiling() or self._calls() or self._is_paused():
+            if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
             if site.by == "amp":
                 return replacement(*args, **kwargs)
-            calls, call = self._calls(), Call(op, self._running.here(), site, self._phase(None, site))
+            calls, call = self._local.calls, Call(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
             try:
                 self._describe(call, spelling, [*args, *kwargs.values()])
-                if self._is_below():
+                if self._local.is_below:
                     result = replacement(*args, **kwargs)
                 else:
                     with self._below:
@@ -159,28 +170,15 @@ class Observer:
                     call.sources.add(address_of(tensor))
             call.sources.discard(0)
 
-    def _calls(self) -> list[Call]:
-        try:
-            return self._local.calls  # type: ignore[no-any-return]
-        except AttributeError:
-            self._local.calls = []
-            return self._local.calls  # type: ignore[no-any-return]
-
-    def _is_paused(self) -> bool:
-        return getattr(self._local, "is_paused", False)
-
-    def _is_below(self) -> bool:
-        return getattr(self._local, "is_below", False)
-
     # ---- from below --------------------------------------------------------------------------------------------------
 
     def note(self, op: Op, before: Sequence[Any]) -> None:
         """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
         self.has_seen = True
-        overload, node, calls = op.overload, op.node, self._calls()
+        overload, node, calls = op.overload, op.node, self._local.calls
         number = None
         count = count_nodes()
-        if self._is_below() and count != getattr(self._local, "nodes", None):
+        if self._local.is_below and count != self._local.nodes:
             number = count - 1  # of the forward pass, or of a backward pass that is to have a gradient itself
         self._local.nodes = count
         if number is not None and calls:
@@ -268,7 +266,7 @@ class Observer:
         if site.by == "optimizer":
             return "step"
         if node is not None or get_current_node() is not None:
-            if self._calls() or self._is_recomputing():
+            if self._local.calls or self._is_recomputing():
                 return "recompute"
             return "backward"
         return "forward"

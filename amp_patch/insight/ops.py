@@ -118,12 +118,12 @@ def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
     if isinstance(out := kwargs.get("out"), Tensor):
         kwargs["out"] = out.new_empty(0)
     args = [widen(value) for value in before]
-    with _random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+    with random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
         return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()
     return []
 
 
-def _random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Have the block leave the random numbers of the CPU and of the devices of the tensors in `args` as they are."""
     devices = {tensor.device for tensor in tensors_in(args) if tensor.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")

@@ -15,7 +15,6 @@ from ..casting import Autocast, Mode, OpCasts, RulesAlone
 from ..config import OpLists, Policy, load_oplists, make_policy, shipped
 from ..errors import SessionError
 from ..session import Session, Stats, current
-from ..training import unscaling
 
 AS_IS, OVERLAY = "as-is", "autocast"
 """The levels that such a session shows: nothing is changed, or lists are laid over those of torch.autocast."""
@@ -134,11 +133,6 @@ class NativeSession(Session):
     def is_skipped(self, optimizer: Optimizer) -> bool:
         """Tell whether the last step of an optimizer was skipped."""
         return id(optimizer) in self._skipped
-
-    def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return self.names_of(unscaling.find_nonfinite(parameters))
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the qualified names of parameters; of others, their shapes in words."""

@@ -223,8 +223,9 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     return [unwrap_optimizer(item) for item in optimizers]
 
 
-def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool, use_masters: bool) -> list[str]:
+def find_optimizer_problems(optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
     """Return everything that keeps these optimizers from being bound, one sentence each."""
+    use_masters = bool(policy.master_weights)
     problems = []
     for index, optimizer in enumerate(optimizers):
         name = type(optimizer).__name__
@@ -243,7 +244,7 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], *, is_dynamic: bool
                 f"{name} averages those parameters of the model that have gradients, and at this level their masters"
                 " have the gradients: use O1 or O4"
             )
-        if isinstance(optimizer, torch.optim.LBFGS) and (is_dynamic or use_masters):
+        if isinstance(optimizer, torch.optim.LBFGS) and (policy.is_scale_dynamic or use_masters):
             problems.append(
                 "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"
                 " weights: use O0, O1 with a static loss_scale, or O4"

@@ -71,10 +71,6 @@ class Bindings:
         """Return the bindings of the optimizers that are still alive."""
         return [binding for binding in self._optimizers if binding.optimizer is not None]
 
-    def counted_optimizers(self) -> list[OptimizerBinding]:
-        """Return the bindings of all optimizers, also of some that are gone: their steps count."""
-        return self._optimizers
-
     def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
         """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
         for binding in self._optimizers:
@@ -84,9 +80,9 @@ class Bindings:
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
         """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
-        for binding in self._optimizers:
-            if binding.reference() is optimizer:
-                return binding
+        binding = self.find_optimizer(optimizer)
+        if binding is not None:
+            return binding
         raise OptimizerError(
             f"this {type(optimizer).__name__} was not passed to initialize (or was copied since): pass it there before"
             " scale_loss"

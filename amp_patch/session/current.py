@@ -188,9 +188,7 @@ def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool)
 
 
 def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    problems = find_optimizer_problems(
-        optimizers, is_dynamic=policy.is_scale_dynamic, use_masters=bool(policy.master_weights)
-    )
+    problems = find_optimizer_problems(optimizers, policy)
     if problems:
         raise OptimizerError("; ".join(problems))
     for sentence in find_vanishing_eps(optimizers, policy):

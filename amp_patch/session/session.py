@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import say, warn
-from ..training import Decisions, LossBlock, loss_scaler
+from ..training import Decisions, LossBlock, loss_scaler, unscaling
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -229,11 +229,9 @@ class Session:
         return found
 
     def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each.
-
-        Raises OptimizerError for an optimizer that initialize has not seen.
-        """
-        return self.bindings.get_optimizer(optimizer).find_nonfinite_gradients()
+        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return self.names_of(unscaling.find_nonfinite(parameters))
 
     def find_master(self, parameter: Tensor) -> Tensor | None:
         """Return the float32 master of a 16-bit parameter, or None."""
@@ -293,7 +291,7 @@ class Session:
                     low += parameter.numel()
                 elif parameter.dtype is torch.float32:
                     full += parameter.numel()
-        for binding in self.bindings.counted_optimizers():
+        for binding in self.bindings.optimizers():
             counts = binding.steps.count(wait=wait)
             taken += counts[0]
             skipped += counts[1]

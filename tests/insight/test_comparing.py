@@ -406,7 +406,7 @@ def test_noise_is_at_least_what_float32_rounds_off_a_loss():
     same = [
         replace(one, losses=found.curves("O0")[one.seed].losses) for one in found.curves("O0", is_noise=True).values()
     ]
-    others = [one for one in found.records if not getattr(one, "is_noise", False)]
+    others = [one for one in found.recording.records if not getattr(one, "is_noise", False)]
     silent = Comparison(Recording(found.recording.run, [*others, *same]))
     unmeasured = Comparison(Recording(found.recording.run, others))
     largest = max(loss for curve in found.curves("O0").values() for loss in curve.losses)

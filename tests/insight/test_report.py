@@ -125,7 +125,7 @@ def test_losses_that_are_infinite_either_way_have_no_mean():
         replace(one, losses=(*one.losses[:-2], *((math.inf, 1.0) if one.run == "O0" else (1.0, math.inf))))
         if isinstance(one, CurveRecord)
         else one
-        for one in comparison.records
+        for one in comparison.recording.records
     ]
     found = Comparison(Recording(comparison.recording.run, records))
     assert [math.isnan(row.difference) for row in found.rows()[1:3]] == [True, True]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import RecordError
-from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Record, Recording
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Recording
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
@@ -48,11 +48,6 @@ class Summary:
         self.recording = recording
         self.about = found[0]
         self.runs = recording.of(ComparedRecord)
-
-    @property
-    def records(self) -> list[Record]:
-        """All records but that of the run."""
-        return self.recording.records
 
     @property
     def failed(self) -> list[ComparedRecord]:

@@ -7,7 +7,7 @@ matters.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...casting import cast_tree
+from ..ops import random_numbers_kept
 from ..records import LowOpRecord
 from ..tensors import tensors_in
 
@@ -69,18 +70,18 @@ class Shadow:
         with torch.no_grad():
             rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
             shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
-        device = given[0].device
-        before = _get_random_state(device)
+        shadow: list[Tensor] = []
+        with random_numbers_kept(given), torch.no_grad(), contextlib.suppress(Exception):
+            low_args, low_kwargs = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
+            shadow = list(tensors_in([function(*low_args, **low_kwargs)]))
         result = function(*args, **kwargs)
         if not any(map(_is_plain, tensors_in([result]))):
             return result
         sums = self._sums.setdefault((module, op), _Sums(is_listed))
-        with _random_state(device, before), torch.no_grad(), contextlib.suppress(Exception):
-            given_low = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
-            shadow = function(*given_low[0], **given_low[1])
-            sums.calls += 1
+        with torch.no_grad(), contextlib.suppress(Exception):
+            sums.calls += bool(shadow)
             sums.overflow_in = max((sums.overflow_in, *shares))
-            for tensor, other in zip(tensors_in([result]), tensors_in([shadow]), strict=True):
+            for tensor, other in zip(tensors_in([result]), shadow, strict=True):
                 if _is_plain(tensor) and tensor.shape == other.shape and tensor.numel():
                     self._compare(sums, tensor, self._round(other))
         return result
@@ -137,28 +138,3 @@ def _relative(error: Tensor, exact: Tensor) -> float:
     if not whole:
         return 0.0
     return float(torch.linalg.vector_norm(error)) / whole
-
-
-_RandomState = list[tuple[Callable[[Tensor], None], Tensor]]
-"""The state of each generator, and the function that sets it."""
-
-
-def _get_random_state(device: torch.device) -> _RandomState:
-    found: _RandomState = [(torch.set_rng_state, torch.get_rng_state())]
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        found.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
-    return found
-
-
-@contextlib.contextmanager
-def _random_state(device: torch.device, before: _RandomState) -> Iterator[None]:
-    """Have the block draw the random numbers that follow a state, and those after it the numbers that follow now."""
-    after = _get_random_state(device)
-    try:
-        for set_state, state in before:
-            set_state(state)
-        yield
-    finally:
-        for set_state, state in after:
-            set_state(state)

@@ -1,7 +1,6 @@
 """`FusedAdam` as it was in 2019."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from ....errors import OptimizerError
@@ -47,18 +46,6 @@ class FusedAdam(optimizers.FusedAdam):
             amsgrad=amsgrad,
             max_grad_norm=max_grad_norm,
         )
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = 1.0,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """Take one step. What FP16_Optimizer passed in the arguments after `closure` raises OptimizerError if given."""
-        return super().step(closure, grads, output_params, None if scale == 1.0 else scale, grad_norms, grad_scaler)
 
     def _options_of_step(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         options = super()._options_of_step(group, step)
