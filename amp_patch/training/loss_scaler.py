@@ -53,6 +53,7 @@ class LossScaler:
         self._start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
         self.is_identity = not self.is_dynamic and self._start == 1.0
         self.is_shared = False  # several ranks decide together, each time one of them would decide
+        self.awaits_backward = not self.is_identity  # until a scaled loss has gone backward
         self.restart()
 
     def restart(self) -> None:
@@ -72,6 +73,10 @@ class LossScaler:
             self._good_steps = self._good_steps.to(device)
             self._overflows_left = self._overflows_left.to(device)
         return self.scale
+
+    def see_backward(self, gradient: Tensor) -> None:
+        """Take note that a scaled loss goes backward. A hook of the first one."""
+        self.awaits_backward = False
 
     def note(self, found_inf: Tensor) -> None:
         """Have the next update count a backward pass that overflowed or did not: 0-dim float32, 1.0 or 0.0."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..casting import Mode, Switch, WeightCache
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
+from ..reporting import warn
 from .ledger import Block, Ledger
 from .ledgers import Ledgers
 from .loss_scaler import LossScaler
@@ -61,6 +62,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         if not self.scaler.is_identity:
             self.scale = self.scaler.scale_on(loss.device)
             scaled_loss = _mul(scaled_loss, self.scale)
+            if self.scaler.awaits_backward and scaled_loss.requires_grad:
+                scaled_loss.register_hook(self.scaler.see_backward)
         self._all_ledgers.begin(self)
         if watchers:
             self._tell(loss, scaled_loss)
@@ -80,6 +83,19 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
+        if self.scaler.awaits_backward and not self.has_failed:
+            self._check_backward()
+
+    def _check_backward(self) -> None:
+        """Warn, once, if there are gradients of something else than the scaled loss, which the block has divided."""
+        for ledger in self.ledgers:
+            if any(parameter.grad is not None for parameter in ledger.groups.parameters()):
+                self.scaler.awaits_backward = False
+                warn(
+                    "the scaled loss of this scale_loss block did not go backward in it, but the block has divided"
+                    " gradients by the loss scale: call scaled_loss.backward() inside the block, not loss.backward()"
+                )
+                return
 
 
 class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):

@@ -473,3 +473,30 @@ def test_lists_do_not_act_on_what_scaling_computes(kind, is_fused, tmp_path):
     found_scales, found = train(str(tmp_path / "own.yaml"))
     assert found_scales == scales != (65536.0,)
     assert all(map(torch.equal, found, weights))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_that_goes_backward_in_the_place_of_the_scaled_one_is_told_of_once(level):
+    model = nn.Linear(8, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with pytest.warns(UserWarning, match="call scaled_loss.backward\\(\\) inside the block") as told:
+        for _ in range(2):
+            loss = model(torch.ones(4, 8)).float().sum()
+            with amp.scale_loss(loss, optimizer):
+                loss.backward()
+    assert len(told) == 1
+
+
+def test_blocks_whose_scaled_loss_goes_backward_in_some_way_are_told_nothing_of(recwarn):
+    model = nn.Linear(8, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), num_losses=3, verbosity=0)
+    ways = (
+        lambda scaled: (scaled * 2).backward(),
+        lambda scaled: torch.autograd.grad(scaled, list(model.parameters())),
+        lambda scaled: torch.autograd.backward([scaled]),
+    )
+    for loss_id, go_backward in enumerate(ways):
+        for _ in range(2):
+            with amp.scale_loss(model(torch.ones(4, 8)).float().sum(), optimizer, loss_id=loss_id) as scaled_loss:
+                go_backward(scaled_loss)
+    assert not [one for one in recwarn if "go backward" in str(one.message)]
