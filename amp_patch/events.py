@@ -18,6 +18,9 @@ class Watcher:
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
         """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
 
+    def values_scaled(self) -> None:
+        """Values have been multiplied by a loss scale outside of a block, for gradients of their own."""
+
     def step_begun(self, optimizer: Any) -> None:
         """`step` of a bound optimizer has been called, with no closure: gradients are there, and unscaled."""
 

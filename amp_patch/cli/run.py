@@ -67,8 +67,8 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
     parser.add_argument(
         "--everywhere",
         action="store_true",
-        help="run a script without mixed precision in one bfloat16 region of torch.autocast; but for compare, with"
-        " --opt-level O4 or --lists",
+        help="run a script without mixed precision in one bfloat16 region of torch.autocast; needs --opt-level O4 or"
+        " --lists, except under compare",
     )
     parser.add_argument("--force", action="store_true", help="use the stand-in even if an installed apex has amp")
 

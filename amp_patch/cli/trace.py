@@ -176,7 +176,8 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
     if code == 0:
         print(
             f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
-            f" lists=...\nto see whether it trains as float32 does: amp-patch compare --runs O0,as-is+{path.name}",
+            " lists=...\nto see whether it trains as float32 does: amp-patch compare SCRIPT --runs"
+            f" O0,as-is+{path.name}",
             flush=True,
         )
     return code
@@ -229,7 +230,9 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     if not found.recordings:
         problem = ended if found.code else "the script called no model and no amp.initialize"
     elif not max(found.steps):
-        problem = f"{ended} without an optimizer step (are weights changed by hand?); the values that it computed fit"
+        problem = f"{ended} without an optimizer step; the values that it computed fit"
+        if not found.code:
+            problem += ". Are weights changed by hand?"
     elif steps_taken <= 0:
         taken = count_of(max(found.steps), "optimizer step")
         problem = f"{ended} after {taken}, but steps from {first} on were to be checked"

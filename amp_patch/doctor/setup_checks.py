@@ -77,19 +77,29 @@ def _is_move(script: Script, call: ast.Call) -> bool:
     """,
 )
 def optimizers_made_anew(context: Context) -> Iterator[Fault]:
-    """amp knows only the optimizers passed to `initialize`. `scale_loss` raises an error for another one."""
+    """amp knows only the optimizers passed to `initialize`. `scale_loss` raises an error for another one, and at O2 its
+    steps change nothing.
+    """
     script = context.script
+    given_anywhere = {text_of(one) for one in script.optimizers_given}
     for call in script.initializations:
         given = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
+        models = {text_of(one) for one in parts_of(argument_of(call, "models", 0))}
         for name, value in script.assignments:
-            if name not in given or not isinstance(value, ast.Call) or name in names_in(value):
+            if not isinstance(value, ast.Call) or name in names_in(value):
                 continue
             params = argument_of(value, "params", 0)
             if params is None or "param" not in text_of(params):
                 continue  # whatever makes an optimizer is given parameters
             is_given_again = any(script.is_before(value, other) for other in script.initializations)
-            if script.is_before(call, value) and not is_given_again and not script.is_without_amp(value):
+            if not script.is_before(call, value) or is_given_again or script.is_without_amp(value):
+                continue
+            message = ""
+            if name in given:
                 message = f"{name} is created again after amp.initialize, which was given the old one"
+            elif given and name not in given_anywhere and names_in(params) & models and script.is_stepped(name):
+                message = f"{name} is created after amp.initialize, which was not given it"
+            if message:
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")
 
 

@@ -195,7 +195,7 @@ def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterat
     elif remedy.kind == "step":
         yield from _advise_step(remedy, fault)
     else:
-        yield _ADVICE[remedy.kind].format(fault=fault)
+        yield from _ADVICE[remedy.kind].format(fault=fault).split("\n")
 
 
 _ADVICE: dict[Kind, str] = {
@@ -203,6 +203,9 @@ _ADVICE: dict[Kind, str] = {
     "mathematics": "look at the arguments of {fault.op}: no list and no loss scale helps",
     "divergence": "training has diverged: a smaller learning rate, a warm-up, or clipped gradients; no list helps",
     "gradients": "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
+    "held": "the module runs in float32 already, by {fault.entry}: look for a buffer or a cast in it that has 16 bits",
+    "region": "torch.autocast casts this gradient, whatever a list says:\nwith torch.autocast(..., enabled=False), on"
+    " .float() inputs, around the forward pass and the call of torch.autograd.grad",
     "beyond": "look at the arguments of {fault.op}: float32 does not hold a later result either ({fault.beyond}), so no"
     " list helps",
 }

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
     from .written import Item
 
-Kind = Literal["list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond"]
+Kind = Literal[
+    "list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond", "held", "region"
+]
 _CASTS = ("_to_copy", "copy_")
 _EVERY_MODULE = 'match: "**"'
 RULES_ON_A_LINE = 2
+IN_FORWARD = "a gradient that the forward pass takes"
+"""The region of a fault in one under torch.autocast, which casts that backward pass too, whatever a list says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class Remedy:
     Attributes:
         kind: "list" (what has to run in float32), "scale" (a loss scale), "weights" (those that came in: a region, if
             float32 holds them), "data", "mathematics", "divergence", "gradients" or "beyond" (no list helps), "step"
-            (the optimizer, its eps, or a level with masters).
+            (the optimizer, its eps, or a level with masters), "held" (a list has the module in float32 already),
+            "region" (a gradient that the forward pass takes inside of torch.autocast).
         extends: what a list is laid over.
         regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
         ops: names of ops to run in float32, beside these modules.
@@ -81,6 +86,10 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     if fault.phase == "backward" and fault.value == "zero":
         return Remedy("scale", scale=fault.scale, is_larger=True)
     has_list = bool(fault.regions or fault.ops)
+    if fault.region == IN_FORWARD:
+        return Remedy("region")
+    if fault.rule.startswith("run: float32"):
+        return Remedy("held")
     if fault.phase == "backward" and fault.is_scale_enough and not has_list:
         return Remedy("scale", scale=fault.scale)
     if fault.phase == "backward" and fault.rule.startswith("border"):

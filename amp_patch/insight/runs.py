@@ -150,9 +150,11 @@ class FunctionRunner:
     """
 
     def __init__(self, train: Callable[[], object]) -> None:
-        from ..session import current  # imports torch
+        from .. import native  # imports torch
+        from ..session import current
 
         check_function(train, "train")
+        native.check_not_installed()
         if current.state.session is not None:
             raise SessionError("a session is in force, and a run opens one of its own: call amp.reset() first")
         self._train = train
@@ -166,21 +168,18 @@ class FunctionRunner:
         from ..session import current
 
         probe = make_probe(run, self._leave)
-        unwatch = events.watch(probe)
         takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)
-        leave = native.start(takeover, is_watched=True)
-        before, in_force.settings = in_force.settings, run.settings
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(current.reset)
+            undo.callback(native.start(takeover, is_watched=True))
+            undo.callback(events.watch(probe))
+            undo.callback(probe.stop)
+            undo.callback(setattr, in_force, "settings", in_force.settings)
+            in_force.settings = run.settings
             if run.seed is not None:
                 seed_when_imported(run.seed)
             with contextlib.suppress(_EnoughSeenError):
                 self._train()
-        finally:
-            in_force.settings = before
-            probe.stop()
-            unwatch()
-            leave()
-            current.reset()
         return probe.recording
 
     def _leave(self) -> None:

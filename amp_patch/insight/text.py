@@ -11,6 +11,7 @@ from .records import OpRecord, Recording
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]
+_SHOW_ALL = "--all, or format_recording with with_all=True, shows each"
 _FORWARD = ("forward", "recompute")
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
@@ -25,7 +26,7 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     forward = choose_forward(recording, with_all=with_all)
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
     if not forward:
-        table = "every op of the forward pass ran as in plain torch; --all, or with_all=True, shows each"
+        table = f"every op of the forward pass ran as in plain torch; {_SHOW_ALL}"
     lines = [entitle_recording(recording), "", table]
     if by == "module":
         lines += _legend(recording, forward)
@@ -45,7 +46,7 @@ def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Itera
     shown = sum(op.calls for op in forward)
     hidden = sum(op.calls for op in recording.ops if op.phase in _FORWARD) - shown
     if hidden and shown:
-        yield f"not shown: {count_of(hidden, 'call')} as in plain torch; --all, or with_all=True, shows each"
+        yield f"not shown: {count_of(hidden, 'call')} as in plain torch; {_SHOW_ALL}"
 
 
 def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
@@ -105,7 +106,9 @@ def entitle_recording(recording: Recording) -> str:
     run = recording.run
     title = run.opt_level or "session"
     if run.is_native and run.low:
-        title = f"torch.autocast, {run.opt_level}"
+        title = "torch.autocast"
+        if run.opt_level != "autocast":  # by lists alone
+            title += f", {run.opt_level}"
     title += f", {run.low or 'no casts'}"
     if run.device:  # else nothing ran
         title += f" on {run.device}"

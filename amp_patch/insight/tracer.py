@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentValueError, NonFiniteError
-from ..reporting import find_rank
+from ..reporting import find_rank, warn
+from ..torch_dispatch import get_current_node
 from ..training import unscaling
 from .fault_text import format_fault
 from .faults import FaultFinder, name_value
 from .folding import Folding
+from .growth import Growth
 from .naming import name_tensors
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
-from .remedies import place
+from .remedies import IN_FORWARD, place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
@@ -31,18 +33,6 @@ _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began,
 _REPEATED = 20  # a script that leaves out a loss that is not finite would go on for ever
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
-
-
-@dataclass
-class _Growth:
-    """How a size has changed in a run: what it once was, and what it is by now."""
-
-    base: float | None = None
-    last: float = 0.0
-
-    def is_beyond(self, factor: float) -> bool:
-        """Tell whether it has grown by more than a factor."""
-        return self.base is not None and self.last > factor * max(self.base, 1e-3)
 
 
 class Tracer(Recorder):
@@ -72,20 +62,20 @@ class Tracer(Recorder):
         self._counts_skipped = counts_skipped
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(
-            underflow, ignore, self._find_name, self._find_exact, self._get_scale, self._end_if_repeated
+            underflow, ignore, self._find_name, self._find_exact, self._get_scale, self._see_fault
         )
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
         self._unused: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
-        self._loss = _Growth()  # since the smallest
-        self._largest_weight = _Growth()  # since the first step
+        self._loss = Growth()  # since the smallest
+        self._largest_weight = Growth()  # since the first step
         self._are_weights_finite = False
         self._scale: float | None = None  # of the last `scale_loss` block
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._is_loss_seen = self._is_loss_bad = False
+        self._is_loss_seen = self._is_loss_bad = self._is_scaled = False
         self._gradients: list[str] = []
         self._are_gradients_bad = False  # those of the optimizer that steps
         self._skips: list[bool | None] = []  # of the optimizers whose gradients were bad
@@ -105,7 +95,7 @@ class Tracer(Recorder):
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
         if self.is_recording:
-            self._is_loss_seen = True
+            self._is_loss_seen = self._is_scaled = True
             if self._session is not None:
                 blocks = self._session.ledgers.open_blocks()
                 self._scale = blocks[-1].scaler.known_scale if blocks else None
@@ -113,15 +103,23 @@ class Tracer(Recorder):
             self._reaching["loss"] |= self._finder.find_faults([loss])
             self._note_loss(loss)
 
-    def _end_if_repeated(self) -> None:
-        """End where the same op has given a fault again and again, and no loss: the script steps by finite ones."""
-        first, *others = self._finder.faults
-        times = sum((one.site, one.aten) == (first.site, first.aten) for one in others)
-        if times >= _REPEATED and not self._is_loss_seen and self.is_recording:
+    def values_scaled(self) -> None:
+        """From now on, gradients in this step may be scaled."""
+        self._is_scaled = True
+
+    def _see_fault(self) -> None:
+        """Mark a fault in a gradient that the forward pass takes under torch.autocast. End where the same op has given
+        a fault again and again, and no loss: the script steps by finite ones.
+        """
+        first, last = self._finder.faults[0], self._finder.faults[-1]
+        if last.phase == "backward" and not self._is_scaled and self._session is not None and self._session.gives_way:
+            self._finder.faults[-1] = replace(last, region=IN_FORWARD)
+        times = sum((one.site, one.aten) == (first.site, first.aten) for one in self._finder.faults)
+        if times > _REPEATED and not self._is_loss_seen and self.is_recording:
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients, and at nothing that looking computes."""
+        """Look at the gradients."""
         super().step_begun(optimizer)
         self._look_at_gradients(optimizer)
 
@@ -364,7 +362,7 @@ class Tracer(Recorder):
         """
         assert self._session is not None
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
-        if not bounds or not fault.skipped or fault.phase != "backward":
+        if not bounds or not fault.skipped or fault.phase != "backward" or fault.loss_scale <= 1:
             return False
         lowest = max(1.0, min(bounds))
         is_unseen = fault.cause == "came in" and not (fault.aten and fault.parameter)
@@ -383,9 +381,13 @@ class Tracer(Recorder):
         return None
 
     def _get_scale(self) -> float:
-        """Return the scale of the last block; before one, or with a GradScaler, the scale of the session."""
+        """Return the scale of the last block; before one, or with a GradScaler, the scale of the session. There is none
+        for a gradient that the forward pass takes of what is not scaled.
+        """
+        if not self._is_scaled and get_current_node() is not None:
+            return 1.0
         if self._scale is None and self._session is not None:
-            return max(self._session.stats(wait=False).loss_scales, default=1.0)
+            return next(iter(self._session.stats(wait=False).loss_scales), 1.0)
         return self._scale or 1.0
 
 
@@ -487,9 +489,12 @@ def trace(
         tracer.check_seen()
     recording = tracer.recording
     recording.records += tracer._steps  # which say what was looked at
+    del tracer  # a notebook keeps the error, with what this function holds, which is not to be a model
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults and on_fault == "raise":
         raise NonFiniteError(format_fault(faults[0], recording.run), faults[0]) from error
     if error is not None and not faults:
         raise error
+    if error is not None:
+        warn(f"the step that has the fault ended with {type(error).__name__}: {error}")
     return recording

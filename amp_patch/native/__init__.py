@@ -11,8 +11,20 @@ from .session import AS_IS as AS_IS
 from .session import OVERLAY as OVERLAY
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover
+from .takeover import check_not_installed as check_not_installed
 from .takeover import install as install
+from .takeover import remove as remove
 from .takeover import start as start
 from .takeover import watch as watch
 
-__all__ = ["AS_IS", "OVERLAY", "NativeSession", "Takeover", "install", "start", "watch"]
+__all__ = [
+    "AS_IS",
+    "OVERLAY",
+    "NativeSession",
+    "Takeover",
+    "check_not_installed",
+    "install",
+    "remove",
+    "start",
+    "watch",
+]

@@ -92,9 +92,9 @@ class NativeSession(Session):
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Have the loss scale be that of a GradScaler."""
-        if not isinstance(self.scalers[0], _ScriptsScaler) or self.scalers[0].scaler is not scaler:
-            self.scalers[0] = _ScriptsScaler(scaler)  # type: ignore[call-overload]
+        """Have the loss scale be that of a GradScaler, before those of others."""
+        others = [one for one in self.scalers if isinstance(one, _ScriptsScaler) and one.scaler is not scaler]
+        self.scalers[:] = [_ScriptsScaler(scaler), *others]  # type: ignore[list-item]
 
     def scale_loss(self, *given: Any) -> Any:
         """Refuse, because the script has called no `amp.initialize`. Raises SessionError."""

@@ -335,7 +335,7 @@ class Takeover:
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
                 " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
                 " compare --everywhere. If the script needs arguments for mixed precision, write them after `--`."
-                " FP16_Optimizer has no levels"
+                f"{' FP16_Optimizer has no levels.' if 'apex' in sys.modules else ''}"
             )
         session = self.session()
         if self.changes and self._was_missed:
@@ -372,7 +372,7 @@ class Takeover:
         events.tell(session.without_casts(), "step_ended", optimizer)
 
 
-_TWICE = "amp_patch.native is installed already: call remove() of the earlier handle first"
+_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -385,6 +385,7 @@ class _Installed:
 
     def __init__(self) -> None:
         self.takeover: Takeover | None = None
+        self.is_by_install = False  # and not by a command or a recording, which end it themselves
 
 
 _installed = _Installed()
@@ -406,15 +407,14 @@ def install(
         compute: "auto", "native" or "float32", with a level.
         everywhere: for a script without regions: run this thread in one bfloat16 region.
 
-    Returns a handle whose `remove()` undoes everything. It also works as a `with` block.
+    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces what
+    this one has installed.
 
     Raises:
         PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
             scale the loss.
-        SessionError: another handle is still installed.
+        SessionError: `amp-patch` runs the script with lists of its own, or a recording is in progress.
     """
-    if _installed.takeover is not None:
-        raise SessionError(_TWICE)
     names = [lists] if isinstance(lists, (str, os.PathLike)) else list(lists)
     spelled = [os.fspath(one) for one in names]
     if spelled:
@@ -428,14 +428,29 @@ def install(
             )
     if everywhere and (opt_level == PLAIN or not (opt_level or spelled)):
         raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    remove()
+    check_not_installed()
     takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)
     _start(takeover)
+    _installed.is_by_install = True
     return takeover
+
+
+def remove() -> None:
+    """Undo `install`, also if its handle is lost. Harmless if nothing is installed."""
+    if _installed.takeover is not None and _installed.is_by_install:
+        _installed.takeover.remove()
+
+
+def check_not_installed() -> None:
+    """Raise SessionError while a takeover is in."""
+    if _installed.takeover is not None:
+        raise SessionError(_TWICE)
 
 
 def _start(takeover: Takeover) -> None:
     takeover._undo.callback(setattr, _installed, "takeover", None)
-    _installed.takeover = takeover
+    _installed.takeover, _installed.is_by_install = takeover, False
     try:
         takeover.start()
     except BaseException:
@@ -448,8 +463,7 @@ def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
 
     Raises SessionError if there is one.
     """
-    if _installed.takeover is not None:
-        raise SessionError(_TWICE)
+    check_not_installed()
     undo = UndoStack()
     undo.callback(takeover.remove)
     _start(takeover)

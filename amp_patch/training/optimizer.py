@@ -320,6 +320,9 @@ class OptimizerBinding:
             self._has_looked_for_gradients = True
             self._tell_changed_buffers()
             if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
+                if any(scaler.awaits_backward for scaler in self._decisions.scalers):
+                    warn(f"step() of {name} before any backward pass: call scaled_loss.backward() in the block")
+                    return
                 warn(
                     f"step() of {name} after the backward pass of its loss, but none of its parameters has a gradient:"
                     " it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap the"

@@ -38,6 +38,13 @@ def complete(example: str) -> str:
     return (HEAD if "initialize" in example else OWN) + example
 
 
+def test_an_optimizer_that_initialize_was_not_given_is_told_of_if_it_steps(tmp_path):
+    source = complete('model, optimizer = amp.initialize(model, optimizer, opt_level="O2")\n')
+    source += "other = torch.optim.Adam(model.parameters())\n"
+    assert diagnose(tmp_path, source) == []
+    assert [code for code, _ in diagnose(tmp_path, f"{source}other.step()\n")] == ["AMP210"]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_examples(rule, tmp_path):
     bad = complete(rule.bad)

@@ -358,6 +358,26 @@ def test_fewer_steps_than_asked_for_are_told_of():
     assert found.rows()[0].steps == 7 and found.table().startswith("7 of 9 steps, since the script ended")
 
 
+def test_a_run_that_cannot_start_leaves_nothing_behind():
+    found = insight.compare(train_unseeded, ("O0", "O9"), steps=2)
+    assert "PolicyError" in found.runs[1].failed and events.watchers == []
+    with pytest.raises(amp.OpListError):
+        insight.compare(train_unseeded, ("O0", "O1+no_such_file.yaml"), steps=2)
+    train_unseeded()  # as if nobody had looked
+
+
+def test_what_a_run_costs_that_skipped_every_step_is_not_judged():
+    losses, scales = (0.1,) * 12, (1.0,) * 12
+    curves = [
+        CurveRecord("O0", 0, losses, scales, (), 10.0),
+        CurveRecord("O1", 0, (math.nan,) * 12, scales, tuple(range(12)), 5.0),
+    ]
+    runs = [ComparedRecord("O0", peak=10), ComparedRecord("O1", low="f16", peak=5)]
+    about = ComparisonRecord("O0", 12, (0,), "a CPU", "")
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert "O1: worse than O0 (the loss is not finite); time and memory not judged" in Comparison(recording).table()
+
+
 def test_a_run_that_fails_has_its_reason_and_the_others_go_on():
     def train():
         model, optimizer = start("O1")
@@ -465,6 +485,17 @@ def test_skipped_steps_may_be_why_a_loss_is_higher():
     about = ComparisonRecord("O0", 30, (0,), "a CPU", "")
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
     assert "O1: worse than O0 (loss 100.00% higher, 2 steps of 30 skipped)" in Comparison(recording).table()
+
+
+def test_one_seed_that_is_clearly_worse_is_told_whatever_the_others_do():
+    curves = []
+    for seed, off in enumerate((3.0, 0.0, 0.0)):
+        for run, loss, is_noise in (("O0", 1.0, False), ("O0", 1.0 + 1e-6, True), ("O1", 1.0 + off, False)):
+            curves.append(CurveRecord(run, seed, (loss + 1e-3 * seed,) * 30, (1.0,) * 30, (), 10.0, is_noise))
+    about = ComparisonRecord("O0", 30, (0, 1, 2), "a CPU", "")
+    runs = [ComparedRecord("O0"), ComparedRecord("O1", low="f16")]
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert "O1: worse than O0 in 1 of 3 seeds (loss 99.90% higher)" in Comparison(recording).table()
 
 
 def test_a_difference_within_large_noise_tells_nothing():

@@ -2,6 +2,8 @@
 numbers that torch refuses, and losses that are left out.
 """
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,74 @@ def test_a_loss_that_is_left_out_again_and_again_does_not_hide_the_fault():
     assert insight.describe_further([first, *others]) == []  # the same again is not told
 
 
+def test_the_error_about_a_fault_holds_no_model():
+    objects = dict(zip(("model", "optimizer"), make(nn.Linear(8, 8), nn.Linear(8, 1), loss_scale=1.0), strict=True))
+
+    def step():
+        take_step(objects["model"](torch.full((4, 8), 1e5)).float().mean() * 1e5, objects["optimizer"])
+
+    with pytest.raises(amp.NonFiniteError) as raised:
+        insight.trace(step)
+    model = weakref.ref(objects["model"])
+    objects.clear()
+    gc.collect()
+    assert raised.value.__traceback__ is not None and model() is None
+
+
+def test_an_error_beside_a_fault_is_told():
+    model, optimizer = make(nn.Linear(8, 8), loss_scale=1.0)
+
+    def step():
+        take_step(model(torch.full((4, 8), 1e5)).float().mean(), optimizer)
+        raise KeyError("mine")
+
+    with pytest.warns(UserWarning, match="ended with KeyError: 'mine'"):
+        assert find_faults(insight.trace(step, on_fault="record"))
+
+
 def test_a_forward_pass_alone_has_no_fault_and_no_step():
     model, _ = make(nn.Linear(8, 8))
     assert "no step of an optimizer" in str(insight.trace(lambda: model(torch.ones(2, 8))))
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_gradient_that_the_forward_pass_takes_has_no_scale_unless_it_was_scaled(is_scaled):
+    model, optimizer = make(nn.Linear(4, 4), loss_scale="dynamic")
+    with torch.no_grad():
+        model[0].weight.fill_(3.0 if is_scaled else 300.0)
+
+    def step():
+        x = torch.full((2, 4), 0.01, requires_grad=True)
+        y = model(x)
+        if is_scaled:
+            y = amp.scale(y)
+        (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, 100.0), create_graph=True)
+        if is_scaled:
+            gradient = amp.unscale(gradient)
+        take_step((gradient * 1e-6).float().square().mean(), optimizer)
+
+    faults = insight.trace(step, steps=20, on_fault="record").of(insight.FaultRecord)
+    assert all(fault.is_search for fault in faults) == is_scaled  # else the loss is inf from the first step
+    assert faults
+
+
+def test_a_gradient_taken_inside_of_autocast_is_told_to_be_beyond_lists():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(300.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu")
+
+    def step():
+        x = torch.full((2, 4), 0.01, requires_grad=True)
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+            (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, 100.0), create_graph=True)
+            loss = (gradient * 1e-6).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    recording = insight.trace(step, steps=3, on_fault="record")
+    assert find_faults(recording)[0].step == 0 and "whatever a list says" in str(recording)

@@ -385,7 +385,9 @@ def test_what_cannot_be_tuned_is_said(train, options, message, tune):
 
 
 def test_a_run_that_is_not_finite_in_float32_is_not_tuned(tune):
-    with pytest.raises(amp.SessionError, match="nothing to tune: in float32, too, a loss of step 0 is nan"):
+    with pytest.raises(
+        amp.SessionError, match="nothing to tune: with every module in float32, too, a loss of step 0 is nan"
+    ):
         tune(train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(0.0, float("nan")))))
 
 

@@ -40,15 +40,15 @@ def test_levels_lists_and_what_is_are_compared():
     found = insight.compare(train, steps=3)
     assert [run.run for run in found.runs] == ["as-is", "O0", "O1", "O4"]
     assert [run.low for run in found.runs] == ["f16", "", "f16", "bf16"] and not found.failed
-    errors = [record for record in found.records if record.kind == "layer"]
+    errors = [record for record in found.recording.records if record.kind == "layer"]
     assert errors and all(record.gradient < 0.1 for record in errors if record.gradient is not None)
 
 
 def test_gradients_are_counted_without_the_scale_that_a_fused_step_takes_off():
     plain = insight.compare(train, ["O0"], steps=1)
     fused = insight.compare(lambda: train(fused=True), ["O0"], steps=1)
-    assert [one for one in plain.records if one.kind == "gradients"] == [
-        one for one in fused.records if one.kind == "gradients"
+    assert [one for one in plain.recording.records if one.kind == "gradients"] == [
+        one for one in fused.recording.records if one.kind == "gradients"
     ]
 
 

@@ -246,8 +246,21 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         train()
     with pytest.raises(OpListError):
         native.install(lists="no_such_list")
-    with native.install("O4"), pytest.raises(SessionError, match="installed already"):
-        native.install("O1")
+
+
+def test_another_install_replaces_the_first_and_remove_needs_no_handle():
+    def find_dtype():
+        with torch.autocast("cpu", torch.bfloat16):
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    native.install("O4")
+    native.install("O0")
+    assert find_dtype() is torch.float32
+    with pytest.raises(SessionError, match=r"call amp_patch.native.remove\(\) first"):
+        insight.compare(lambda: None)
+    native.remove()
+    native.remove()
+    assert find_dtype() is torch.bfloat16
 
 
 class Encoder(nn.Module):

@@ -29,12 +29,18 @@ def compare(
     twice), and once more for two steps to measure layers and memory.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
-    Raises ArgumentTypeError or ArgumentValueError for wrong arguments.
+    Raises OpListError for a list that cannot be read, and ArgumentTypeError or ArgumentValueError for wrong arguments.
     """
     if runs is not None:
         check_names(runs, "runs")
     check_count(steps, "steps")
     check_count(seeds, "seeds")
-    campaign = Campaign(FunctionRunner(train), plan_runs(runs, reference, steps, range(seeds)), tell)
+    from ...config import load_oplists  # imports torch
+
+    plan = plan_runs(runs, reference, steps, range(seeds))
+    for settings in plan.runs.values():
+        if settings.lists:
+            load_oplists(settings.lists)  # raises for what cannot be read
+    campaign = Campaign(FunctionRunner(train), plan, tell)
     campaign.run()
     return campaign.comparison()

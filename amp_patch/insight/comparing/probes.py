@@ -195,7 +195,7 @@ class LayerProbe(Probe):
         session = current.require()
         seen: dict[int, Tensor] = {}
         weights: list[float] = []
-        for module, name in self._names.values():
+        for module, name in sorted(self._names.values(), key=lambda named: named[1]):
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
                 holder = session.find_master(weight)

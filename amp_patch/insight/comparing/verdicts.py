@@ -3,7 +3,7 @@
 import math
 
 from ...tables import count_of
-from .summary import Row, Summary
+from .summary import Row, Summary, last, mean
 
 WITHIN = 2.0
 """A difference of so many times the noise is within it: the noise is that of one run."""
@@ -53,6 +53,11 @@ class Verdict:
         return self.row.difference
 
     @property
+    def _is_all_skipped(self) -> bool:
+        seeds = len(self._summary.curves(self.row.name))
+        return 0 < self.row.steps * seeds <= self.row.skipped
+
+    @property
     def may_be_chance(self) -> bool:
         """Whether the loss is off by more than noise, and so few seeds were run that chance may explain it."""
         if not math.isfinite(self._difference) or self._find_reason() or self._has_seeds:
@@ -70,6 +75,9 @@ class Verdict:
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
+        worse = self._count_clearly_worse()
+        if self._has_seeds and worse and self._difference > 0:
+            return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
         reason = self._find_reason()
         noise, base = self._summary.noise or 0.0, abs(self._base)
         if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
@@ -103,6 +111,12 @@ class Verdict:
             return "within the spread of the seeds"
         return ""
 
+    def _count_clearly_worse(self) -> int:
+        """Return in how many seeds no chance explains the loss: each is compared with the reference's of that seed."""
+        base, noise = abs(self._base), self._summary.noise or 0.0
+        means = [mean(last(each)) for each in self._summary.differences(self.row.name)]
+        return sum(one > CLEAR * base and one > CLEAR_OF_NOISE * noise for one in means)
+
     def _describe_difference(self) -> str:
         size, base = abs(self._difference), abs(self._base)
         direction = "lower"
@@ -124,6 +138,8 @@ class Verdict:
     def of_time(self) -> str:
         """Return whether it is faster."""
         factor, time_noise = self.row.factor, self._summary.time_noise
+        if self._is_all_skipped:
+            return "time and memory not judged, since every step was skipped"
         if factor is None or self.row.steps < TIMED_STEPS:
             return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
         noise = max(time_noise, 1 + _ALIKE_IN_COST)
@@ -137,7 +153,7 @@ class Verdict:
     def of_memory(self) -> str:
         """Return what it needs of memory, if that is another amount."""
         base = self._reference_row
-        if self.row.run.peak is None or base is None or not base.run.peak:
+        if self._is_all_skipped or self.row.run.peak is None or base is None or not base.run.peak:
             return ""
         factor = self.row.run.peak / base.run.peak
         if abs(factor - 1) <= _ALIKE_IN_COST:

@@ -112,7 +112,7 @@ class Tuner:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
         if fault:
-            raise SessionError(f"nothing to tune: in float32, too, {fault}")
+            raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
