@@ -138,6 +138,11 @@ class ModuleStack:
             return None
         return running[-1][0]
 
+    def names_of_like(self) -> list[str]:
+        """Return the names of all modules of the class of the innermost that is running in this thread."""
+        here = type(self.module_here())
+        return [name for module, name in self._names.values() if type(module) is here]
+
     def modules_here(self) -> list[nn.Module]:
         """Return the modules that are running in this thread, innermost first."""
         return [module for module, _ in reversed(self._running())]

@@ -172,8 +172,10 @@ class Observer:
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
-    def note(self, op: Op, before: Sequence[Any]) -> None:
-        """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared."""
+    def note(self, op: Op, before: Sequence[Any]) -> Call | None:
+        """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared. Return
+        the call that it is of.
+        """
         self.has_seen = True
         overload, node, calls = op.overload, op.node, self._local.calls
         number = None
@@ -184,7 +186,7 @@ class Observer:
         if number is not None and calls:
             self._by_node[number] = calls[-1]
         if overload.is_silent:
-            return  # a view has the storage of what it is of
+            return None  # a view has the storage of what it is of
         inputs, outputs = op.inputs(), op.outputs()
         cast = None
         if overload.is_copy:
@@ -202,6 +204,7 @@ class Observer:
                 self._writers[storage_of(tensor)] = call
         if self.finder is not None:
             self.finder.look(op, before, call, number)
+        return call
 
     def note_overflow(self, op: Op, before: Sequence[Any]) -> None:
         """Take in an op that torch refuses to run, since a number that it is given does not fit into 16 bits."""
@@ -210,7 +213,9 @@ class Observer:
         low = [tensor.dtype for tensor in op.inputs() if tensor.dtype in LOW_DTYPES]
         exact = compute_in_float32(op, before)
         if low and exact:
-            self.note(op._replace(result=exact[0].to(low[0])), before)
+            call = self.note(op._replace(result=exact[0].to(low[0])), before)
+            if call is not None:  # the script ends before its like run the same line
+                self.finder.expect(op, call, low[0], self._running.names_of_like())
 
     def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:

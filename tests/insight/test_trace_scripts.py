@@ -14,7 +14,7 @@ from training import take_step
 import amp_patch as amp
 from amp_patch import insight
 from amp_patch.insight.recorder import in_block
-from amp_patch.insight.remedies import find_remedy
+from amp_patch.insight.remedies import find_remedy, format_entries
 from amp_patch.insight.tracer import Tracer
 
 pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients", "ignore:the loss scale has fallen")
@@ -55,14 +55,16 @@ def test_a_number_that_torch_refuses_in_float16_is_a_fault_with_a_list(tmp_path)
     x = torch.randn(4, 8)
 
     def trace(**options):
-        model, optimizer = make(nn.Linear(8, 8), Scores(), nn.Linear(4, 1), **options)
+        model, optimizer = make(nn.Linear(8, 8), Scores(), nn.Linear(4, 8), Scores(), nn.Linear(4, 1), **options)
         return insight.trace(lambda: take_step(model(x).float().mean(), optimizer), on_fault="record")
 
     (fault,) = find_faults(trace())
     assert (fault.aten, fault.module, fault.cause, fault.in_float32) == ("masked_fill", "1", "precision", 1e9)
     amp.reset()
     path = tmp_path / "list.yaml"
-    path.write_text(f"extends: float16\nmodules: [{{{find_remedy(fault, None).regions[0]}, run: float32}}]\n")
+    entries = "\n".join(format_entries(find_remedy(fault, None)))
+    assert 'match: "1"' in entries and 'match: "3"' in entries
+    path.write_text(f"extends: float16\n{entries}\n")
     assert find_faults(trace(lists=path)) == []
 
 
