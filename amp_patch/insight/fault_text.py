@@ -138,6 +138,8 @@ def _describe_cause(fault: FaultRecord) -> str:
         return f"precision: {share}; {fault.lost:g} in the script is zero in 16 bits"
     if fault.value == "zero":
         text = f"precision: {share}; float32 holds them"
+    elif not math.isfinite(fault.in_float32):
+        text = f"precision: {share}, of which some is finite in float32, and the rest reaches no gradient"
     else:
         text = f"precision: {share}; in float32 the largest is {fault.in_float32:.3g}"
     if fault.phase == "backward" and fault.loss_scale != 1:

@@ -45,7 +45,7 @@ class _Reason(NamedTuple):
     Attributes:
         cause: "precision", where it fits in float32, or "mathematics".
         in_float32: the largest magnitude that it has there.
-        exact: the output there, if it fits.
+        exact: the output there, if some of it fits that does not in 16 bits.
         rounded: the ops before it whose rounding is to blame.
         lost: the share of what these rounded away.
     """
@@ -268,7 +268,7 @@ class FaultFinder:
             written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
             reason = self._find_reason(op, before, number, output, is_low=is_low)
-            if reason.cause == "precision":
+            if reason.cause == "precision" or reason.exact is not None:
                 wanted = list(reason.rounded)
                 if written.is_low and not (call.phase == "recompute" and self.faults):
                     wanted.insert(0, written)
@@ -291,6 +291,8 @@ class FaultFinder:
         largest = max(map(read_largest, exact), default=math.inf, key=_by_fit)
         if math.isfinite(largest):
             return _Reason("precision", largest, exact[0])
+        if exact and bool((exact[0].isfinite() & ~output.isfinite()).any()):  # what is left may be masked later
+            return _Reason("mathematics", largest, exact[0])
         blame = self._recent.explain(op, before, number, _is_finite)
         if blame is None:
             return _Reason("mathematics", largest)

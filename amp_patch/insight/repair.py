@@ -129,6 +129,11 @@ class Repair:
         """Whether there is anything to follow."""
         return bool(self._twins)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor would be finite in float32, as far as that was followed."""
+        twin = self._twins.find(tensor)
+        return twin is not None and not _is_beyond(twin)
+
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
         """Take in a fault: an output, what it is in float32, and what has to give float32 for it to be that."""
         self._wanted.update(wanted)

@@ -68,3 +68,11 @@ def read_largest_number(tensor: Tensor) -> float:
 def has_nan(tensor: Tensor) -> bool:
     """Tell whether a tensor holds NaN. Waits for the device."""
     return bool(tensor.isnan().any())
+
+
+def find_largest_of(tensors: Iterable[Tensor]) -> float:
+    """Return the largest magnitude of all, inf or NaN if one has that; 0 for none. Waits for the device."""
+    floating = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
+    if not floating:
+        return 0.0
+    return float(torch.nn.utils.get_total_norm(floating, math.inf))

@@ -25,7 +25,7 @@ from .remedies import IN_FORWARD, place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
-from .tensors import has_nan, storage_of
+from .tensors import find_largest_of, has_nan, storage_of
 from .written import Item
 
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
@@ -77,7 +77,7 @@ class Tracer(Recorder):
     def _begin_step(self) -> None:
         self._is_loss_seen = self._is_loss_bad = self._is_scaled = False
         self._gradients: list[str] = []
-        self._are_gradients_bad = False  # those of the optimizer that steps
+        self._are_gradients_bad = self._are_mended = False  # those of the optimizer that steps; by float32
         self._skips: list[bool | None] = []  # of the optimizers whose gradients were bad
         self._of = 0
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
@@ -156,6 +156,8 @@ class Tracer(Recorder):
         self._of += len(gradients)
         self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
+        wrong = [one for one in gradients if bad and not bool(one.isfinite().all())]
+        self._are_mended = bool(wrong) and all(map(self._finder.repair.holds, wrong))
         held = {id(one) for one in gradients}
         others: list[Tensor] = []
         for weight in self._weights_of_models():
@@ -173,7 +175,7 @@ class Tracer(Recorder):
 
     def _note_weights(self, optimizer: Optimizer) -> None:
         """Look at the weights that an optimizer steps by."""
-        size = _find_largest(list(self._weights_of(optimizer)))
+        size = find_largest_of(list(self._weights_of(optimizer)))
         self._are_weights_finite = math.isfinite(size)
         if not self._are_weights_finite:
             return
@@ -212,7 +214,7 @@ class Tracer(Recorder):
         if self._session is not None:
             master = self._session.find_master(holder)
             if master is not None:
-                in_float32 = _find_largest([master])
+                in_float32 = find_largest_of([master])
         group = _find_group(optimizer, bad)
         fault = FaultRecord(
             step=self._finder.step,
@@ -294,7 +296,7 @@ class Tracer(Recorder):
         facts = self._place(items)
         facts.update(beyond=repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
         done: list[FaultRecord] = []
-        for fault in faults:
+        for number, fault in enumerate(faults):
             own = dict(facts, scale=needs.scale)
             if fault.value == "zero" and repair.wanted_scale is not None:
                 own["scale"] = min(repair.wanted_scale, needs.scale or repair.wanted_scale)
@@ -302,6 +304,8 @@ class Tracer(Recorder):
                 own["scale"] = None
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
                 own |= self._place([_of_weight(fault)])
+            if fault.cause == "mathematics" and self._are_mended and number in self._reaching["gradients"]:
+                own["cause"] = "precision"
             if self._has_diverged(fault):
                 own["cause"] = "divergence"
             done.append(replace(fault, **own))
@@ -389,14 +393,6 @@ class Tracer(Recorder):
         if self._scale is None and self._session is not None:
             return next(iter(self._session.stats(wait=False).loss_scales), 1.0)
         return self._scale or 1.0
-
-
-def _find_largest(tensors: Sequence[Tensor]) -> float:
-    """Return the largest magnitude of all, inf or NaN if one has that; 0 for none. Waits for the device."""
-    floating = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
-    if not floating:
-        return 0.0
-    return float(nn.utils.get_total_norm(floating, math.inf))
 
 
 def _find_group(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:

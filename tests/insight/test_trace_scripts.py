@@ -190,3 +190,20 @@ def test_a_gradient_taken_inside_of_autocast_is_told_to_be_beyond_lists():
 
     recording = insight.trace(step, steps=3, on_fault="record")
     assert find_faults(recording)[0].step == 0 and "whatever a list says" in str(recording)
+
+
+class MaskedLog(nn.Module):
+    """A logarithm that is taken of zeros, too, and left out there."""
+
+    def forward(self, x):
+        return torch.where(x > 0, x.log(), torch.zeros_like(x))
+
+
+def test_nan_that_reaches_no_gradient_in_float32_is_no_mathematics():
+    model, optimizer = make(nn.Linear(10, 30), nn.ReLU(), MaskedLog(), nn.Linear(30, 1), lists="autocast-cpu")
+    x = torch.randn(64, 10)
+    recording = insight.trace(
+        lambda: take_step(model(x).float().square().mean(), optimizer), steps=20, on_fault="record"
+    )
+    assert find_faults(recording) == [] and recording.of(insight.FaultRecord)  # the scale comes down, and it trains
+    assert amp.stats().steps > 0
