@@ -11,7 +11,7 @@ from .records import OpRecord, Recording
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]
-_SHOW_ALL = "--all, or format_recording with with_all=True, shows each"
+_SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
 _FORWARD = ("forward", "recompute")
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
@@ -46,7 +46,7 @@ def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Itera
     shown = sum(op.calls for op in forward)
     hidden = sum(op.calls for op in recording.ops if op.phase in _FORWARD) - shown
     if hidden and shown:
-        yield f"not shown: {count_of(hidden, 'call')} as in plain torch; {_SHOW_ALL}"
+        yield f"not shown: {count_of(hidden, 'call')} that ran as in plain torch; {_SHOW_ALL}"
 
 
 def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _sums(recording: Recording) -> Iterator[str]:
         told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
         avoided = sum(op.avoided for op in found)
         if avoided:
-            told += f", {avoided} avoided by copies that were there"
+            told += f", {avoided} avoided by reusing copies"
         yield told
 
 

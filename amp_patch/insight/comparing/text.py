@@ -103,7 +103,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         final = f"final loss and difference from {about.reference}: of the last step"
     if any(row.spread is not None for row in rows):
         final += f", ± standard deviation over {len(about.seeds)} seeds"
-    yield f"{final}; the loss is what the script calls backward on, of several in a step their mean"
+    yield f"{final}; the loss is what the script calls backward on, or the mean if there are several in a step"
     if comparison.recording.run.device == "cpu":
         yield "ms/step: CPU time, added up over all threads"
     if comparison.noise is not None:
