@@ -173,6 +173,8 @@ class FaultFinder:
         written.size = output.untyped_storage().nbytes()
         written.is_whole = written.size == output.nbytes
         if call is None or call.phase == "backward":
+            is_of_user = op.node is not None and is_backward_of_user(op.node)  # whose lines can be changed
+            written.is_low = is_of_user and output.dtype in LOW_DTYPES
             return written
         is_low = output.dtype in LOW_DTYPES
         written.describe(op, call, self.running is not None and self.running.module_here() is not None, is_low)

@@ -207,3 +207,28 @@ def test_nan_that_reaches_no_gradient_in_float32_is_no_mathematics():
     )
     assert find_faults(recording) == [] and recording.of(insight.FaultRecord)  # the scale comes down, and it trains
     assert amp.stats().steps > 0
+
+
+class Inverse(torch.autograd.Function):
+    """One over an input, with a gradient in which the input's square is rounded to zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.float().reciprocal().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return -(gradient * 1e-6) / (x * x)
+
+
+def test_rounding_in_a_backward_of_the_user_is_no_mathematics():
+    model, optimizer = make(nn.Linear(8, 8), loss_scale=1.0)
+    with torch.no_grad():
+        model[0].weight.fill_(1e-5)
+        model[0].bias.zero_()
+    x = torch.ones(4, 8)
+    recording = insight.trace(lambda: take_step(Inverse.apply(model(x)).float().mean(), optimizer), on_fault="record")
+    (fault,) = find_faults(recording)
+    assert (fault.phase, fault.cause, fault.op) == ("backward", "precision", "aten.div")
