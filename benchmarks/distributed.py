@@ -43,11 +43,12 @@ SCALED = ("float32", "autocast-float16", "O1", "O2", "autocast-bfloat16", "O4", 
 UNSHARDED = tuple(mode for mode in SCALED if mode not in ("O2", "O5"))
 SETTINGS = {"ddp": SCALED, "fsdp2": SCALED, "fsdp1": UNSHARDED, "tp": UNSHARDED}
 COLUMNS = ("setting", "mode", "collectives", "KiB", "of flags", "ms/step", "spread", "ratio", "to")
-FLAGS = 64
-"""Bytes: whatever is smaller tells others of an overflow."""
+REFERENCES = {
+    mode: "autocast-float16" if mode in ("O1", "O2") else "autocast-bfloat16" for mode in ("O1", "O2", "O4", "O5")
+}
+FLAGS = 64  # bytes: whatever is smaller tells others of an overflow
 
-Sent = list[tuple[str, int]]
-"""The collectives of one step, each with its bytes."""
+Sent = list[tuple[str, int]]  # the collectives of one step, each with its bytes
 
 
 class Counter(TorchDispatchMode):
@@ -131,16 +132,10 @@ def compare(
     return interleave(candidates, arguments.rounds), sent
 
 
-def find_reference(mode: str) -> str | None:
-    """The mode to compare with; None for one that is a reference itself, or float32."""
-    low = {"O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}.get(mode)
-    return None if low is None else f"autocast-{low}"
-
-
 def table_rows(setting: str, samples: dict[str, Samples], sent: dict[str, Sent]) -> list[list[str]]:
     rows = []
     for mode, sample in samples.items():
-        sizes, reference = [size for _, size in sent[mode]], find_reference(mode)
+        sizes, reference = [size for _, size in sent[mode]], REFERENCES.get(mode)
         against = samples.get(reference or "")
         ratio = [f"{sample.ratio(against):.3f}", reference or ""] if against else ["-", "-"]
         flags = sum(size <= FLAGS for size in sizes)
