@@ -87,7 +87,7 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
         return told
     cost = ""
     if device_type == "cpu":
-        cost = "a step takes 1.1 to 1.7 times as long as in float32; "
+        cost = "a step usually takes 1.1 to 1.7 times as long as in float32; "
     fast = get_fast_levels(device_type)
     return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
 

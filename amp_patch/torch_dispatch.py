@@ -19,6 +19,16 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
+
+def find_backward(node: Any) -> Callable[..., Any] | None:
+    """Return the `backward` that a node of a torch.autograd.Function calls, None for a node of torch's own.
+
+    Without the class that a node has: a fault in such a function is told at the line of its forward pass.
+    """
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    return backward if callable(backward) else None
+
+
 # By which ops tensors are copied to another dtype, and which of those that are no views make no number.
 # Without one: casts of that kind are not counted, or rows say nothing.
 TO_COPY = _aten._to_copy

@@ -134,7 +134,7 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
         found = _watch(arguments, first, end, (str(path),))
         faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
         if not faults:
-            return _tell_of_fixed(found, first, path, arguments.parser.prog)
+            return _tell_of_fixed(found, first, path, arguments)
         fault, recording = faults[0]
         more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
         if more == remedy and alternative.has_list:
@@ -167,16 +167,17 @@ def _format_list(remedy: "remedies.Remedy") -> str:
     return "\n".join([*lines, *remedies.format_entries(remedy), ""])
 
 
-def _tell_of_fixed(found: Watched, first: int, path: Path, prog: str) -> int:
+def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.Namespace) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
     _tell_of_search(found, is_all=_are_all_skipped(found, first))
-    code = _tell_of_none(found, first, prog)
+    code = _tell_of_none(found, first, arguments.parser.prog)
+    script = f"-m {arguments.module}" if arguments.module else arguments.script
     if _are_all_skipped(found, first):
         return FAULT
     if code == 0:
         print(
             f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
-            " lists=...\nto see whether it trains as float32 does: amp-patch compare SCRIPT --runs"
+            f" lists=...\nto see whether it trains as float32 does: amp-patch compare {script} --runs"
             f" O0,as-is+{path.name}",
             flush=True,
         )

@@ -282,7 +282,7 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         yield f"and {cast}" if entries else cast
     if remedy.scale is not None and remedy.is_scale_enough:
         yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
-    elif remedy.scale is not None:
+    elif remedy.scale is not None and not fault.skipped:  # else it is dynamic, and comes down
         yield f"with a fixed loss scale, lower it to {_power(remedy.scale)}, too: larger values have larger gradients"
 
 

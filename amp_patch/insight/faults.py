@@ -293,9 +293,9 @@ class FaultFinder:
         largest = max(map(read_largest, exact), default=math.inf, key=_by_fit)
         if math.isfinite(largest):
             return _Reason("precision", largest, exact[0])
-        if exact and bool((exact[0].isfinite() & ~output.isfinite()).any()):  # what is left may be masked later
-            return _Reason("mathematics", largest, exact[0])
         blame = self._recent.explain(op, before, number, _is_finite)
+        if blame is None and exact and bool((exact[0].isfinite() & ~output.isfinite()).any()):
+            return _Reason("mathematics", largest, exact[0])  # what is left may be masked later
         if blame is None:
             return _Reason("mathematics", largest)
         for one in blame.wanted:

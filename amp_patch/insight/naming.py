@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..torch_dispatch import find_backward
+
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = f"{Path(__file__).parent.parent}/"
 _BY: dict[str, str | None] = {  # None: the user's
@@ -73,10 +75,8 @@ def _describe_line(file: str, line: int) -> str:
 
 def is_backward_of_user(node: Any) -> bool:
     """Tell whether a node of the backward pass runs a `backward` that the user has written."""
-    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
-    if not callable(backward):
-        return False
-    code = getattr(inspect.unwrap(backward), "__code__", None)
+    backward = find_backward(node)
+    code = None if backward is None else getattr(inspect.unwrap(backward), "__code__", None)
     return code is not None and _find_by(code.co_filename) is None
 
 

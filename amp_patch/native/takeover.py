@@ -334,7 +334,7 @@ class Takeover:
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
                 " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
-                " compare --everywhere. If the script needs arguments for mixed precision, write them after `--`."
+                " compare --everywhere. If the script has mixed precision with certain arguments only, pass them."
                 f"{' FP16_Optimizer has no levels.' if 'apex' in sys.modules else ''}"
             )
         session = self.session()

@@ -7,13 +7,13 @@ import pytest
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers.md").read_text()
 BLOCKS = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
-NEEDS = {"Lightning": "lightning", "The Trainer of transformers": "transformers", "Accelerate": "accelerate"}
+NEEDS = {"Lightning": "lightning", "The transformers Trainer": "transformers", "Accelerate": "accelerate"}
 
 
 @pytest.mark.parametrize("trainer", NEEDS)
 def test_a_block_runs(trainer, tmp_path, monkeypatch):
     module = pytest.importorskip(NEEDS[trainer], reason=f"needs {NEEDS[trainer]}: make test-clients")
-    if trainer == "The Trainer of transformers" and module.__version__.startswith("4."):
+    if trainer == "The transformers Trainer" and module.__version__.startswith("4."):
         pytest.skip("the mixin is for transformers 5")
     monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[trainer], "trainers.md", "exec"), {"__name__": "__main__"})

@@ -232,3 +232,15 @@ def test_rounding_in_a_backward_of_the_user_is_no_mathematics():
     recording = insight.trace(lambda: take_step(Inverse.apply(model(x)).float().mean(), optimizer), on_fault="record")
     (fault,) = find_faults(recording)
     assert (fault.phase, fault.cause, fault.op) == ("backward", "precision", "aten.div")
+
+
+@pytest.mark.parametrize(("times", "to_be_in_float32"), [(15, "reciprocal"), (30, "cumprod")])
+def test_a_long_product_that_is_rounded_to_zero_is_no_mathematics(times, to_be_in_float32):
+    model, optimizer = make(nn.Linear(8, 8), lists="autocast-cpu", loss_scale=1.0)
+    x = torch.randn(4, times, 8)
+
+    def step():
+        take_step((1e-12 * (1 / torch.sigmoid(model(x)).cumprod(1)).float()).mean(), optimizer)
+
+    fault = find_faults(insight.trace(step, on_fault="record"))[0]
+    assert (fault.aten, fault.cause, fault.ops) == ("reciprocal", "precision", (to_be_in_float32,))
