@@ -156,8 +156,10 @@ class Tracer(Recorder):
         self._of += len(gradients)
         self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
-        wrong = [one for one in gradients if bad and not bool(one.isfinite().all())]
-        self._are_mended = bool(wrong) and all(map(self._finder.repair.holds, wrong))
+        wrong = unscaling.find_nonfinite(parameters) if bad else []
+        self._are_mended = bool(wrong) and all(
+            one.grad is not None and self._finder.repair.holds(one.grad) for one in wrong
+        )
         held = {id(one) for one in gradients}
         others: list[Tensor] = []
         for weight in self._weights_of_models():
