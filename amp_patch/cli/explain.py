@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
+    if recording.run.is_native and not recording.run.low:
+        print("\nthe script has no mixed precision: --everywhere --opt-level O4 shows what it would run in bfloat16")
     _write_html(recording, arguments)
     if len(recordings) > 1:
         print(f"\nthis is the first of {len(recordings)} processes")

@@ -131,3 +131,12 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys):
     gone = tmp_path / "gone.jsonl"
     assert main(["explain", "--from", str(gone)]) == 1
     assert capsys.readouterr().err == f"amp-patch explain: failed: {gone}: No such file or directory\n"
+
+
+def test_a_script_without_mixed_precision_is_told_of_everywhere(call):
+    source = OURS.replace("import amp_patch as amp", "").partition("def step")[0]
+    source += "for _ in range(3):\n    model(torch.ones(2, 4)).sum().backward()\n    optimizer.step()\n"
+    code, out, _ = call(source)
+    assert code == 0 and out.endswith("--everywhere --opt-level O4 shows what it would run in bfloat16\n")
+    code, out, _ = call(source, "--everywhere", "--opt-level", "O4")
+    assert code == 0 and "bf16" in out and "no mixed precision" not in out
