@@ -11,7 +11,7 @@ from torch import Tensor
 from .casting import cast_tree
 from .config import Policy, make_policy
 from .errors import ArgumentTypeError, CheckpointError, ModelError, refuse_unknown
-from .events import tell, watchers
+from .events import tell
 from .functions import (
     float_function,
     get_original,
@@ -235,8 +235,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
     overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number.
     """
-    if watchers:
-        tell(contextlib.nullcontext(), "values_scaled")
+    tell(contextlib.nullcontext(), "values_scaled")
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 

@@ -43,9 +43,7 @@ SCALED = ("float32", "autocast-float16", "O1", "O2", "autocast-bfloat16", "O4", 
 UNSHARDED = tuple(mode for mode in SCALED if mode not in ("O2", "O5"))
 SETTINGS = {"ddp": SCALED, "fsdp2": SCALED, "fsdp1": UNSHARDED, "tp": UNSHARDED}
 COLUMNS = ("setting", "mode", "collectives", "KiB", "of flags", "ms/step", "spread", "ratio", "to")
-REFERENCES = {
-    mode: "autocast-float16" if mode in ("O1", "O2") else "autocast-bfloat16" for mode in ("O1", "O2", "O4", "O5")
-}
+REFERENCES = dict.fromkeys(("O1", "O2"), "autocast-float16") | dict.fromkeys(("O4", "O5"), "autocast-bfloat16")
 FLAGS = 64  # bytes: whatever is smaller tells others of an overflow
 
 Sent = list[tuple[str, int]]  # the collectives of one step, each with its bytes

@@ -33,8 +33,7 @@ dynamic loss scale skips do not count: in them no list is at fault, and none is 
 
 _ROUNDS = 5  # lists that are tried, each with more than the one before, and the other of two
 
-_MAYBE = "trace knows none that helps; amp-patch tune --units both may find one"
-_ADVICE_ON_LISTS = {"scale": _MAYBE, "gradients": _MAYBE, "list": _MAYBE, "weights": _MAYBE}
+_PERHAPS_BY_TUNE = frozenset({"scale", "gradients", "list", "weights"})  # remedies beside which there may be a list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +120,10 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
     path: Path = arguments.fix
     remedy = remedies.find_remedy(fault, recording.run)
     if not remedy.has_list:
-        print(f"\nno list was written: {_ADVICE_ON_LISTS.get(remedy.kind, 'none helps against this')}", flush=True)
+        reason = "none helps against this"
+        if remedy.kind in _PERHAPS_BY_TUNE:
+            reason = "trace knows none that helps; amp-patch tune --units both may find one"
+        print(f"\nno list was written: {reason}", flush=True)
         return FAULT
     remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
     alternative = replace(remedy, regions=(), ops=remedy.alternative, alternative=())
@@ -171,10 +173,12 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.N
     """Say that a list is enough, if there was anything to look at with it."""
     _tell_of_search(found, is_all=_are_all_skipped(found, first))
     code = _tell_of_none(found, first, arguments.parser.prog)
-    script = f"-m {arguments.module}" if arguments.module else arguments.script
     if _are_all_skipped(found, first):
         return FAULT
     if code == 0:
+        script = arguments.script
+        if arguments.module:
+            script = f"-m {arguments.module}"
         print(
             f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
             f" lists=...\nto see whether it trains as float32 does: amp-patch compare {script} --runs"

@@ -131,15 +131,6 @@ class Script(Tree):
         given += [argument_of(block.call, "optimizers", 1) for block in self.blocks]
         return frozenset(text_of(one) for argument in given for one in parts_of(argument))
 
-    @cached_property
-    def optimizers_given(self) -> list[ast.expr]:
-        """What any call of `initialize` is given as optimizers."""
-        return [one for call in self.initializations for one in parts_of(argument_of(call, "optimizers", 1))]
-
-    def is_stepped(self, name: str) -> bool:
-        """Tell whether the script calls `step` of what has a name."""
-        return any(text_of(receiver) == name for _, receiver in self.method_calls("step"))
-
     def is_optimizer(self, node: ast.AST) -> bool:
         """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
         text = text_of(node)

@@ -81,7 +81,10 @@ def optimizers_made_anew(context: Context) -> Iterator[Fault]:
     steps change nothing.
     """
     script = context.script
-    given_anywhere = {text_of(one) for one in script.optimizers_given}
+    stepped = {text_of(receiver) for _, receiver in script.method_calls("step")}
+    given_anywhere: set[str] = set()
+    for call in script.initializations:
+        given_anywhere.update(text_of(one) for one in parts_of(argument_of(call, "optimizers", 1)))
     for call in script.initializations:
         given = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
         models = {text_of(one) for one in parts_of(argument_of(call, "models", 0))}
@@ -97,7 +100,7 @@ def optimizers_made_anew(context: Context) -> Iterator[Fault]:
             message = ""
             if name in given:
                 message = f"{name} is created again after amp.initialize, which was given the old one"
-            elif given and name not in given_anywhere and names_in(params) & models and script.is_stepped(name):
+            elif given and name not in given_anywhere and names_in(params) & models and name in stepped:
                 message = f"{name} is created after amp.initialize, which was not given it"
             if message:
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")

@@ -275,7 +275,9 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         yield f"in a list of your own, fix.yaml, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
         passed = 'and pass lists="fix.yaml" to amp.initialize'
-        yield passed if fault.site.startswith(_CELL) else f"{passed}, or --lists fix.yaml to amp-patch"
+        if not fault.site.startswith(_CELL):
+            passed += ", or --lists fix.yaml to amp-patch"
+        yield passed
     if remedy.sites or not entries:
         lines = _join_places(remedy.sites) or lines
         cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
@@ -298,4 +300,6 @@ def _name_regions(regions: Sequence[str]) -> str:
         return "the model"
     if len(names) > RULES_ON_A_LINE:
         return "each of these modules"
-    return f"{'module' if len(names) == 1 else 'modules'} {' and '.join(names)}"
+    if len(names) == 1:
+        return f"module {names[0]}"
+    return f"modules {' and '.join(names)}"

@@ -127,10 +127,10 @@ class FaultFinder:
         it made in the graph of the backward pass, None for none.
         """
         overload = op.overload
-        node, of = "", None
+        node, of, is_of_user = "", None, False
         if op.node is not None:
-            node = op.node.name()
-            if not is_backward_of_user(op.node):
+            node, is_of_user = op.node.name(), is_backward_of_user(op.node)
+            if not is_of_user:
                 of = self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
         if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
@@ -144,6 +144,9 @@ class FaultFinder:
         if overload.has_one_output:
             outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
+        if is_of_user:  # whose lines can be changed
+            for tensor, written in zip(outputs, made, strict=True):
+                written.is_low = tensor.dtype in LOW_DTYPES
         if number is not None and of is not None:
             self._by_node[number] = of
         elif number is not None and made:
@@ -173,8 +176,6 @@ class FaultFinder:
         written.size = output.untyped_storage().nbytes()
         written.is_whole = written.size == output.nbytes
         if call is None or call.phase == "backward":
-            is_of_user = op.node is not None and is_backward_of_user(op.node)  # whose lines can be changed
-            written.is_low = is_of_user and output.dtype in LOW_DTYPES
             return written
         is_low = output.dtype in LOW_DTYPES
         written.describe(op, call, self.running is not None and self.running.module_here() is not None, is_low)

@@ -302,15 +302,14 @@ class _Below(TorchDispatchMode):
         before = args
         if observer.finder is not None:
             before = observer.finder.prepare(overload, args)
-        op = Op(overload, func, args, kwargs, None, get_current_node())
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
             if observer.is_on and "without overflow" in str(error):  # a number beyond float16, as of masked_fill
-                observer.note_overflow(op, before)
+                observer.note_overflow(Op(overload, func, args, kwargs, None, get_current_node()), before)
             raise
         if observer.is_on:
-            observer.note(op._replace(result=result), before)
+            observer.note(Op(overload, func, args, kwargs, result, get_current_node()), before)
         return result
 
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..tables import natural_order, star_numbers
 from .records import FaultRecord, RunRecord
@@ -85,11 +85,11 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
         return Remedy("mathematics")
     if fault.phase == "backward" and fault.value == "zero":
         return Remedy("scale", scale=fault.scale, is_larger=True)
-    has_list = bool(fault.regions or fault.ops)
     if fault.region == IN_FORWARD:
         return Remedy("region")
     if fault.rule.startswith("run: float32"):
         return Remedy("held")
+    has_list = bool(fault.regions or fault.ops)
     if fault.phase == "backward" and fault.is_scale_enough and not has_list:
         return Remedy("scale", scale=fault.scale)
     if fault.phase == "backward" and fault.rule.startswith("border"):
@@ -140,7 +140,7 @@ def format_entries(remedy: Remedy) -> list[str]:
 # ---- by what a list reaches an op ------------------------------------------------------------------------------------
 
 
-def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: bool) -> dict[str, tuple[str, ...]]:
+def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: bool) -> dict[str, Any]:
     """Return by what ops are reached that have to run in float32, as fields of `Remedy`.
 
     A module is named where the op is inside of one. A rule for the model itself would cover all of it, so an op that

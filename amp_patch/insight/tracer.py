@@ -77,7 +77,8 @@ class Tracer(Recorder):
     def _begin_step(self) -> None:
         self._is_loss_seen = self._is_loss_bad = self._is_scaled = False
         self._gradients: list[str] = []
-        self._are_gradients_bad = self._are_mended = False  # those of the optimizer that steps; by float32
+        self._are_gradients_bad = False  # those of the optimizer that steps
+        self._mended: list[bool] = []  # of each gradient that was bad: whether float32 mends it
         self._skips: list[bool | None] = []  # of the optimizers whose gradients were bad
         self._of = 0
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
@@ -97,8 +98,9 @@ class Tracer(Recorder):
         if self.is_recording:
             self._is_loss_seen = self._is_scaled = True
             if self._session is not None:
-                blocks = self._session.ledgers.open_blocks()
-                self._scale = blocks[-1].scaler.known_scale if blocks else None
+                self._scale = None
+                for block in self._session.ledgers.open_blocks():  # the innermost last
+                    self._scale = block.scaler.known_scale
             self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
             self._reaching["loss"] |= self._finder.find_faults([loss])
             self._note_loss(loss)
@@ -114,8 +116,10 @@ class Tracer(Recorder):
         first, last = self._finder.faults[0], self._finder.faults[-1]
         if last.phase == "backward" and not self._is_scaled and self._session is not None and self._session.gives_way:
             self._finder.faults[-1] = replace(last, region=IN_FORWARD)
+        if self._is_loss_seen or not self.is_recording:
+            return
         times = sum((one.site, one.aten) == (first.site, first.aten) for one in self._finder.faults)
-        if times > _REPEATED and not self._is_loss_seen and self.is_recording:
+        if times > _REPEATED:
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
@@ -148,18 +152,15 @@ class Tracer(Recorder):
         self._looked_for = id(optimizer)
         if not self.is_recording or self._session is None:
             return
-        bad = self._session.find_nonfinite_gradients(optimizer)
-        self._gradients += bad
-        self._are_gradients_bad = bool(bad)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        bad = unscaling.find_nonfinite(parameters)
+        self._gradients += self._session.names_of(bad)
+        self._are_gradients_bad = bool(bad)
+        self._mended += [one.grad is not None and self._finder.repair.holds(one.grad) for one in bad]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
         self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
-        wrong = unscaling.find_nonfinite(parameters) if bad else []
-        self._are_mended = bool(wrong) and all(
-            one.grad is not None and self._finder.repair.holds(one.grad) for one in wrong
-        )
         held = {id(one) for one in gradients}
         others: list[Tensor] = []
         for weight in self._weights_of_models():
@@ -306,7 +307,8 @@ class Tracer(Recorder):
                 own["scale"] = None
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
                 own |= self._place([_of_weight(fault)])
-            if fault.cause == "mathematics" and self._are_mended and number in self._reaching["gradients"]:
+            is_mended = bool(self._mended) and all(self._mended) and number in self._reaching["gradients"]
+            if fault.cause == "mathematics" and is_mended:
                 own["cause"] = "precision"
             if self._has_diverged(fault):
                 own["cause"] = "divergence"
@@ -316,7 +318,7 @@ class Tracer(Recorder):
     def _place(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the fields of a fault that say which ops and modules are to be in float32."""
         has_lists = self._session is not None and self._session.oplists is not None
-        return dict(place(items, self._models(), has_lists=has_lists))
+        return place(items, self._models(), has_lists=has_lists)
 
     def _find_siblings(self, item: Item) -> list[str]:
         """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""

@@ -93,6 +93,9 @@ class NativeSession(Session):
 
     def use_scaler(self, scaler: GradScaler) -> None:
         """Have the loss scale be that of a GradScaler, before those of others."""
+        first = self.scalers[0]
+        if isinstance(first, _ScriptsScaler) and first.scaler is scaler:
+            return
         others = [one for one in self.scalers if isinstance(one, _ScriptsScaler) and one.scaler is not scaler]
         self.scalers[:] = [_ScriptsScaler(scaler), *others]  # type: ignore[list-item]
 

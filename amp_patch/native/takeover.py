@@ -329,13 +329,16 @@ class Takeover:
         if is_needed and not self._was_in_region:
             where = f"{find_line()} steps"
             where = f"{self._called_at} calls the model and {where}" if self._called_at else where
+            hint = ""
+            if "apex" in sys.modules:
+                hint = " FP16_Optimizer has no levels."
             raise NoRegionError(
                 f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
                 " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
                 " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
                 " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
                 " compare --everywhere. If the script has mixed precision with certain arguments only, pass them."
-                f"{' FP16_Optimizer has no levels.' if 'apex' in sys.modules else ''}"
+                f"{hint}"
             )
         session = self.session()
         if self.changes and self._was_missed:

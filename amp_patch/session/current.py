@@ -61,8 +61,7 @@ def initialize(
         device_type = device_type_of(models)
         close_if_over()
         session = state.session
-        fits = session is not None and (session.policy, session.device_type) == (policy, device_type)
-        fits = fits and session is not None and session.has_lists_of(policy)
+        fits = session is not None and session.fits(policy, device_type)
         if session is not None and not fits and not (replace or replace_other):
             raise SessionError(describe_conflict(session.policy, policy, session.models(), models))
         if session is not None and fits and not replace:

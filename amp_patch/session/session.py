@@ -23,7 +23,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import say, warn
-from ..training import Decisions, LossBlock, loss_scaler, unscaling
+from ..training import Decisions, LossBlock, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -228,11 +228,6 @@ class Session:
             found += binding.groups.parameters()
         return found
 
-    def find_nonfinite_gradients(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device, once for each."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return self.names_of(unscaling.find_nonfinite(parameters))
-
     def find_master(self, parameter: Tensor) -> Tensor | None:
         """Return the float32 master of a 16-bit parameter, or None."""
         return self.bindings.masters.get(parameter)
@@ -263,8 +258,12 @@ class Session:
         if used:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
-    def has_lists_of(self, policy: Policy) -> bool:
-        """Tell whether the op lists of a policy say now what the session was opened with; files can change."""
+    def fits(self, policy: Policy, device_type: str) -> bool:
+        """Tell whether models on a type of device can come under this session, since the policy is the same; and the
+        op lists, whose files can change.
+        """
+        if (self.policy, self.device_type) != (policy, device_type):
+            return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
 
     def refresh(self) -> None:

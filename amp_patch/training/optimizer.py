@@ -320,7 +320,7 @@ class OptimizerBinding:
             self._has_looked_for_gradients = True
             self._tell_changed_buffers()
             if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
-                if any(scaler.awaits_backward for scaler in self._decisions.scalers):
+                if all(scaler.awaits_backward for scaler in self._decisions.scalers):
                     warn(f"step() of {name} before any backward pass: call scaled_loss.backward() in the block")
                     return
                 warn(

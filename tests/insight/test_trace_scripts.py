@@ -244,3 +244,23 @@ def test_a_long_product_that_is_rounded_to_zero_is_no_mathematics(times, to_be_i
 
     fault = find_faults(insight.trace(step, on_fault="record"))[0]
     assert (fault.aten, fault.cause, fault.ops) == ("reciprocal", "precision", (to_be_in_float32,))
+
+
+def test_nan_of_one_optimizer_is_judged_beside_the_finite_gradients_of_another():
+    torch.manual_seed(0)
+    models = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), MaskedLog(), nn.Linear(30, 1)), nn.Sequential(nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", lists="autocast-cpu", num_losses=2, verbosity=0)
+    x = torch.randn(64, 10)
+
+    def step():
+        for loss_id, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = model(x[:, : model[0].in_features]).float().square().mean()
+            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    recording = insight.trace(step, steps=20, on_fault="record")
+    assert find_faults(recording) == [] and recording.of(insight.FaultRecord)

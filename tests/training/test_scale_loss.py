@@ -500,3 +500,13 @@ def test_blocks_whose_scaled_loss_goes_backward_in_some_way_are_told_nothing_of(
             with amp.scale_loss(model(torch.ones(4, 8)).float().sum(), optimizer, loss_id=loss_id) as scaled_loss:
                 go_backward(scaled_loss)
     assert not [one for one in recwarn if "go backward" in str(one.message)]
+
+
+def test_a_loss_scale_that_is_not_used_yet_does_not_hide_that_nothing_is_trained():
+    model, other = nn.Linear(8, 2), nn.Linear(8, 2)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    amp.initialize([model, other], optimizers, num_losses=2, verbosity=0)
+    with amp.scale_loss(model(torch.ones(4, 8)).float().sum(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match="it trains nothing"):
+        optimizers[1].step()

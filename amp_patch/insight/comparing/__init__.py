@@ -31,12 +31,12 @@ def compare(
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
     Raises OpListError for a list that cannot be read, and ArgumentTypeError or ArgumentValueError for wrong arguments.
     """
+    from ...config import load_oplists  # imports torch
+
     if runs is not None:
         check_names(runs, "runs")
     check_count(steps, "steps")
     check_count(seeds, "seeds")
-    from ...config import load_oplists  # imports torch
-
     plan = plan_runs(runs, reference, steps, range(seeds))
     for settings in plan.runs.values():
         if settings.lists:

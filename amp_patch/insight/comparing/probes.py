@@ -32,7 +32,7 @@ class CurveProbe(Probe):
     once a step.
 
     The loss of a step is the mean of those that `scale_loss` was given. The time is that from the end of a step to that
-    of the next, with all that the script does between: on a CPU the CPU time, to which other programs add little.
+    of the next, with all that the script does between: on a CPU the CPU time, which other load affects less.
 
     Args:
         steps: how many to watch.

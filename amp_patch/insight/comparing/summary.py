@@ -69,6 +69,10 @@ class Summary:
                 found.append([own - plain for own, plain in pairs])
         return found
 
+    def final_differences(self, name: str) -> list[float]:
+        """Return the mean difference over the last steps, for each seed."""
+        return [mean(last(each)) for each in self.differences(name)]
+
     @property
     def noise(self) -> float | None:
         """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
@@ -131,7 +135,7 @@ class Summary:
         times = [curve.ms for curve in self.curves(reference).values()]
         if any(times):
             row = row._replace(factor=ms / statistics.median(times))
-        means = [mean(last(each)) for each in self.differences(name)]
+        means = self.final_differences(name)
         if means and name != reference:
             row = row._replace(difference=mean(means))
             if len(means) > 1 and all(map(math.isfinite, means)):

@@ -3,7 +3,7 @@
 import math
 
 from ...tables import count_of
-from .summary import Row, Summary, last, mean
+from .summary import Row, Summary
 
 WITHIN = 2.0
 """A difference of so many times the noise is within it: the noise is that of one run."""
@@ -62,8 +62,12 @@ class Verdict:
         """Whether the loss is off by more than noise, and so few seeds were run that chance may explain it."""
         if not math.isfinite(self._difference) or self._find_reason() or self._has_seeds:
             return False
-        size, noise = abs(self._difference), self._summary.noise or 0.0
-        return size <= CLEAR * abs(self._base) or size <= CLEAR_OF_NOISE * noise
+        return not self._is_clear(abs(self._difference))
+
+    def _is_clear(self, size: float) -> bool:
+        """Tell whether a difference is so large that no chance explains it."""
+        noise = self._summary.noise or 0.0
+        return size > CLEAR * abs(self._base) and size > CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
         """Return whether the run is as good."""
@@ -75,7 +79,8 @@ class Verdict:
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
-        worse = self._count_clearly_worse()
+        # each seed is compared with the reference's of that seed
+        worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
         if self._has_seeds and worse and self._difference > 0:
             return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
         reason = self._find_reason()
@@ -110,12 +115,6 @@ class Verdict:
         if self._has_seeds and self._is_within_seeds():
             return "within the spread of the seeds"
         return ""
-
-    def _count_clearly_worse(self) -> int:
-        """Return in how many seeds no chance explains the loss: each is compared with the reference's of that seed."""
-        base, noise = abs(self._base), self._summary.noise or 0.0
-        means = [mean(last(each)) for each in self._summary.differences(self.row.name)]
-        return sum(one > CLEAR * base and one > CLEAR_OF_NOISE * noise for one in means)
 
     def _describe_difference(self) -> str:
         size, base = abs(self._difference), abs(self._base)

@@ -78,8 +78,10 @@ class Shadow:
         if not any(map(_is_plain, tensors_in([result]))):
             return result
         sums = self._sums.setdefault((module, op), _Sums(is_listed))
+        if not shadow:
+            return result
         with torch.no_grad(), contextlib.suppress(Exception):
-            sums.calls += bool(shadow)
+            sums.calls += 1
             sums.overflow_in = max((sums.overflow_in, *shares))
             for tensor, other in zip(tensors_in([result]), shadow, strict=True):
                 if _is_plain(tensor) and tensor.shape == other.shape and tensor.numel():
