@@ -6,6 +6,7 @@ weight and bias; the output has the dtype of the input, that of the "mixed" func
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +20,19 @@ Shape = Sequence[int]
 
 def forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
     """[output, means, inverse deviations] of LayerNorm without weight and bias."""
-    output = F.layer_norm(_full(input), tuple(normalized_shape), eps=eps)
-    return [output.to(input.dtype), *_statistics(input, normalized_shape, eps)]
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
 
 def forward_affine(input: Tensor, normalized_shape: Shape, gamma: Tensor, beta: Tensor, eps: float) -> list[Tensor]:
     """[output, means, inverse deviations] of LayerNorm."""
-    output, *statistics = forward_affine_mixed_dtypes(input, normalized_shape, _full(gamma), beta, eps)
-    return [output.to(input.dtype), *statistics]
+    return _layer_norm(input, normalized_shape, gamma, beta, eps, input.dtype)
 
 
 def forward_affine_mixed_dtypes(
     input: Tensor, normalized_shape: Shape, gamma: Tensor, beta: Tensor, eps: float
 ) -> list[Tensor]:
     """The same in the dtype of `gamma`."""
-    output = F.layer_norm(_full(input), tuple(normalized_shape), _full(gamma), _full(beta), eps)
-    return [output.to(gamma.dtype), *_statistics(input, normalized_shape, eps)]
+    return _layer_norm(input, normalized_shape, gamma, beta, eps, gamma.dtype)
 
 
 def backward(
@@ -48,7 +46,8 @@ def backward(
 ) -> Tensor:
     """The gradient of the input."""
     _check(memory_efficient)
-    return _differentiate(lambda x: F.layer_norm(x, tuple(normalized_shape), eps=eps), dout, input)[0]
+    shape = tuple(normalized_shape)
+    return _differentiate(lambda x: F.layer_norm(x, shape, eps=eps), dout, input)[0]
 
 
 def backward_affine(
@@ -70,20 +69,17 @@ def backward_affine(
 
 def rms_forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
     """[output, inverse deviations] of RMSNorm without a weight."""
-    output = F.rms_norm(_full(input), tuple(normalized_shape), eps=eps)
-    return [output.to(input.dtype), _inverse_root(input, normalized_shape, eps)]
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
 
 def rms_forward_affine(input: Tensor, normalized_shape: Shape, gamma: Tensor, eps: float) -> list[Tensor]:
     """[output, inverse deviations] of RMSNorm."""
-    output, roots = rms_forward_affine_mixed_dtypes(input, normalized_shape, _full(gamma), eps)
-    return [output.to(input.dtype), roots]
+    return _rms_norm(input, normalized_shape, gamma, eps, input.dtype)
 
 
 def rms_forward_affine_mixed_dtypes(input: Tensor, normalized_shape: Shape, gamma: Tensor, eps: float) -> list[Tensor]:
     """The same in the dtype of `gamma`."""
-    output = F.rms_norm(_full(input), tuple(normalized_shape), _full(gamma), eps)
-    return [output.to(gamma.dtype), _inverse_root(input, normalized_shape, eps)]
+    return _rms_norm(input, normalized_shape, gamma, eps, gamma.dtype)
 
 
 def rms_backward(
@@ -108,22 +104,26 @@ def rms_backward_affine(
     return _differentiate(lambda x, weight: F.rms_norm(x, tuple(normalized_shape), weight, eps), dout, input, gamma)
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.to(full_dtype(tensor))
+def _layer_norm(
+    input: Tensor, shape: Shape, gamma: Tensor | None, beta: Tensor | None, eps: float, dtype: torch.dtype
+) -> list[Tensor]:
+    output = F.layer_norm(_full(input), tuple(shape), _full(gamma), _full(beta), eps)
+    variance, mean = torch.var_mean(_rows(input, shape), 1, correction=0)
+    return [output.to(dtype), mean, (variance + eps).rsqrt()]
 
 
-def _rows(input: Tensor, normalized_shape: Shape) -> Tensor:
-    return _full(input).reshape(-1, torch.Size(normalized_shape).numel())
+def _rms_norm(input: Tensor, shape: Shape, gamma: Tensor | None, eps: float, dtype: torch.dtype) -> list[Tensor]:
+    output = F.rms_norm(_full(input), tuple(shape), _full(gamma), eps)
+    return [output.to(dtype), (_rows(input, shape).square().mean(1) + eps).rsqrt()]
 
 
-def _statistics(input: Tensor, normalized_shape: Shape, eps: float) -> tuple[Tensor, Tensor]:
-    variance, mean = torch.var_mean(_rows(input, normalized_shape), 1, correction=0)
-    return mean, (variance + eps).rsqrt()
+def _full(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.to(full_dtype(tensor))
 
 
-def _inverse_root(input: Tensor, normalized_shape: Shape, eps: float) -> Tensor:
-    root: Tensor = (_rows(input, normalized_shape).square().mean(1) + eps).rsqrt()
-    return root
+def _rows(input: Tensor, shape: Shape) -> Tensor:
+    rows: Tensor = _full(input).reshape(-1, torch.Size(shape).numel())
+    return rows
 
 
 def _differentiate(function: Callable[..., Tensor], dout: Tensor, *tensors: Tensor) -> list[Tensor]:

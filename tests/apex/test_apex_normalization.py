@@ -21,10 +21,6 @@ MIXED = {MixedFusedLayerNorm: nn.LayerNorm, MixedFusedRMSNorm: nn.RMSNorm}
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def name(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
 def by_hand(x, shape, weight, bias, eps, is_rms):
     """In float64."""
     x, dims = x.double(), tuple(range(-len(shape), 0))
@@ -76,22 +72,14 @@ def test_values_are_those_of_torch_and_the_dtype_is_the_promised_one(cls, input_
     assert x.grad.dtype is input_dtype and layer.weight.grad.dtype is weight_dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=name)
 @pytest.mark.parametrize("cls", FUSED)
-def test_without_a_weight_the_dtype_is_that_of_the_input(cls, dtype):
+def test_without_a_weight_the_dtype_is_that_of_the_input(cls):
     layer = cls(4, elementwise_affine=False)
     assert list(layer.parameters()) == []
-    x = make_input(dtype)
-    assert layer(x).dtype is dtype
+    x = make_input(torch.float16)
+    assert layer(x).dtype is torch.float16
     expected = by_hand(x, (4,), None, None, 1e-5, "RMS" in cls.__name__)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("cls", [*FUSED, *MIXED])
-def test_squares_that_sixteen_bits_cannot_hold_do_no_harm(cls):
-    layer = cls(4).half()
-    x = torch.tensor([[3e4, -3e4, 3e4, -3e4]], dtype=torch.float16)
-    torch.testing.assert_close(layer(x), x.sign())
+    torch.testing.assert_close(layer(x).double(), expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(("cls", "torch_cls"), [*FUSED.items(), *MIXED.items()], ids=lambda cls: cls.__name__)
@@ -117,36 +105,32 @@ def test_positional_arguments_are_in_the_order_of_apex():
 def test_a_mixed_norm_has_a_weight(cls):
     with pytest.raises(RuntimeError, match="needs one: use Fused"):
         cls(4, elementwise_affine=False)
-    with pytest.warns(UserWarning, match="leave elementwise_affine out"):
-        assert cls(4, elementwise_affine=True).weight is not None
-    with pytest.raises(TypeError, match="not device"):
-        cls(4, device="cpu")
+    assert cls(4, elementwise_affine=True).weight is not None
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=name)
-def test_function_forms(low):
-    x, weight, bias = make_input(low), torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 0.0, -1.0, 1.0])
-    small = torch.full((1, 4), 1e-3)  # shows eps
-    cases = {
-        "fused_layer_norm": ((), (), low, False),
-        "fused_layer_norm_affine": ((weight, bias), (weight, bias), low, False),
-        "mixed_dtype_fused_layer_norm_affine": ((weight, bias), (weight, bias), torch.float32, False),
-        "fused_rms_norm": ((), (), low, True),
-        "fused_rms_norm_affine": ((weight,), (weight,), low, True),
-        "mixed_dtype_fused_rms_norm_affine": ((weight,), (weight,), torch.float32, True),
-    }
-    for function_name, (given, (w, b), dtype, is_rms) in {
-        key: (g, (*p, None, None)[:2], d, r) for key, (g, p, d, r) in cases.items()
-    }.items():
-        function = getattr(fused_layer_norm, function_name)
-        for value, eps in ((function(x, *given, 4), 1e-6), (function(x, *given, (4,), 0.5, True), 0.5)):
-            assert value.dtype is dtype
-            torch.testing.assert_close(
-                value.double(), by_hand(x, (4,), w, b, eps, is_rms), rtol=TOLERANCE[low], atol=5 * TOLERANCE[low]
-            )
-        if is_rms:
-            expected = by_hand(small, (4,), w, b, 1e-6, True)
-            torch.testing.assert_close(function(small, *given, 4).double(), expected, rtol=1e-4, atol=1e-4)
+FUNCTIONS = {
+    "fused_layer_norm": ("", False),
+    "fused_layer_norm_affine": ("wb", False),
+    "mixed_dtype_fused_layer_norm_affine": ("wb", False),
+    "fused_rms_norm": ("", True),
+    "fused_rms_norm_affine": ("w", True),
+    "mixed_dtype_fused_rms_norm_affine": ("w", True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_forms(name):
+    parameters, is_rms = FUNCTIONS[name]
+    weight, bias = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 0.0, -1.0, 1.0])
+    given = {"": (), "w": (weight,), "wb": (weight, bias)}[parameters]
+    w, b = (*given, None, None)[:2]
+    function = getattr(fused_layer_norm, name)
+    x, small = make_input(torch.bfloat16), torch.full((1, 4), 1e-3)  # the small one shows eps
+    value = function(x, *given, (4,), 0.5, True)
+    assert value.dtype is (torch.float32 if name.startswith("mixed") else torch.bfloat16)
+    torch.testing.assert_close(value.double(), by_hand(x, (4,), w, b, 0.5, is_rms), rtol=2e-2, atol=0.1)
+    expected = by_hand(small, (4,), w, b, 1e-6, is_rms)
+    torch.testing.assert_close(function(small, *given, 4).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_autograd_functions_are_the_functions():
@@ -169,30 +153,15 @@ class Model(nn.Module):
     ("norm", "level"),
     [
         (FusedLayerNorm, "O1"),
-        (FusedLayerNorm, "O3"),
         (FusedRMSNorm, "O2"),
-        (FusedRMSNorm, "O4"),
-        (MixedFusedLayerNorm, "O0"),
         (MixedFusedLayerNorm, "O2"),
         (MixedFusedRMSNorm, "O1"),
-        (MixedFusedRMSNorm, "O5"),
     ],
 )
-def test_every_level_trains(norm, level):
-    torch.manual_seed(0)
+def test_the_dtypes_hold_under_amp(norm, level):
     model = Model(norm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    x, losses = torch.randn(6, 4), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = model(x).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    low = torch.float16 if level in ("O1", "O2", "O3") else torch.bfloat16
-    hidden = torch.float32 if level == "O0" else low
-    weight = low if level in ("O2", "O3", "O5") else torch.float32
-    assert model.norm.weight.dtype is weight and model.seen == (hidden, hidden if norm in FUSED else weight)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(torch.randn(6, 4)).float().sum().backward()
+    weight = torch.float16 if level == "O2" else torch.float32
+    assert model.norm.weight.dtype is model.norm.weight.grad.dtype is weight
+    assert model.seen == (torch.float16, torch.float16 if norm in FUSED else weight)

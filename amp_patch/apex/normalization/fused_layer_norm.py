@@ -7,7 +7,6 @@ dtype, as the norms do whose place libraries have it take (T5's in float16, with
 default for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,9 +135,14 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     """
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        _check_affine(type(self).__name__, kwargs)
+        _check_affine(self, elementwise_affine)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -153,9 +157,14 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        _check_affine(type(self).__name__, kwargs)
+        _check_affine(self, elementwise_affine)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -165,13 +174,10 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         )
 
 
-def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
-    if "elementwise_affine" in kwargs:
-        if not kwargs.pop("elementwise_affine"):
-            raise RuntimeError(
-                f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
-                " elementwise_affine=False"
-            )
-        warnings.warn(f"{name} always has a weight: leave elementwise_affine out", stacklevel=3)
-    if kwargs:
-        raise TypeError(f"{name} takes normalized_shape, eps and memory_efficient, not {', '.join(kwargs)}")
+def _check_affine(layer: nn.Module, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        name = type(layer).__name__
+        raise RuntimeError(
+            f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
+            " elementwise_affine=False"
+        )
