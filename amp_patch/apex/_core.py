@@ -7,7 +7,6 @@ methods of sessions and loss scalers; what lies inside those is touched in this 
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -199,10 +198,6 @@ class ManualPass:
         return self._scaler.is_dynamic and bool(found_inf)
 
 
-_open_blocks: "weakref.WeakKeyDictionary[Optimizer, LossBlock]" = weakref.WeakKeyDictionary()
-"""Passes of losses that the caller multiplies, by optimizer."""
-
-
 class OptimizerView:
     """What the stand-in sees of an optimizer that a session has changed.
 
@@ -213,6 +208,7 @@ class OptimizerView:
         session = current.require()
         self._binding = session.bindings.get_optimizer(optimizer)
         self._ledgers = session.ledgers
+        self._open_block: LossBlock | None = None  # of a loss that the caller multiplies
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
@@ -249,13 +245,12 @@ class OptimizerView:
         any_loss = torch.ones((), device=self.device)
         block = current.require().scale_loss(any_loss, [optimizer], loss_id=0, delay_unscale=False)
         if isinstance(block, LossBlock):
-            _open_blocks[optimizer] = block
+            self._open_block = block
             block.__enter__()
 
     def end_pass(self, manual: ManualPass) -> None:
         """Unscale the gradients of that pass, and have `manual` and the next step know of an overflow."""
-        optimizer = self._binding.optimizer
-        block = None if optimizer is None else _open_blocks.pop(optimizer, None)
+        block, self._open_block = self._open_block, None
         if block is None:
             self.unscale()
             return

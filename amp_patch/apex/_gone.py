@@ -52,8 +52,6 @@ _GONE = {
         "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
         " without masters"
     ),
-    "apex.contrib.optimizers.distributed_fused_adam_v2": "sharded Adam: use torch.distributed.fsdp.fully_shard",
-    "apex.contrib.optimizers.distributed_fused_adam_v3": "sharded Adam: use torch.distributed.fsdp.fully_shard",
     "apex.contrib.optimizers.distributed_fused_lamb": (
         "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
     ),
@@ -65,9 +63,7 @@ _GONE = {
     ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
-}
-
-_KERNELS = {
+    # what only Apex's own optimizers called
     "amp_C.multi_tensor_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "amp_C.multi_tensor_adam_capturable": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
     "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
@@ -79,7 +75,6 @@ _KERNELS = {
         "norms of scaled tensors: use amp_C.multi_tensor_l2norm, and multiply by the inverse scale"
     ),
 }
-"""The functions of `amp_C` that it has not: only Apex's own optimizers called them."""
 
 COMPILED = {
     "fused_dense_cuda": "the kernels behind apex.fused_dense: use torch.nn.Linear and torch.nn.GELU",
@@ -96,13 +91,10 @@ def describe(name: str) -> tuple[str, str] | None:
     """Return the part of Apex that a dotted name is in, such as "apex.transformer", with what it was and what to use
     today; None for what Apex never had, or is here.
     """
-    parts = {**_GONE, **_KERNELS}
+    parts = {**_GONE, **COMPILED}
     for part in sorted(parts, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
             return part, parts[part]
-    root = name.partition(".")[0]
-    if root in COMPILED:
-        return root, COMPILED[root]
     return None
 
 

@@ -41,19 +41,12 @@ FUNCTIONS = (
 SUBMODULES = "amp frontend handle scaler opt utils compat rnn_compat lists _initialize _process_optimizer __version__"
 
 
-def test_functions_are_there_and_in_the_submodule_of_the_same_name():
-    assert callable(amp.master_params)
+def test_names_are_where_apex_had_them():
     for name in FUNCTIONS.split():
         assert callable(getattr(amp, name)) and getattr(amp.amp, name) is getattr(amp, name)
-
-
-def test_submodules_are_attributes():
     for name in SUBMODULES.split():
         assert getattr(amp, name) is importlib.import_module(f"amp_patch.apex.amp.{name}")
-
-
-def test_the_state_is_an_object_where_the_submodule_has_its_name():
-    module = importlib.import_module("amp_patch.apex.amp._amp_state")
+    module = importlib.import_module("amp_patch.apex.amp._amp_state")  # the attribute is the object
     assert amp._amp_state is module._amp_state and amp._amp_state is not module
     assert callable(module.maybe_print) and module.master_params is amp.master_params
     assert amp.__version__.VERSION == (0, 1, 0)
@@ -119,12 +112,10 @@ def test_the_recipe_for_saved_masters_resumes_bitwise():
 @pytest.mark.parametrize(
     ("models", "optimizers", "enabled"),
     [
-        ("one", "one", True),
         ("one", "list", True),
         ("list", "one", True),
         ("one", "empty", True),
         ("list", None, True),
-        ("one", None, False),
         ("list", "list", False),
     ],
 )
@@ -141,26 +132,18 @@ def test_arguments_come_back_in_their_shape(models, optimizers, enabled):
 
 
 @pytest.mark.parametrize(
-    ("models", "optimizers", "options", "said"),
+    ("models", "options", "said"),
     [
-        pytest.param(
-            make_model,
-            None,
-            {"opt_level": "o1"},
-            r"'o1' is not one of Apex's \(O0, O1, O2, O3.*Did you mean 'O1'",
-            id="letter",
-        ),
-        pytest.param(make_model, None, {"opt_level": None}, r"None is not one of Apex's", id="none"),
-        pytest.param(make_model, None, {"opt_level": "O4"}, r"amp-patch run --opt-level", id="not-apexs"),
-        pytest.param(lambda: nn.DataParallel(make_model()), None, {}, r"parallel wrapper", id="wrapped"),
-        pytest.param(lambda: make_model().half(), None, {}, r"16 bits already", id="half"),
-        pytest.param(lambda: [], None, {}, r"at least one model", id="no-model"),
-        pytest.param(make_model, 3, {}, r"not int", id="optimizer"),
+        (make_model, {"opt_level": "o1"}, r"'o1' is not one of Apex's \(O0, O1, O2, O3.*Did you mean 'O1'"),
+        (make_model, {"opt_level": None}, r"None is not one of Apex's"),
+        (lambda: make_model().half(), {}, r"16 bits already"),
+        (lambda: [], {}, r"at least one model"),
     ],
+    ids=["letter", "none", "half", "no model"],
 )
-def test_what_does_not_fit_is_a_runtime_error_and_changes_nothing(models, optimizers, options, said):
+def test_what_does_not_fit_is_a_runtime_error_and_changes_nothing(models, options, said):
     with pytest.raises(RuntimeError, match=said):
-        amp.initialize(models(), optimizers, verbosity=0, **options)
+        amp.initialize(models(), verbosity=0, **options)
     assert not hasattr(_amp_state, "opt_properties")
     assert amp_patch.stats().opt_level is None
 
@@ -176,15 +159,6 @@ def test_models_may_come_one_after_another(level):
         model, optimizer = start(level)
         train(model, optimizer, make_batches(2))
     assert_equal(weights(kept[0][0]), weights(model))
-
-
-def test_a_model_may_get_a_second_optimizer():
-    model, optimizer = start("O2")
-    train(model, optimizer, make_batches(2))
-    model, second = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
-    before = weights(model)
-    train(model, second, make_batches(1))
-    assert not all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
 
 def test_an_optimizer_that_amp_does_not_know_is_fine_where_nothing_is_scaled():
@@ -261,22 +235,13 @@ def test_a_script_may_switch_scaling_off_through_the_options():
 @pytest.mark.parametrize(
     ("level", "name", "value", "expected"),
     [
-        pytest.param("O1", "cast_model_type", torch.float16, RuntimeError, id="O1-cast"),
-        pytest.param("O1", "cast_model_type", torch.float32, torch.float32, id="O1-cast-float32"),
-        pytest.param("O1", "cast_model_type", False, False, id="O1-cast-false"),
-        pytest.param("O2", "cast_model_type", False, False, id="O2-cast-false"),
-        pytest.param("O2", "cast_model_type", torch.bfloat16, torch.bfloat16, id="O2-bfloat16"),
-        pytest.param("O2", "patch_torch_functions", True, RuntimeError, id="O2-patch"),
-        pytest.param("O1", "patch_torch_functions", False, False, id="O1-no-patch"),
-        pytest.param("O1", "keep_batchnorm_fp32", "False", RuntimeError, id="O1-batchnorm"),
-        pytest.param("O2", "keep_batchnorm_fp32", "False", False, id="O2-batchnorm-False"),
-        pytest.param("O3", "keep_batchnorm_fp32", "True", True, id="O3-batchnorm-True"),
-        pytest.param("O3", "keep_batchnorm_fp32", "yes", RuntimeError, id="O3-batchnorm-yes"),
-        pytest.param("O1", "master_weights", False, RuntimeError, id="O1-masters"),
-        pytest.param("O3", "master_weights", True, True, id="O3-masters"),
-        pytest.param("O0", "loss_scale", "dynamic", "dynamic", id="dynamic"),
-        pytest.param("O2", "loss_scale", "128.0", 128.0, id="number-in-quotes"),
-        pytest.param("O2", "loss_scale", "high", ValueError, id="no-number"),
+        ("O1", "cast_model_type", False, False),
+        ("O2", "cast_model_type", False, False),
+        ("O2", "keep_batchnorm_fp32", "False", False),
+        ("O1", "master_weights", False, RuntimeError),
+        ("O0", "loss_scale", "dynamic", "dynamic"),
+        ("O2", "loss_scale", "128.0", 128.0),
+        ("O2", "loss_scale", "high", ValueError),
     ],
 )
 def test_options_are_checked_against_the_level(level, name, value, expected):
@@ -330,25 +295,18 @@ def test_options_are_printed_once_in_a_few_lines_even_where_logging_is_off(capsy
     assert "  set by the script: loss_scale" in lines and len(lines) <= 6
 
 
-def test_messages_are_not_logged_as_well(caplog, capsys):
-    caplog.set_level(logging.INFO)
+def test_messages_are_printed_alone_and_amp_patch_logs_again_afterwards(caplog, capsys):
+    caplog.set_level(logging.INFO, logger="amp_patch")
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make_optimizer(model)
     amp.initialize(model, optimizer, opt_level="O1")
     overflow(model, optimizer)
     optimizer.step()
     assert caplog.records == []
     assert capsys.readouterr().out.count("Gradient overflow.") == 1
-
-
-def test_amp_patch_logs_again_after_apex_printed(caplog, capsys):
-    start("O1")
     amp_patch.reset()
-    caplog.set_level(logging.INFO, logger="amp_patch")
     amp_patch.initialize(make_model(), opt_level="O4", verbosity=1)
     assert any("opt_level O4" in record.message for record in caplog.records)
-    assert "opt_level O4" in capsys.readouterr().out
-    amp_patch.initialize(make_model(), opt_level="O4", verbosity=0)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -359,16 +317,6 @@ def test_binary_cross_entropy_is_banned_at_o1():
     with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
         F.binary_cross_entropy(torch.rand(2).half(), torch.rand(2).half())
     assert F.binary_cross_entropy(torch.rand(2), torch.rand(2)).dtype is torch.float32
-
-
-def test_in_place_float32_functions_refuse_half():
-    start("O1")
-    with pytest.raises(NotImplementedError, match="exp_"):
-        torch.ones(2).half().exp_()
-    x = torch.ones(2).half()
-    y = x
-    x += torch.ones(2)
-    assert x.dtype is torch.float32 and y.tolist() == [1, 1]
 
 
 def test_disable_casts_is_a_decorator_and_harmless_at_o2():
@@ -431,9 +379,7 @@ def test_foreign_entries_are_refused_before_anything_is_loaded():
 # ---- one initialize after another ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O2", "O3"), ("O3", "O0"), ("O0", "O1")], ids=str
-)
+@pytest.mark.parametrize(("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O3", "O0")], ids=str)
 def test_a_later_level_takes_over_from_models_that_are_still_alive(first, second):
     batches = make_batches(4)
     expected, optimizer = start(second)
@@ -460,16 +406,3 @@ def test_a_later_level_does_not_take_over_inside_a_scale_loss_block():
     ):
         start("O1")
     assert amp_patch.stats().opt_level == "O2"
-
-
-def test_knobs_of_a_level_laid_over_a_script_are_kept(tmp_path, monkeypatch):
-    path = tmp_path / "levels.yaml"
-    path.write_text("O2: {extends: O2, loss_scale: {init: 2048, growth_interval: 7}}\n")
-    monkeypatch.setenv("AMP_PATCH_PRESETS", str(path))
-    model, optimizer = start("O2")
-    scaler = _amp_state.loss_scalers[0]
-    assert (scaler.loss_scale(), scaler._scale_seq_len, scaler.dynamic) == (2048.0, 7, True)
-    amp_patch.reset()
-    monkeypatch.delenv("AMP_PATCH_PRESETS")
-    start("O2")
-    assert _amp_state.opt_properties.loss_scale == "dynamic" and _amp_state.loss_scalers[0]._scale_seq_len == 2000

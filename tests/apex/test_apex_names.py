@@ -2,16 +2,13 @@
 
 import copy
 import importlib
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import amp_patch
 import amp_patch.apex
-from amp_patch.apex import _gone
 from amp_patch.apex.mlp import MLP, MlpFunction
 
 
@@ -36,15 +33,9 @@ def test_names_are_found_where_apex_had_them(line):
         exec(line, {})
 
 
-def test_a_kernel_that_nobody_calls_says_what_to_use():
-    with amp_patch.apex.install(), pytest.raises(ModuleNotFoundError, match=r"use apex\.parallel\.SyncBatchNorm"):
-        importlib.import_module("apex.parallel.optimized_sync_batchnorm_kernel")
-
-
-@pytest.mark.parametrize("name", sorted(_gone._KERNELS))
-def test_a_function_that_amp_C_lacks_says_what_to_use(name):
-    with amp_patch.apex.install(), pytest.raises(AttributeError, match=f"no {name} .*: use "):
-        eval(name, {"amp_C": importlib.import_module("amp_C")})
+def test_a_function_that_amp_C_lacks_says_what_to_use():
+    with amp_patch.apex.install(), pytest.raises(AttributeError, match="no amp_C.multi_tensor_adagrad .*: use "):
+        _ = importlib.import_module("amp_C").multi_tensor_adagrad
 
 
 def test_scripts_fall_back_where_an_optimizer_is_gone():
@@ -81,21 +72,8 @@ def test_cross_entropy_smooths_and_passes_padding_over(smoothing, dtype):
 # ---- mlp -------------------------------------------------------------------------------------------------------------
 
 
-def by_layers(mlp, activation):
-    layers = []
-    for index, weight in enumerate(mlp.weights):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(mlp.bias))
-        linear.weight = nn.Parameter(weight.detach().clone())
-        if mlp.bias:
-            linear.bias = nn.Parameter(mlp.biases[index].detach().clone())
-        layers += [linear, activation]
-    return nn.Sequential(*layers)
-
-
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("name", "activation"), [("relu", nn.ReLU()), ("sigmoid", nn.Sigmoid()), ("none", nn.Identity())]
-)
+@pytest.mark.parametrize(("name", "activation"), [("relu", F.relu), ("sigmoid", torch.sigmoid), ("none", lambda x: x)])
 def test_mlp_is_its_layers(name, activation, bias):
     """Also as DLRM writes it, around the forward and backward of the function."""
 
@@ -108,26 +86,22 @@ def test_mlp_is_its_layers(name, activation, bias):
         def backward(*args):
             return MlpFunction.backward(*args)
 
-    mlp = MLP([4, 6, 3], bias=bias, activation=name)
-    reference, x = by_layers(mlp, activation), draw(5, 4).requires_grad_()
-    outputs = [mlp(x), Function.apply(mlp.bias, mlp.activation, x, *mlp.weights, *mlp.biases), reference(x)]
-    gradients = []
-    for output in outputs:
-        parameters = [*mlp.weights, *mlp.biases]
-        if output is outputs[2]:
-            parameters = [reference[0].weight, reference[2].weight]
-            parameters += [reference[0].bias, reference[2].bias] if bias else []
-        gradients.append([output, *torch.autograd.grad(output.square().sum(), [x, *parameters])])
-    for found in gradients[:2]:
-        torch.testing.assert_close(found, gradients[2])
+    mlp, x = MLP([4, 6, 3], bias=bias, activation=name), draw(5, 4).requires_grad_()
+    biases = mlp.biases if bias else [None, None]
+    expected = x
+    for weight, its_bias in zip(mlp.weights, biases, strict=True):
+        expected = activation(F.linear(expected, weight, its_bias))
+    leaves = [x, *mlp.weights, *mlp.biases]
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    for output in (mlp(x), Function.apply(mlp.bias, mlp.activation, *leaves)):
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(torch.autograd.grad(output.square().sum(), leaves), wanted)
 
 
 def test_mlp_is_a_module_like_any_other():
     mlp = MLP([4, 6, 3])
     assert list(mlp.state_dict()) == ["weight_0", "bias_0", "weight_1", "bias_1"]
-    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
-        assert torch.equal(other(draw(2, 4)), mlp(draw(2, 4)))
-        assert all(one is two for one, two in zip(other.weights, [other.weight_0, other.weight_1], strict=True))
+    assert torch.equal(copy.deepcopy(mlp)(draw(2, 4)), mlp(draw(2, 4)))
     amp_patch.initialize(mlp, torch.optim.SGD(mlp.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     assert mlp(draw(2, 4)).dtype is torch.float16
     with pytest.raises(amp_patch.AmpError, match="none, relu, sigmoid"):
@@ -137,8 +111,7 @@ def test_mlp_is_a_module_like_any_other():
 # ---- norms' extension ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 4)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float16, (4,)), (torch.float32, (2, 4))])
 @pytest.mark.parametrize("is_rms", [False, True])
 def test_the_extension_of_norms_is_torchs_functions(is_rms, dtype, shape):
     from amp_patch.apex import fused_layer_norm_cuda as extension
@@ -188,21 +161,3 @@ def test_autocast_dtypes_are_followed():
         low, nested, whole, nothing = _cast_if_autocast_enabled(*args)
     assert low.dtype is torch.bfloat16 and nested["x"].dtype is torch.float64
     assert whole.dtype is torch.int64 and nothing is None
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_initialize_by_options_and_an_optimizer_that_comes_later(level):
-    from amp_patch.apex import amp
-
-    model = nn.Linear(2, 2)
-    amp.initialize(nn.Linear(2, 2), opt_level=level, loss_scale=8.0, verbosity=0)
-    properties = amp._amp_state.opt_properties
-    assert amp._initialize._initialize(model, None, properties) is model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert amp._process_optimizer._process_optimizer(optimizer, properties) is optimizer
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert [master.grad.tolist() for master in amp.master_params(optimizer)] == [[[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0]]
-    assert not optimizer._amp_stash.already_patched
-    with pytest.raises(amp_patch.OptimizerError, match="once"):
-        amp._process_optimizer._process_optimizer(optimizer, properties)

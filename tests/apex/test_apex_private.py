@@ -63,14 +63,6 @@ def test_a_scale_set_by_hand_leaves_the_gradients_true_and_a_pending_skip_pendin
     assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
 
 
-@pytest.mark.parametrize("value", [0, float("nan")])
-def test_a_scale_that_cannot_be_is_refused(value):
-    start("O1")
-    with pytest.raises(ValueError, match="finite and positive"):
-        amp._amp_state.loss_scalers[0]._loss_scale = value
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 65536.0
-
-
 def test_the_count_and_the_window_may_be_set_too():
     model, optimizer = start("O1")
     scaler = amp._amp_state.loss_scalers[0]
@@ -129,18 +121,6 @@ def test_every_optimizer_of_the_loss_shows_the_skip_and_no_other():
     assert [optimizer._amp_stash.already_patched for optimizer in optimizers] == [True, True, False]
 
 
-def test_a_skip_that_was_zeroed_away_no_longer_shows():
-    model, optimizer = start("O1")
-    usual = optimizer.step
-    overflow(model, optimizer)
-    optimizer.zero_grad()
-    backward(model, optimizer, make_batches(1)[0])
-    assert optimizer.step is usual
-    before = weights(model)[0]
-    optimizer.step()
-    assert not torch.equal(weights(model)[0], before)
-
-
 def test_reset_takes_a_step_that_shows_a_skip_away():
     class Own(torch.optim.SGD):
         pass
@@ -185,31 +165,18 @@ def test_delayed_passes_say_nothing_early():
 
 def test_the_stash_lists_parameters_by_group():
     model = make_model()
-    groups = [
-        {"params": model[0].parameters()},
-        {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 1.0},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
+    groups = [[*model[0].parameters()], [*model[1].parameters(), *model[3].parameters()]]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    stash = optimizer._amp_stash
-    assert stash.lazy_init_called is True
-    assert [[id(p) for p in group] for group in stash.fp16_groups] == [
-        [id(p) for p in model[i].parameters()] for i in (0, 3)
-    ]
-    assert [[id(p) for p in group] for group in stash.fp32_from_fp32_groups] == [
-        [],
-        [id(p) for p in model[1].parameters()],
-    ]
-    masters = [
-        [p for p in group["params"] if not any(p is q for q in model.parameters())] for group in optimizer.param_groups
-    ]
-    assert [[id(p) for p in group] for group in stash.fp32_from_fp16_groups] == [
-        [id(p) for p in group] for group in masters
-    ]
-    assert (
-        len(stash.all_fp16_params) == len(stash.all_fp32_from_fp16_params) == 4
-        and len(stash.all_fp32_from_fp32_params) == 2
-    )
+    stash, (first, second) = optimizer._amp_stash, [group["params"] for group in optimizer.param_groups]
+
+    def assert_same(found, expected):
+        assert [[id(p) for p in group] for group in found] == [[id(p) for p in group] for group in expected]
+
+    assert_same(stash.fp16_groups, [groups[0], groups[1][2:]])
+    assert_same(stash.fp32_from_fp16_groups, [first, second[2:]])
+    assert_same(stash.fp32_from_fp32_groups, [[], groups[1][:2]])
+    assert (len(stash.all_fp32_from_fp32_params), stash.lazy_init_called) == (2, True)
     for low, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         assert low.dtype is torch.float16 and torch.equal(master.half(), low)
 
@@ -230,7 +197,7 @@ def test_masters_changed_by_hand_are_copied_to_the_model():
     assert all((p == 0.5).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_scale_loss_that_a_project_copied_trains_the_same(level):
     """Projects carry their own version of the block, written with the private methods."""
 
@@ -318,17 +285,12 @@ def test_casts_may_be_switched_through_the_handle():
     assert handle.is_active()
 
 
-def test_the_oldest_interface_says_what_to_write_instead():
-    handle = amp.init()
-    context = handle.scale_loss(torch.ones(1), None)
-    with pytest.raises(RuntimeError, match=r"amp\.initialize\(model, optimizer\)"), context:
-        pass
-
-
 def test_init_patches_without_a_model_until_deactivated():
     originals = torch.exp, F.linear
-    for _ in range(3):
+    for _ in range(2):
         handle = amp.init()
+        with pytest.raises(RuntimeError, match=r"amp\.initialize\(model, optimizer\)"):  # what to write instead
+            handle.scale_loss(torch.ones(1), None)
         assert torch.ones(2).half().exp().dtype is torch.float32
         assert F.linear(torch.ones(1, 2), nn.Parameter(torch.ones(2, 2))).dtype is torch.float16
         with pytest.raises(NotImplementedError):
@@ -404,10 +366,9 @@ def test_wrapped_optimizers_refuse_what_they_cannot_do():
 # ---- LossScaler by itself --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_scaler_follows_the_rule(seed):
+def test_a_scaler_follows_the_rule():
     """Halve on an overflow, double after a window of good passes, stay within the bounds."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     scaler = LossScaler("dynamic", init_scale=64.0, scale_window=3, min_loss_scale=4.0, max_loss_scale=256.0)
     scale, good = 64.0, 0
     for _ in range(60):

@@ -89,6 +89,7 @@ IN_SESSION = [
     ),
     (lambda: amp.scale_loss(OPTIMIZER, LOSS), T, "not Tensor: .* the loss first, so write scale_loss.loss, optimizer."),
     (lambda: apex_amp.scale_loss(OPTIMIZER, LOSS).__enter__(), T, "the loss first"),
+    (lambda: apex_amp.scale_loss(LOSS, OPTIMIZER).backward(), S, "with amp.scale_loss.loss, optimizer. as scaled_loss"),
     (lambda: amp.scale_loss(LOSS, None), T, "needs the optimizers.*pass one, or a list of them"),
     (lambda: amp.scale_loss(LOSS, MODEL), T, "not Linear: pass the one that was made of its parameters"),
     (lambda: amp.scale_loss(LOSS, OPTIMIZER, "0"), T, "loss_id='0' is not a whole number"),

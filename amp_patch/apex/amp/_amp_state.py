@@ -52,9 +52,7 @@ class AmpState:
         if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
-        if len(self._views) != len(scalers) or not all(
-            view.is_view_of(scaler) for view, scaler in zip(self._views, scalers, strict=True)
-        ):
+        if [view.core for view in self._views] != scalers:
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views
 

@@ -1,21 +1,17 @@
 """What Apex put on an optimizer besides `step`: `_amp_stash` and the private methods that scripts call.
 
-Right where Apex was not: masters exist from `initialize` on, so nothing is lazy; they never forget a gradient, and
-parameters that are unfrozen later have theirs.
+Masters exist from `initialize` on, so nothing is lazy here.
 """
 
 import functools
 import types
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import OptimizerError
-from .._core import OptimizerView, add_optimizer, require_session
+from .._core import OptimizerView, require_session
 from .scaler import LossScaler
 
 
@@ -28,6 +24,7 @@ class AmpOptimizerState:
     def __init__(self, view: OptimizerView) -> None:
         self._view = view
         self.lazy_init_called = True
+        self.skip_step: Any = None
 
     @property
     def already_patched(self) -> bool:
@@ -89,51 +86,20 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     """Give a bound optimizer its `_amp_stash` and the private methods, until it is unbound."""
     view = OptimizerView(optimizer)
     view.attach("_amp_stash", AmpOptimizerState(view))
-    methods: dict[str, Callable[..., Any]] = {
-        "_amp_lazy_init": _masters_exist,
-        "_prepare_amp_backward": _prepare_amp_backward,
-        "_post_amp_backward": _post_amp_backward,
-    }
+    view.attach("_amp_lazy_init", _masters_exist)
+    view.attach("_prepare_amp_backward", view.begin_pass)
+    view.attach("_post_amp_backward", functools.partial(_post_amp_backward, view))
     if require_session().policy.master_weights:
-        methods["_master_params_to_model_params"] = _master_params_to_model_params
-    for name, function in methods.items():
-        view.attach(name, types.MethodType(function, optimizer))
+        view.attach("_master_params_to_model_params", view.push_masters)
 
 
-def _process_optimizer(optimizer: Optimizer, properties: object) -> Optimizer:
-    """Bring an optimizer that was made later under the options in force, and return it. `properties` has no effect.
-
-    Raises OptimizerError for one that amp has already, SessionError before `initialize`.
-    """
-    session = require_session()
-    if session.bindings.find_optimizer(optimizer) is not None:
-        raise OptimizerError(f"this {type(optimizer).__name__} was given to amp before: once is enough")
-    add_optimizer(session, optimizer, 0)
-    attach_apex_names(optimizer)
-    return optimizer
-
-
-def _masters_exist(optimizer: Optimizer) -> None:
+def _masters_exist() -> None:
     """Masters exist from `initialize` on."""
 
 
-def _master_params_to_model_params(optimizer: Any) -> None:
-    """Copy the masters to the 16-bit parameters."""
-    OptimizerView(optimizer).push_masters()
-
-
-def _prepare_amp_backward(optimizer: Optimizer) -> None:
-    """Make gradients ready for a backward pass of a loss that the caller multiplies by the first scaler's scale."""
-    OptimizerView(optimizer).begin_pass()
-
-
-def _post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
+def _post_amp_backward(view: OptimizerView, scaler: LossScaler) -> None:
     """Unscale after that pass; `scaler.update_scale()` and the next `step()` know of an overflow."""
-    view = OptimizerView(optimizer)
     view.end_pass(scaler.open_pass(view.device))
-
-
-# ---- a skip that shows before the step -------------------------------------------------------------------------------
 
 
 def show_skip(optimizer: Any) -> None:
@@ -141,29 +107,21 @@ def show_skip(optimizer: Any) -> None:
 
     The skip step puts the usual one back and calls it: that one skips, and says so. Waits for the device.
     """
-    step = vars(optimizer)["step"]
-    function = _function_of(step)
-    # a step that wraps a skip step has taken over its attributes, and is none
-    shown, usual = vars(function).get("_amp_skip_step", (None, step))
-    is_shown = shown is not None and shown() is function
-    is_skipped = OptimizerView(optimizer).is_next_step_skipped()
-    if is_shown and not is_skipped:
-        optimizer.step = usual
-    if is_shown or not is_skipped:
+    stash = vars(optimizer).get("_amp_stash")
+    if not isinstance(stash, AmpOptimizerState) or not stash.already_patched:
         return
+    usual = vars(optimizer)["step"]
+    if usual is stash.skip_step:
+        return
+    # an LR scheduler puts a plain function in the place of the method
+    function = getattr(usual, "__func__", usual)
 
     @functools.wraps(function)
     def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _function_of(vars(self)["step"]) is this():  # not if an LR scheduler has wrapped it meanwhile
-            self.step = step
-        return step(*args, **kwargs)
+        if vars(self)["step"] is stash.skip_step:  # not if a scheduler has wrapped it meanwhile
+            self.step = usual
+        return usual(*args, **kwargs)
 
-    this = weakref.ref(skip_step)
     # undoing the binding looks for the original there, if the optimizer had a `step` of its own
-    vars(skip_step).update(_amp_skip_step=(this, step), __wrapped__=getattr(step, "__wrapped__", None))
-    optimizer.step = types.MethodType(skip_step, optimizer)
-
-
-def _function_of(step: Any) -> Any:
-    """Return the function of a method; an LR scheduler puts a plain function in the place of the method."""
-    return getattr(step, "__func__", step)
+    vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
+    stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

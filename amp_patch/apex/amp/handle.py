@@ -1,12 +1,8 @@
-"""`scale_loss` and `disable_casts`, and the handles of Apex's older interface.
-
-Right where Apex was not: gradients are unscaled whatever the body raises; `disable_casts` nests, survives exceptions,
-belongs to its thread and is harmless at levels that cast nothing; a tuple of optimizers is as good as a list.
-"""
+"""`scale_loss` and `disable_casts`, and the handles of Apex's older interface."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -102,15 +98,13 @@ class AmpHandle:
         """Return the optimizer with `num_loss` loss scalers of its own."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
         """Apex took this out in favour of `amp.scale_loss`. Raises SessionError."""
         raise SessionError(
             "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer ="
             " amp.initialize(model, optimizer) instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as"
             " scaled_loss:`"
         )
-        yield loss
 
     def _clear_cache(self) -> None:
         api.refresh()

@@ -30,17 +30,17 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        self._core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        self._core.growth_interval = scale_window
+        self.core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        self.core.growth_interval = scale_window
         if self.dynamic:
-            self._core.set_loss_scale(min(max_loss_scale, init_scale))
+            self.core.set_loss_scale(min(max_loss_scale, init_scale))
         self._forget_pass()
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> "LossScaler":
         """Return a view of a session's scaler."""
         view = cls.__new__(cls)
-        view._core = scaler
+        view.core = scaler
         view._forget_pass()
         return view
 
@@ -49,36 +49,32 @@ class LossScaler:
         self._buffer: Tensor | None = None  # the script's, or one that it has asked for
         self._is_overflow = False
 
-    def is_view_of(self, scaler: CoreScaler) -> bool:
-        """Tell whether this is a view of `scaler`."""
-        return self._core is scaler
-
     # ---- Apex's attributes -------------------------------------------------------------------------------------------
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale follows the gradients."""
-        return self._core.is_dynamic
+        return self.core.is_dynamic
 
     @property
     def _loss_scale(self) -> float:
-        return self._core.loss_scale()
+        return self.core.loss_scale()
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._core.set_loss_scale(float(value))
+        self.core.set_loss_scale(float(value))
 
     @property
     def _unskipped(self) -> int:
-        return int(self._core.state_dict()["unskipped"])
+        return int(self.core.state_dict()["unskipped"])
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.load_state_dict({**self._core.state_dict(), "unskipped": value})
+        self.core.load_state_dict({**self.core.state_dict(), "unskipped": value})
 
-    _scale_seq_len = forward("_core", "growth_interval")
-    _min_loss_scale = forward("_core", "min_loss_scale")
-    _max_loss_scale = forward("_core", "max_loss_scale")
+    _scale_seq_len = forward("core", "growth_interval")
+    _min_loss_scale = forward("core", "min_loss_scale")
+    _max_loss_scale = forward("core", "max_loss_scale")
 
     @property
     def _has_overflow(self) -> bool:
@@ -92,7 +88,7 @@ class LossScaler:
     def _overflow_buf(self) -> Tensor:
         """The flag that functions of amp_C raise: one integer, which `update_scale` reads."""
         if self._buffer is None:
-            self._buffer = torch.zeros(1, dtype=torch.int32, device=self._core.scale.device)
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
         if self._pass is not None and self._pass.has_overflow():
             self._buffer.fill_(1)
         return self._buffer
@@ -103,15 +99,15 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
-        return self._core.loss_scale()
+        return self.core.loss_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"loss_scale": float, "unskipped": int}`."""
-        return self._core.state_dict()
+        return self.core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved scale and count; a static scaler keeps its scale."""
-        self._core.load_state_dict(state)
+        self.core.load_state_dict(state)
 
     # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
@@ -166,7 +162,7 @@ class LossScaler:
     def open_pass(self, device: torch.device) -> ManualPass:
         """Return the pass that is under way; one that begins here keeps its overflow flag on `device`."""
         if self._pass is None:
-            self._pass = ManualPass(self._core, device)
+            self._pass = ManualPass(self.core, device)
         return self._pass
 
     # ---- pickles, Apex's among them ----------------------------------------------------------------------------------
@@ -183,11 +179,11 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale = float(state["_loss_scale"])
-        self._core = CoreScaler(
+        self.core = CoreScaler(
             "dynamic" if state["dynamic"] else scale,
             min_loss_scale=state.get("_min_loss_scale"),
             max_loss_scale=state.get("_max_loss_scale", 2.0**24),
         )
-        self._core.growth_interval = state.get("_scale_seq_len", 2000)
-        self._core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
+        self.core.growth_interval = state.get("_scale_seq_len", 2000)
+        self.core.load_state_dict({"loss_scale": scale, "unskipped": state.get("_unskipped", 0)})
         self._forget_pass()
