@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptimizerError
 from ..multi_tensor import group
 from ..torch_private import foreach_add_, foreach_copy_, foreach_mul, foreach_non_finite_check_and_unscale_
 from . import _gone, updates
@@ -88,8 +89,10 @@ def multi_tensor_sgd(
 ) -> None:
     """[gradients, params, momenta, perhaps 16-bit copies of params]: `updates.sgd_` on scale * gradient.
 
-    Does nothing if the flag is up.
+    Does nothing if the flag is up. `wd_after_momentum` raises OptimizerError if true.
     """
+    if wd_after_momentum:
+        raise OptimizerError("multi_tensor_sgd: wd_after_momentum is not offered: leave it out")
     if bool(noop_flag.any()):
         return
     gradients, params, momenta, *copies = tensor_lists
@@ -103,7 +106,6 @@ def multi_tensor_sgd(
         weight_decay=wd,
         is_nesterov=nesterov,
         is_first=first_run,
-        decays_late=wd_after_momentum,
         gradient_factor=scale,
     )
     for outputs in copies:

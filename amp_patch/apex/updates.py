@@ -100,16 +100,13 @@ def sgd_(
     weight_decay: float,
     is_nesterov: bool,
     is_first: bool,
-    decays_late: bool = False,
     gradient_factor: float = 1.0,
     found_inf: Tensor | None = None,
 ) -> None:
     """SGD with momentum, as in torch.optim.SGD.
 
     g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m)
-    with Nesterov.
-
-    `decays_late` adds wd p to the step instead of the gradient. `momenta` may be None when `momentum` is 0.
+    with Nesterov. `momenta` may be None when `momentum` is 0.
     """
     options: dict[str, Any] = {
         "lr": lr,
@@ -127,12 +124,11 @@ def sgd_(
     for g, p, *rest in in_full(gradients, *changed):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
-        # no kernel adds weight decay to the step
-        if not decays_late and _run(fused_sgd_, (p, g, *rest), found_inf, **options):
+        if _run(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
         if _is_to_skip(found_inf):
             return
-        if weight_decay and not decays_late:
+        if weight_decay:
             g = foreach_add(g, p, alpha=weight_decay)
         step = g
         for m in rest:
@@ -142,8 +138,6 @@ def sgd_(
                 foreach_mul_(m, momentum)
                 foreach_add_(m, g, alpha=1 - dampening)
             step = foreach_add(g, m, alpha=momentum) if is_nesterov else m
-        if weight_decay and decays_late:
-            step = foreach_add(step, p, alpha=weight_decay)
         foreach_add_(p, step, alpha=-lr)
 
 

@@ -248,12 +248,11 @@ def scheduled(parameters):
         (scheduled, False),
         (lambda p: Counting(p, lr=0.01), True),
         (lambda p: FusedLAMB(p, lr=0.01), True),
-        (lambda p: FusedSGD(p, lr=0.01, weight_decay=0.1, wd_after_momentum=True), True),
         (lambda p: contrib.FusedAdam(p, lr=0.01), True),
     ],
     ids=[
         *("foreach", "own step", "subclass", "hook", "one group not fused", "instance step", "LR scheduler"),
-        *("own step around FusedAdam", "FusedLAMB", "late decay", "FusedAdam of 2019"),
+        *("own step around FusedAdam", "FusedLAMB", "FusedAdam of 2019"),
     ],
 )
 def test_only_fused_steps_that_are_known_are_trusted_to_skip(build, waits, late):

@@ -29,7 +29,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     reads_flag = False
     """Whether `_update` obeys `found_inf`."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
+        if amsgrad:
+            raise OptimizerError(f"{type(self).__name__} has no AMSGrad variant: leave amsgrad out, or use torch.optim")
         for name in ("lr", "eps", "weight_decay", "momentum"):
             value = defaults.get(name, 0.0)
             if isinstance(value, (int, float)) and not value >= 0.0:

@@ -47,8 +47,6 @@ class FusedAdam(FusedOptimizer):
         *,
         max_grad_norm: float = 0.0,
     ) -> None:
-        if amsgrad:
-            raise OptimizerError("FusedAdam has no AMSGrad variant: use torch.optim.AdamW(amsgrad=True)")
         if master_weights:
             raise OptimizerError(
                 "FusedAdam keeps no masters of its own: leave out master_weights and use amp.initialize(...,"
@@ -66,7 +64,7 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
             **({"max_grad_norm": max_grad_norm} if max_grad_norm else {}),
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
 

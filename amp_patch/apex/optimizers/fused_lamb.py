@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from ...errors import OptimizerError
 from .. import amp_C
 from ..updates import lamb_, total_norm
 from .base import FusedOptimizer, Work
@@ -40,8 +39,6 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            raise OptimizerError("FusedLAMB has no AMSGrad variant: leave amsgrad out")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -51,7 +48,7 @@ class FusedLAMB(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
         self.adam_w_mode = bool(adam_w_mode)
         self.use_nvlamb = use_nvlamb
 

@@ -44,8 +44,6 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise OptimizerError("FusedNovoGrad has no AMSGrad variant: leave amsgrad out")
         if norm_type not in (0, 2):
             raise OptimizerError(f"FusedNovoGrad: norm_type={norm_type!r} must be 2 (the L2 norm) or 0 (the maximum)")
         defaults = {
@@ -58,7 +56,7 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
         self.moment_mode = 0 if reg_inside_moment else 1
 
     def _update(self, work: Work) -> None:

@@ -16,12 +16,14 @@ class FusedSGD(FusedOptimizer):
     The momentum of a parameter starts with its own first gradient, as in torch.optim.SGD.
 
     Args:
-        wd_after_momentum: add weight decay to the step instead of the gradient.
+        wd_after_momentum: raises OptimizerError if true.
         materialize_master_grads: accepted; under amp, gradients always are in the masters.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
+    wd_after_momentum = False
+    reads_flag = True
 
     def __init__(
         self,
@@ -35,6 +37,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
+        if wd_after_momentum:
+            raise OptimizerError("FusedSGD: wd_after_momentum is not offered: leave it out")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise OptimizerError(
                 f"FusedSGD: Nesterov momentum needs momentum above 0 (not {momentum!r}) and dampening 0 (not"
@@ -48,13 +52,7 @@ class FusedSGD(FusedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults, set_grad_none)
-        self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-
-    @property
-    def reads_flag(self) -> bool:  # type: ignore[override]
-        """No kernel adds weight decay to the step."""
-        return not self.wd_after_momentum
 
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
@@ -74,6 +72,5 @@ class FusedSGD(FusedOptimizer):
                     weight_decay=group["weight_decay"],
                     is_nesterov=group["nesterov"],
                     is_first=first,
-                    decays_late=self.wd_after_momentum,
                     found_inf=self.found_inf,
                 )
