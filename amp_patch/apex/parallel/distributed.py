@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...torch_distributed import sync_module_states
-from ...torch_private import (
-    foreach_copy_,
-    get_backward_id,
-    queue_after_backward,
-)
+from ...torch_private import foreach_copy_, get_backward_id, queue_after_backward
 from .._core import find_session
 from ..apex_C import flatten as flatten
 from ..apex_C import unflatten as unflatten
@@ -74,9 +70,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: sum 16-bit gradients in float32.
         gradient_average: divide by the number of ranks. Without it, gradients must be zeroed before each backward pass.
         gradient_predivide_factor: divide by it before the sum, and multiply the average by it afterwards.
-        shared_param: raises ValueError, as in Apex: there is nothing to say about shared parameters.
-        message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-        allreduce_communicators, gradient_average_split_factor, prof: for tuning in Apex; without effect.
+        shared_param, message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+        allreduce_communicators, gradient_average_split_factor, prof: without effect.
     """
 
     def __init__(
@@ -95,17 +90,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: float | None = None,
         prof: bool = False,
     ) -> None:
-        if shared_param is not None:
-            raise ValueError(
-                "shared_param is not used any more: leave it out; pass delay_allreduce=True if backward is irregular"
-            )
-        if delay_allreduce and num_allreduce_streams > 1:
-            raise ValueError(
-                f"num_allreduce_streams={num_allreduce_streams} is for overlapping, which delay_allreduce=True"
-                " rules out"
-            )
-        if delay_allreduce and allreduce_trigger_params is not None:
-            raise ValueError("allreduce_trigger_params are for overlapping, which delay_allreduce=True rules out")
         with warnings.catch_warnings():
             # newer torch asks for another argument, but that one broadcasts buffers once
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
