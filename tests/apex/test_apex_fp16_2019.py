@@ -89,14 +89,6 @@ def test_files_of_every_layout_resume_bitwise(layout, tmp_path):
     assert (other.cur_scale, other.cur_iter, other.last_overflow_iter) == (2.0**17, 12, 1)
 
 
-def test_the_flat_masters_are_the_masters():
-    model, optimizer = make()
-    assert [flat.shape for flat in optimizer.fp32_groups_flat] == [(40,), (18,)]
-    train(model, optimizer, range(2))
-    for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp32_groups, strict=True):
-        assert torch.equal(flat, torch.cat([master.detach().flatten() for master in group]))
-
-
 def test_an_overflow_skips_under_a_static_scale_too():
     model, optimizer = make(static_loss_scale=128.0)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -108,12 +100,8 @@ def test_an_overflow_skips_under_a_static_scale_too():
 
 SPOILED = {
     "nothing": lambda state: {},
-    "no mapping": lambda state: [1, 2],
-    "a model's": lambda state: {"0.weight": torch.ones(2)},
     "no scale": lambda state: {key: value for key, value in state.items() if key != "cur_scale"},
     "a scale that is inf": lambda state: {**state, "cur_scale": float("inf")},
-    "masters that are no tensors": lambda state: {**state, "fp32_groups_flat": [1, 2]},
-    "one group": lambda state: {**state, "fp32_groups_flat": state["fp32_groups_flat"][:1]},
     "a short group": lambda state: {**state, "fp32_groups_flat": [flat[1:] for flat in state["fp32_groups_flat"]]},
     "another optimizer's": lambda state: {
         **state,

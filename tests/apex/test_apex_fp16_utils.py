@@ -59,17 +59,15 @@ def test_networks_are_cast_but_for_affine_batchnorm(way):
     before = dtypes_of(model)
     if way == "network_to_half":
         result = fp16_utils.network_to_half(model)
-        assert isinstance(result, nn.Sequential) and isinstance(result[0], fp16_utils.tofp16) and result[1] is model
+        assert result[1] is model
+        assert result(torch.randn(5, 3)).dtype is torch.float16
     else:
-        result = fp16_utils.convert_network(model, torch.float16)
-        assert result is model
+        assert fp16_utils.convert_network(model, torch.float16) is model
     for name, dtype in dtypes_of(model).items():
         is_kept = name.startswith("inner.1") or not before[name].is_floating_point
         assert dtype is (before[name] if is_kept else torch.float16), name
     assert model.own.grad.dtype is torch.float16
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    if way == "network_to_half":
-        assert result(torch.randn(5, 3)).dtype is torch.float16
 
 
 def test_convert_module_leaves_the_children():
@@ -77,9 +75,6 @@ def test_convert_module_leaves_the_children():
     fp16_utils.convert_module(model, torch.bfloat16)
     low = [name for name, dtype in dtypes_of(model).items() if dtype is torch.bfloat16]
     assert low == ["own", "table"]
-    fp16_utils.BN_convert_float(model.half())
-    full = {name for name, dtype in dtypes_of(model).items() if dtype is torch.float32}
-    assert full == {f"inner.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
 
 
 @pytest.mark.parametrize("is_flat", [False, True], ids=["list", "flat"])
@@ -90,14 +85,8 @@ def test_masters_by_hand_train_as_float32_does(is_flat):
     model[0].bias.requires_grad_(False)
     reference[0].bias.requires_grad_(False)
     params, masters = fp16_utils.prep_param_lists(model, flat_master=is_flat)
-    assert (
-        len(params) == 3
-        and len(masters) == (1 if is_flat else 3)
-        and all(master.dtype is torch.float32 for master in masters)
-    )
-    assert all(master.is_leaf and master.requires_grad for master in masters)
-    if is_flat:
-        assert masters[0].grad.tolist() == [0.0] * masters[0].numel()
+    assert len(params) == 3 and len(masters) == (1 if is_flat else 3)
+    assert all(master.dtype is torch.float32 and master.is_leaf for master in masters)
     optimizers = [
         torch.optim.SGD(masters, lr=0.1),
         torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1),
@@ -127,7 +116,6 @@ def test_a_flat_master_needs_one_dtype():
 
 def test_small_things():
     assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5 and fp16_utils.to_python_float([3]) == 3.0
-    assert fp16_utils.tofp16()(torch.ones(2)).dtype is torch.float16
     for clip in (fp16_utils.clip_grad_norm, clip_grad_norm_):
         parameter = nn.Parameter(torch.zeros(2))
         parameter.grad = torch.tensor([3.0, 4.0])
@@ -161,16 +149,12 @@ def test_an_overflow_is_an_element_that_is_not_finite(value):
     assert fp16_utils.LossScaler().has_overflow(params) is False
 
 
-@pytest.mark.parametrize(
-    "scaler", [fp16_utils.LossScaler(8.0), fp16_utils.DynamicLossScaler(init_scale=8.0)], ids=["static", "dynamic"]
-)
-def test_scalers_scale_losses(scaler):
+def test_a_static_scaler_scales_losses_and_stays():
     parameter = nn.Parameter(torch.ones(2))
+    scaler = fp16_utils.LossScaler(8.0)
     scaler.backward(parameter.sum())
-    assert parameter.grad.tolist() == [8.0, 8.0]
-    if not isinstance(scaler, fp16_utils.DynamicLossScaler):
-        scaler.update_scale(True)
-        assert scaler.loss_scale == 8.0
+    scaler.update_scale(True)
+    assert parameter.grad.tolist() == [8.0, 8.0] and scaler.loss_scale == 8.0
 
 
 # ---- FP16_Optimizer --------------------------------------------------------------------------------------------------
@@ -264,33 +248,23 @@ def test_gradients_hold_what_apex_put_there():
         expected = dict(twin.named_parameters())[name].grad
         is_low = parameter.dtype is torch.bfloat16
         torch.testing.assert_close(parameter.grad, expected * (16.0 if is_low else 1.0), rtol=1e-2, atol=1e-5)
-    for data, master in zip(optimizer.inspect_master_grad_data()[0], masters_of(optimizer), strict=True):
-        assert torch.equal(data, master.grad) and master.grad.dtype is torch.float32
-    optimizer.step()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(master.grad.dtype is torch.float32 for master in masters_of(optimizer))
     optimizer.zero_grad()
     assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
     optimizer.zero_grad(set_grads_to_None=True)
     assert all(p.grad is None for p in (*model.parameters(), *masters_of(optimizer)))
 
 
-@pytest.mark.parametrize(
-    ("scale", "updates_each", "change_scale"),
-    [
-        (SCALES["static"], False, True),
-        (SCALES["static"], True, False),
-        (SCALES["dynamic"], False, False),
-        (SCALES["dynamic"], True, True),
-    ],
-)
-def test_gradients_of_several_passes_add_up(scale, updates_each, change_scale):
+@pytest.mark.parametrize("updates_each", [False, True])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_gradients_of_several_passes_add_up(scale, updates_each):
     batches = make_batches(3)
     model, optimizer = make(**scale)
     twin = low_model()
     for index, batch in enumerate(batches):
         loss_of(twin, batch).backward()
         optimizer.backward(loss_of(model, batch), update_master_grads=updates_each)
-        if change_scale and index == 0:
+        if index == 0:
             optimizer.loss_scale = optimizer.loss_scale * 4
     optimizer.update_master_grads()
     optimizer.update_master_grads()
@@ -300,19 +274,16 @@ def test_gradients_of_several_passes_add_up(scale, updates_each, change_scale):
 
 @pytest.mark.parametrize("way", ["optimizer", "model"])
 def test_an_abandoned_pass_is_forgotten_however_gradients_are_zeroed(way):
-    batches = make_batches(3)
-    model, optimizer = make(dynamic_loss_scale=True)
-    expected = train(model, optimizer, batches)
-    model, optimizer = make(dynamic_loss_scale=True)
-    optimizer.backward(loss_of(model, batches[2]))
-    model.load_state_dict(low_model().state_dict())  # BatchNorm statistics have moved
-    losses = []
-    for batch in batches:
-        (optimizer if way == "optimizer" else model).zero_grad()
-        losses.append(loss_of(model, batch))
-        optimizer.backward(losses[-1])
-        optimizer.step()
-    assert [loss.item() for loss in losses] == expected
+    batches = make_batches(2)
+    found = []
+    for abandons in (False, True):
+        model, optimizer = make(dynamic_loss_scale=True)
+        if abandons:
+            optimizer.backward(loss_of(model, batches[1]))
+            (optimizer if way == "optimizer" else model).zero_grad()
+        optimizer.backward(loss_of(model, batches[0]))
+        found.append([master.grad for master in masters_of(optimizer)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_an_overflow_skips_the_step_once_and_halves_the_scale(capsys):
@@ -324,7 +295,7 @@ def test_an_overflow_skips_the_step_once_and_halves_the_scale(capsys):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.backward(loss_of(model, batch) * float("inf"))
     assert optimizer.overflow and optimizer.loss_scale == 32.0
-    assert optimizer.clip_master_grads(1.0) == -1 and optimizer.inspect_master_grad_data() is None
+    assert optimizer.clip_master_grads(1.0) == -1
     assert optimizer.step() is None
     assert "Gradient overflow" in capsys.readouterr().out
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -336,28 +307,13 @@ def test_an_overflow_skips_the_step_once_and_halves_the_scale(capsys):
     assert torch.nn.utils.get_total_norm([p.grad for p in masters_of(optimizer)]).item() == pytest.approx(0.1, rel=1e-3)
 
 
-def test_a_static_scale_never_skips():
-    model, optimizer = make(static_loss_scale=2.0)
-    optimizer.backward(loss_of(model, make_batches(1)[0]) * float("inf"))
-    assert not optimizer.overflow and optimizer.loss_scale == 2.0
-    optimizer.loss_scale = 4.0
-    assert optimizer.loss_scale == 4.0
-
-
-BOUNDS = {
-    "default": ({}, 2.0**16, 2000, None),
-    "given": ({"init_scale": 4.0, "scale_window": 2, "min_loss_scale": 2.0}, 4.0, 2, 2.0),
-}
-
-
-@pytest.mark.parametrize(("args", "start", "growth", "floor"), BOUNDS.values(), ids=BOUNDS)
-def test_the_bounds_of_a_dynamic_scale(args, start, growth, floor):
-    _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=args)
-    scaler = optimizer.loss_scaler
-    assert (optimizer.loss_scale, scaler.growth_interval, scaler.min_loss_scale) == (start, growth, floor)
-    _, contrib = make(cls=ContribFP16_Optimizer, dynamic_loss_scale=True, dynamic_loss_args=args)
-    assert contrib.loss_scaler.growth_interval == (args.get("scale_window") or 1000)
-    assert contrib.loss_scaler.min_loss_scale == (args.get("min_loss_scale") or 1.0)
+def test_the_bounds_of_a_dynamic_scale():
+    args = {"init_scale": 4.0, "scale_window": 2, "min_loss_scale": 2.0}
+    given = ((FP16_Optimizer, {}, 2.0**16, 2000, None), (ContribFP16_Optimizer, {}, 2.0**16, 1000, 1.0))
+    for cls, options, *expected in (*given, *((cls, args, 4.0, 2, 2.0) for cls, *_ in given)):
+        _, optimizer = make(cls=cls, dynamic_loss_scale=True, dynamic_loss_args=options)
+        scaler = optimizer.loss_scaler
+        assert [optimizer.loss_scale, scaler.growth_interval, scaler.min_loss_scale] == expected
 
 
 def test_arguments_that_cannot_be_honoured_are_refused():
@@ -370,9 +326,8 @@ def test_arguments_that_cannot_be_honoured_are_refused():
         optimizer.step(lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="not FP16_Optimizer"):
         amp.initialize(model, optimizer)
-    for serialize in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(RuntimeError, match="state_dict"):
-            serialize(optimizer)
+    with pytest.raises(RuntimeError, match="state_dict"):
+        pickle.dumps(optimizer)
 
 
 def test_a_closure_sees_the_model_that_the_optimizer_has_moved():
@@ -400,27 +355,19 @@ def test_resuming_is_bitwise_and_files_are_plain(inner, scale):
     batches = make_batches(6)
     model, optimizer = make(inner, **scale)
     train(model, optimizer, batches[:2])
-    if scale.get("dynamic_loss_scale"):
-        optimizer.backward(loss_of(model, batches[0]) * float("inf"))
-        optimizer.step()
+    optimizer.loss_scale = 2.0**9
     train(model, optimizer, batches[2:3])
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     expected = train(model, optimizer, batches[3:])
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    assert set(saved["optimizer"]) == {
-        "loss_scaler",
-        "dynamic_loss_scale",
-        "overflow",
-        "first_closure_call_this_step",
-        "optimizer_state_dict",
-        "fp32_from_fp16",
-    }
+    keys = "loss_scaler dynamic_loss_scale overflow first_closure_call_this_step optimizer_state_dict fp32_from_fp16"
+    assert set(saved["optimizer"]) == set(keys.split())
     model, optimizer = make(inner)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    assert optimizer.loss_scale == (2.0**15 if scale.get("dynamic_loss_scale") else 128.0)
+    assert optimizer.loss_scale == 2.0**9
     assert train(model, optimizer, batches[3:]) == expected
 
 

@@ -153,15 +153,6 @@ class FP16_Optimizer:
             [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
         )
 
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the gradients that the optimizer steps on, by group; None after an overflow."""
-        if self.overflow:
-            return None
-        return [
-            [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]
-            for group in self.param_groups
-        ]
-
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
