@@ -2,7 +2,6 @@
 the oldest interface.
 """
 
-import gc
 import random
 
 import pytest
@@ -395,17 +394,7 @@ def test_a_static_scaler_never_skips():
     assert (scaler._unskipped, scaler.loss_scale(), scaler.dynamic) == (2, 1.0, False)
 
 
-# ---- both interfaces, and messages switched off later ----------------------------------------------------------------
-
-
-def test_a_handle_that_nobody_keeps_ends_nothing():
-    amp.init()
-    model, optimizer = start("O1")
-    gc.collect()
-    train(model, optimizer, make_batches(1))
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
-    amp._amp_state.handle._deactivate()
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+# ---- messages, and functions that are decorated ----------------------------------------------------------------------
 
 
 def test_verbosity_may_change_at_any_time(capsys):

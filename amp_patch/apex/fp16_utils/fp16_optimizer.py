@@ -1,6 +1,6 @@
 """`FP16_Optimizer`: float32 masters and loss scaling around an optimizer, for a model that the user has cast."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -155,33 +155,19 @@ class FP16_Optimizer:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Step on the masters, copy them to the model, and return what the optimizer returns; not after an overflow.
 
-        `closure` calls `zero_grad` and `backward` of this object and returns the loss; only with a static loss scale,
-        else OptimizerError.
+        Raises OptimizerError for a closure.
         """
-        if closure is None:
-            if self.overflow:
-                say("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
-                return None
-            result = self.optimizer.step()
-        else:
-            if self.loss_scaler.is_dynamic:
-                raise OptimizerError(
-                    "step(closure) does not work with dynamic_loss_scale: use a static_loss_scale, or call step()"
-                    " without a closure"
-                )
-            result = self.optimizer.step(self._wrap(closure))
+        if closure is not None:
+            raise OptimizerError("FP16_Optimizer.step takes no closure: call backward(loss), then step()")
+        if self.overflow:
+            say("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
+            return None
+        result = self.optimizer.step()
         self._push_masters()
         return result
-
-    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            self._push_masters()  # the optimizer may have moved them since its last evaluation
-            return closure()
-
-        return evaluate
 
     def _push_masters(self) -> None:
         pairs = self._pairs()

@@ -128,11 +128,8 @@ class FusedRMSNorm(nn.RMSNorm):
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """torch.nn.LayerNorm with the output in the dtype of the weight.
-
-    Raises RuntimeError for `elementwise_affine=False`.
-    """
+class _Mixed(nn.Module):
+    """A norm with the output in the dtype of its weight."""
 
     def __init__(
         self,
@@ -142,42 +139,34 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         memory_efficient: bool = False,
         elementwise_affine: bool = True,
     ) -> None:
-        _check_affine(self, elementwise_affine)
+        if not elementwise_affine:
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
+                " elementwise_affine=False"
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """torch.nn.LayerNorm with the output in the dtype of the weight.
+
+    Raises RuntimeError for `elementwise_affine=False`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """torch.nn.RMSNorm with the output in the dtype of the weight.
 
     Raises RuntimeError for `elementwise_affine=False`.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        elementwise_affine: bool = True,
-    ) -> None:
-        _check_affine(self, elementwise_affine)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
         return mixed_dtype_fused_rms_norm_affine(
             input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps
-        )
-
-
-def _check_affine(layer: nn.Module, elementwise_affine: bool) -> None:
-    if not elementwise_affine:
-        name = type(layer).__name__
-        raise RuntimeError(
-            f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
-            " elementwise_affine=False"
         )

@@ -1,6 +1,6 @@
 """`FP16_Optimizer` as Apex had it beside its fused optimizers, in 2019 here and later in `contrib`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,28 +83,11 @@ class FP16_Optimizer(_FP16Optimizer):
         """Go backward from the scaled loss."""
         super().backward(loss, update_master_grads, retain_graph)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Unscale, unless `update_master_grads` has been called since the last backward pass, and step.
-
-        With a closure, which the optimizer may call more than once, each call of it unscales.
-        """
-        if closure is None:
-            self._unscale()
-        return super().step(closure)
-
-    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        evaluate = super()._wrap(closure)
-
-        def evaluate_and_unscale() -> Any:
-            loss = evaluate()
-            self._unscale()
-            return loss
-
-        return evaluate_and_unscale
-
-    def _unscale(self) -> None:
+    def step(self, closure: object = None) -> Any:
+        """Unscale, unless `update_master_grads` has been called since the last backward pass, and step."""
         if self._carried is not None and not self._is_unscaled:
             self.update_master_grads()
+        return super().step(closure)
 
     def _decide(self, manual: ManualPass) -> bool:
         self._count_good_steps()

@@ -46,9 +46,6 @@ class LARC(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def __repr__(self) -> str:
-        return f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}) of {self.optim!r}"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside; there is no other."""
         return self.optim.state_dict()

@@ -101,7 +101,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduced_pass = -1
         self.enable_allreduce()
         if delay_allreduce:
-            reduce_later = _DelayedHook(self)
+            reference = weakref.ref(self)  # the hook stays on the parameters when the wrapper is gone
+
+            def reduce_later(_: Tensor) -> None:
+                wrapper = reference()
+                if wrapper is not None:
+                    wrapper.reduce_after_backward()
+
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(reduce_later)
@@ -159,21 +165,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients.append(parameter.grad)
         flat_dist_call(gradients, lambda flat: self._reduction.start(flat).wait())
-
-
-class _DelayedHook:
-    """Post-accumulate-grad hook. It stays on the parameters when the wrapper is gone, and then does nothing."""
-
-    def __init__(self, owner: DistributedDataParallel) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, parameter: Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.reduce_after_backward()
-
-    def __deepcopy__(self, memo: Any) -> "_DelayedHook":
-        return self
 
 
 class Reducer:
